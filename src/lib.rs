@@ -23,7 +23,6 @@
 pub mod adapter;
 pub mod backend;
 pub mod checkpoint;
-pub mod cli;
 pub mod config;
 pub mod dump;
 pub mod error;
@@ -48,7 +47,6 @@ pub mod selftest;
 pub mod sequence;
 pub mod service;
 pub mod tensor;
-pub mod terminal;
 pub mod text;
 pub mod threads;
 pub mod tiny;

@@ -1,0 +1,174 @@
+//! Adapters that are asked for: where their files are, what becomes of them, and what the user and the images are told.
+
+use super::args::{LoraArg, LoraArgs};
+use crate::terminal::Terminal;
+use kiln::adapter::{Adapter, AdapterMode, Adapters, Places, Product};
+use kiln::error::Result;
+use kiln::locate::{Environment, locate_adapter};
+use kiln::pipeline::{AdapterUse, Formats};
+use kiln::progress::Progress;
+use kiln::text::shown;
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The files of adapters, and how strong each is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AdapterFiles {
+    files: Vec<(PathBuf, f32)>,
+    /// Whether layers that the model does not have are left out.
+    partial: bool,
+}
+
+impl AdapterFiles {
+    /// Locates what flags name.
+    pub fn locate(args: &LoraArgs, environment: &Environment) -> Result<Self> {
+        let locate = |lora: &LoraArg| Ok((locate_adapter(&lora.file, environment)?, lora.scale));
+        let files = args.lora.iter().map(locate).collect::<Result<_>>()?;
+        Ok(Self { files, partial: args.lora_partial })
+    }
+
+    /// Opens the files for a model with these layers.
+    pub fn open(&self, places: impl FnOnce() -> Places) -> Result<Adapters> {
+        if self.files.is_empty() {
+            return Ok(Adapters::default());
+        }
+        let places = places();
+        let open = |(path, scale): &(PathBuf, f32)| Ok((open_adapter(path, self.partial, &places)?, *scale));
+        self.files.iter().map(open).collect::<Result<_>>().map(Adapters)
+    }
+}
+
+/// Opens a file, all of which has to fit unless `partial` allows less.
+pub fn open_adapter(path: &Path, partial: bool, places: &Places) -> Result<Adapter> {
+    if partial { Adapter::open(path, places) } else { Adapter::open_whole(path, places) }
+}
+
+/// An adapter as images and JSON tell of it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct AppliedAdapter {
+    /// The name of the file.
+    file: String,
+    sha256: String,
+    scale: f32,
+}
+
+/// What is told of adapters, in the order in which they are applied.
+pub fn applied(adapters: &Adapters) -> Vec<AppliedAdapter> {
+    let tell = |(adapter, scale): &(Adapter, f32)| AppliedAdapter {
+        file: file_name(&adapter.path),
+        sha256: adapter.digest.clone(),
+        scale: *scale,
+    };
+    adapters.0.iter().map(tell).collect()
+}
+
+/// The metadata of an image for its adapters: flags and their values, and the digests of the files, in the same order.
+pub fn metadata(adapters: &[AppliedAdapter], mode: AdapterMode) -> Vec<(&'static str, String)> {
+    if adapters.is_empty() {
+        return Vec::new();
+    }
+    let list = |of: &dyn Fn(&AppliedAdapter) -> String| adapters.iter().map(of).collect::<Vec<_>>().join(", ");
+    let mut text = vec![
+        ("lora", list(&|adapter| format!("{}:{}", adapter.file, adapter.scale))),
+        ("lora-sha256", list(&|adapter| adapter.sha256.clone())),
+    ];
+    // Both ways give the same picture but for rounding.
+    text.extend(match mode {
+        AdapterMode::Auto => None,
+        AdapterMode::Merge => Some(("lora-mode", "merge".into())),
+        AdapterMode::Branch => Some(("lora-mode", "branch".into())),
+    });
+    text
+}
+
+/// Prints a line for each adapter and, with `--verbose`, its layers.
+pub fn announce_adapters(adapters: &Adapters, formats: &Formats, terminal: &Terminal) {
+    for (line, details) in descriptions(adapters, formats) {
+        terminal.say(&line);
+        details.iter().for_each(|line| terminal.detail(line));
+    }
+}
+
+/// A line for each adapter, and lines about its layers.
+pub fn descriptions(adapters: &Adapters, formats: &Formats) -> Vec<(String, Vec<String>)> {
+    let uses = formats.adapter_uses(adapters);
+    let tell = |((adapter, scale), used): (&(Adapter, f32), &AdapterUse)| describe(adapter, *scale, &how_applied(used));
+    adapters.0.iter().zip(&uses).map(tell).collect()
+}
+
+/// What is said of layers that adapters are not merged with.
+pub const BESIDE: &str = "beside the weights";
+
+/// A line about an adapter, and lines about its layers.
+pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String>) {
+    let Adapter { layers, unmatched, path, .. } = adapter;
+    let is_lokr = layers.iter().any(|layer| matches!(layer.term.product, Product::Kronecker(..)));
+    let method = if is_lokr { "LoKr" } else { "LoRA" };
+    let ranks = ranks(layers.iter().map(|layer| layer.term.rank()));
+    let all = layers.len() + unmatched.len();
+    let left_out = if unmatched.is_empty() { "" } else { "; the model does not have the others" };
+    let line = format!("{method} {}: {} of {all} layers, {ranks}, scale {scale}, {how}{left_out}", file_name(path), layers.len());
+    let place = |layer: &kiln::adapter::Layer| {
+        let place = &layer.place;
+        let rows: Vec<String> = place.rows.iter().map(|rows| format!("{}..{}", rows.start, rows.end)).collect();
+        let rank = layer.term.rank().map_or_else(|| "whole".into(), |rank| format!("rank {rank}"));
+        let (part, name, rows) = (place.part, &place.name, rows.join(" and "));
+        format!("  {} -> {part} {name} rows {rows}, {rank}, scale {}", shown(&layer.name), layer.term.scale)
+    };
+    let missing = |name: &String| format!("  {} is left out: the model has no such layer", shown(name));
+    (line, layers.iter().map(place).chain(unmatched.iter().map(missing)).collect())
+}
+
+/// How the layers of an adapter are applied.
+fn how_applied(used: &AdapterUse) -> String {
+    match (used.merged, used.beside) {
+        (0, 0) => "without effect".into(),
+        (_, 0) => "merged".into(),
+        (0, _) => BESIDE.into(),
+        (merged, beside) => format!("{merged} merged and {beside} {BESIDE}"),
+    }
+}
+
+/// The ranks of layers in words. Layers whose factors are stored whole have none.
+pub fn ranks(ranks: impl Iterator<Item = Option<usize>>) -> String {
+    let ranks: BTreeSet<Option<usize>> = ranks.collect();
+    let known: Vec<usize> = ranks.iter().copied().flatten().collect();
+    match (&known[..], ranks.contains(&None)) {
+        ([], _) => "no rank".into(),
+        ([only], false) => format!("rank {only}"),
+        ([first, .., last], false) => format!("ranks {first} to {last}"),
+        ([only], true) => format!("rank {only} or none"),
+        ([first, .., last], true) => format!("ranks {first} to {last} or none"),
+    }
+}
+
+/// The name of a file, for display.
+fn file_name(path: &Path) -> String {
+    shown(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metadata_has_flags_and_digests_in_order() {
+        let adapter = |file: &str, sha256: &str, scale| AppliedAdapter { file: file.into(), sha256: sha256.into(), scale };
+        let two = [adapter("a.safetensors", "00ff", 0.8), adapter("b:2", "11", 1.0)];
+        let own = |text: &[(&'static str, &str)]| text.iter().map(|(key, value)| (*key, (*value).to_owned())).collect::<Vec<_>>();
+        let both = [("lora", "a.safetensors:0.8, b:2:1"), ("lora-sha256", "00ff, 11")];
+        assert_eq!(metadata(&two, AdapterMode::Auto), own(&both));
+        assert_eq!(metadata(&two, AdapterMode::Branch), own(&[both[0], both[1], ("lora-mode", "branch")]));
+        assert_eq!(metadata(&[], AdapterMode::Merge), []);
+    }
+
+    #[test]
+    fn ranks_are_told_briefly() {
+        let of = |list: &[Option<usize>]| ranks(list.iter().copied());
+        assert_eq!(of(&[Some(4), Some(4)]), "rank 4");
+        assert_eq!(of(&[Some(8), Some(4), Some(16)]), "ranks 4 to 16");
+        assert_eq!(of(&[None]), "no rank");
+        assert_eq!(of(&[None, Some(4)]), "rank 4 or none");
+    }
+}

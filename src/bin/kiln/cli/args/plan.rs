@@ -1,0 +1,61 @@
+//! The flags of `kiln plan`.
+
+use super::values::card;
+use super::{KleinArg, LoraArgs, ModelArgs, PrecisionArg, QuantisedArgs, ShapeArgs};
+use clap::Args;
+use kiln::predict::Card;
+
+/// Flags of `kiln plan`.
+#[derive(Args, Debug)]
+#[command(allow_negative_numbers = true)]
+pub struct PlanArgs {
+    /// Which model
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Size of klein, whatever KILN_MODEL names [default: 4b]
+    #[arg(
+        long,
+        value_enum,
+        value_name = "SIZE",
+        conflicts_with_all = ["model", "transformer", "text_encoder", "vae", "tokenizer"],
+        help_heading = "Model"
+    )]
+    pub klein: Option<KleinArg>,
+
+    /// FLUX.2 [dev] instead of klein, whatever KILN_MODEL names
+    #[allow(rustdoc::broken_intra_doc_links)] // the comment is a help text, and FLUX.2 [dev] a name
+    #[arg(
+        long,
+        conflicts_with_all = ["klein", "model", "transformer", "text_encoder", "vae", "tokenizer"],
+        help_heading = "Model"
+    )]
+    pub dev: bool,
+
+    /// Adapters of the model
+    #[command(flatten)]
+    pub lora: LoraArgs,
+
+    /// What the picture is made from and how large
+    #[command(flatten)]
+    pub shape: ShapeArgs,
+
+    /// Precision that results are stored in
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
+    pub precision: PrecisionArg,
+
+    /// How layers with FP8 and NVFP4 weights compute, and FP8 attention
+    #[command(flatten)]
+    pub quantised: QuantisedArgs,
+
+    /// The GPU to plan for: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200 [default: the first one here]
+    ///
+    /// With predicted times, which were not measured. Where there is no GPU, the plan is for compute capability 8.0, the least that
+    /// kiln runs on.
+    #[arg(long, value_name = "NAME", value_parser = card, help_heading = "Run")]
+    pub card: Option<Card>,
+
+    /// Print a JSON object instead of a table
+    #[arg(long, help_heading = "Run")]
+    pub json: bool,
+}

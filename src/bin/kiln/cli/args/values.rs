@@ -1,0 +1,273 @@
+//! The values of flags: choices, and numbers within limits.
+
+use clap::ValueEnum;
+use kiln::adapter::AdapterMode;
+use kiln::backend::Fp8Accumulate;
+use kiln::config::Variant;
+use kiln::model::{AttentionFormat, Nvfp4Math};
+use kiln::names::Layout;
+use kiln::part::Part;
+use kiln::predict::{CARDS, Card};
+use kiln::quantise::WeightLayout;
+use kiln::tensor::quantise::QuantisedFormat;
+use kiln::tensor::{DType, Nvfp4Layout, Precision};
+use kiln::tokenizer::Padding;
+use std::fmt::Display;
+use std::str::FromStr;
+
+/// Defines a `ValueEnum` whose values convert to those of another type.
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident for $target:ty { $($(#[$text:meta])* $case:ident => $value:expr,)+ }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+        #[allow(missing_docs)] // the comments are help texts
+        pub enum $name {
+            $($(#[$text])* $case,)+
+        }
+
+        impl From<$name> for $target {
+            fn from(choice: $name) -> Self {
+                match choice {
+                    $($name::$case => $value,)+
+                }
+            }
+        }
+    };
+}
+
+choice! {
+    /// Values of `--variant`.
+    VariantArg for Variant {
+        /// Few steps, no guidance
+        Distilled => Variant::Distilled,
+        /// Many steps, with guidance
+        Base => Variant::Base,
+        /// Distilled, with cached reference images
+        Kv => Variant::Kv,
+        /// FLUX.2 dev: many steps, the guidance scale is an input
+        Dev => Variant::Dev,
+    }
+}
+
+choice! {
+    /// Values of `--padding`.
+    PaddingArg for Padding {
+        /// Padding tokens before the prompt, which attend to nothing
+        Left => Padding::Left,
+        /// Padding tokens behind the prompt, which attend to it
+        Right => Padding::Right,
+        /// Zeros before the prompt
+        LeftZeros => Padding::LeftZeros,
+        /// Zeros behind the prompt
+        RightZeros => Padding::RightZeros,
+    }
+}
+
+choice! {
+    /// Values of `--precision`.
+    PrecisionArg for Precision {
+        /// Single precision, nothing rounded
+        F32 => Precision::F32,
+        /// bfloat16, as the models were trained
+        Bf16 => Precision::Bf16,
+    }
+}
+
+choice! {
+    /// Values of `--attention`.
+    AttentionArg for AttentionFormat {
+        /// FP8 in blocks whose weights and inputs are FP8, where the device has it and it is faster
+        Auto => AttentionFormat::Auto,
+        /// As other activations, in the format of --precision
+        Bf16 => AttentionFormat::Bf16,
+        /// FP8 in every block, or an error that says what is missing
+        Fp8 => AttentionFormat::Fp8,
+    }
+}
+
+choice! {
+    /// Values of `--fp8-accumulate`.
+    AccumulateArg for Fp8Accumulate {
+        /// Partial sums of 1024 products are added up in f32 if there are more than 6144, which leaves at most 1.5 % out
+        Auto => Fp8Accumulate::Auto,
+        /// Partial sums of 128 products are added up in f32
+        Exact => Fp8Accumulate::Exact,
+        /// Tensor cores add up everything and keep 13 binary places
+        Fast => Fp8Accumulate::Fast,
+    }
+}
+
+choice! {
+    /// Values of `--nvfp4-math`.
+    Nvfp4MathArg for Nvfp4Math {
+        /// By inputs in NVFP4 where the device multiplies these, else bf16
+        Auto => Nvfp4Math::Auto,
+        /// bf16, which is exact
+        Bf16 => Nvfp4Math::Bf16,
+        /// FP8, re-encoded when the model is loaded
+        Fp8 => Nvfp4Math::Fp8,
+    }
+}
+
+choice! {
+    /// Values of `--lora-mode`.
+    LoraModeArg for AdapterMode {
+        /// Merged with bf16, f16 and f32 weights, beside FP8 and NVFP4 ones; `kiln run`: beside all
+        Auto => AdapterMode::Auto,
+        /// Added to the weights while they are loaded; quantised ones are expanded for it
+        Merge => AdapterMode::Merge,
+        /// Computed beside the layers, which stay as they are
+        Branch => AdapterMode::Branch,
+    }
+}
+
+/// Values of `--format`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ImageFormatArg {
+    /// Lossless
+    Png,
+    /// Lossy, see --quality; colours are not subsampled
+    Jpeg,
+    /// Lossless
+    Webp,
+}
+
+choice! {
+    /// Values of `--to`.
+    FormatArg for QuantisedFormat {
+        /// One byte a weight: e4m3 with one scale a layer, for diffusers one a row
+        Fp8 => QuantisedFormat::Fp8,
+        /// Half a byte a weight and a scale for every sixteen; in text encoders MLPs only, the rest is FP8
+        Nvfp4 => QuantisedFormat::Nvfp4,
+    }
+}
+
+choice! {
+    /// Values of `--layout` of `kiln quantize`.
+    WeightLayoutArg for WeightLayout {
+        /// As ComfyUI reads it and Black Forest Labs publish it
+        Comfy => WeightLayout::Comfy,
+        /// As diffusers reads it: FP8 with a scale for each row, NVFP4 in the order of ModelOpt
+        Diffusers => WeightLayout::Diffusers,
+    }
+}
+
+choice! {
+    /// Values of `--quantize`.
+    QuantizeArg for QuantisedFormat {
+        /// e4m3, with a scale for each row and, in the transformer, inputs in e4m3: half the memory
+        Fp8 => QuantisedFormat::Fp8,
+        /// e2m1, with a scale for every sixteen columns of a row, by plain inputs: less than a third of the memory
+        Nvfp4 => QuantisedFormat::Nvfp4,
+    }
+}
+
+choice! {
+    /// Values of `--part`.
+    PartArg for Part {
+        /// The transformer
+        Transformer => Part::Transformer,
+        /// The text encoder
+        TextEncoder => Part::TextEncoder,
+    }
+}
+
+choice! {
+    /// Values of `--nvfp4-layout`.
+    Nvfp4LayoutArg for Option<Nvfp4Layout> {
+        /// What the file suggests
+        Auto => None,
+        /// First element in the high nibble, scales in tiles
+        Comfy => Some(Nvfp4Layout::COMFY),
+        /// First element in the low nibble, scales row by row
+        Modelopt => Some(Nvfp4Layout::MODELOPT),
+        /// First element in the low nibble, scales in tiles
+        ModeloptSingle => Some(Nvfp4Layout::MODELOPT_SINGLE),
+    }
+}
+
+/// Values of `--klein`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KleinArg {
+    /// klein 4B
+    #[value(name = "4b")]
+    FourB,
+    /// klein 9B
+    #[value(name = "9b")]
+    NineB,
+}
+
+choice! {
+    /// Values of `--layout`.
+    LayoutArg for Layout {
+        /// A folder with one folder per part
+        Diffusers => Layout::Diffusers,
+        /// One file per part
+        Bfl => Layout::Bfl,
+    }
+}
+
+choice! {
+    /// Values of `--dtype`.
+    DTypeArg for DType {
+        /// bfloat16
+        Bf16 => DType::Bf16,
+        /// IEEE half precision
+        F16 => DType::F16,
+        /// IEEE single precision
+        F32 => DType::F32,
+    }
+}
+
+/// Values of `--noise-kind`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum NoiseArg {
+    /// PyTorch on a CUDA device
+    TorchCuda,
+    /// PyTorch 2.12 and later on the CPU
+    TorchCpu,
+    /// PyTorch up to 2.11 on the CPU, drawing bfloat16
+    TorchCpuLegacy,
+}
+
+/// Values of `--backend`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendArg {
+    /// A GPU if one can be used, else the CPU
+    Auto,
+    /// An NVIDIA GPU
+    Cuda,
+    /// The CPU
+    Cpu,
+}
+
+/// Parses a number of pixels. Whether it is legal depends on the other side of the image as well, so that is checked later.
+pub(super) fn pixels(text: &str) -> Result<usize, String> {
+    text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())
+}
+
+/// A parser of whole numbers within limits.
+pub(super) fn within<T>(low: T, high: T) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
+where
+    T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
+{
+    move |text| match text.parse() {
+        Ok(number) if low <= number && number <= high => Ok(number),
+        _ => Err(format!("expected a whole number from {low} to {high}")),
+    }
+}
+
+/// Parses the name of a GPU of the table.
+pub(super) fn card(text: &str) -> Result<Card, String> {
+    let names: Vec<&str> = CARDS.iter().map(|card| card.name.trim_start_matches("GeForce ")).collect();
+    Card::named(text).cloned().ok_or_else(|| format!("expected one of {}", names.join(", ")))
+}
+
+/// Parses a guidance scale.
+pub(super) fn guidance(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        // NaN is not contained in any range.
+        Ok(scale) if (0.0..=100.0).contains(&scale) => Ok(scale),
+        _ => Err("expected a number from 0 to 100".into()),
+    }
+}

@@ -1,0 +1,546 @@
+//! `kiln run`: prompts from a file or another program, one a line, each answered with a line of JSON in the same order. One engine
+//! serves them all; while an image is encoded and written, the next one is denoised.
+//!
+//! Three threads: one reads lines, one owns the engine ([`Service`]), and this one plans, writes and answers. Only the last of them
+//! has state, and it never waits for a line that may not come while an answer is due.
+
+mod library;
+mod line;
+
+use super::adapters::AppliedAdapter;
+use super::args::{BatchArgs, FileArgs, GenerateArgs, LoraArg, PromptArgs, ShapeArgs};
+use super::hint::{hint, message};
+use super::names::{Target, content_name};
+use super::outputs::{Outputs, extension, file_format, image_text};
+use super::report::{ignored_settings, unknown_words_note, warn_of_flat_image, warn_of_saturation};
+use super::request::{ImageRequest, Setup};
+use super::session::Session;
+use super::settings::{ModelProfile, Settings};
+use super::stdout::{DASH, json_line, print};
+use super::writer::ImageLine;
+use crate::terminal::{Seconds, Terminal, Verbosity};
+use kiln::adapter::{AdapterMode, Places};
+use kiln::config::{Conventions, Variant};
+use kiln::error::{Error, Result};
+use kiln::image::{Format, Threads};
+use kiln::locate::{Environment, Found};
+use kiln::output::save_new;
+use kiln::pipeline::GeneratedImage;
+use kiln::progress::{Phase, Progress};
+use kiln::service::{Event, Service, Ticket};
+use kiln::tensor::Precision;
+use kiln::text::shown_path;
+use kiln::threads;
+use library::Library;
+use line::{Line, MAX_LINE_BYTES};
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use std::collections::{HashSet, VecDeque};
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::Duration;
+
+/// Lines that are planned and submitted before they are answered: one that is denoised and one that waits for its turn.
+const AHEAD: usize = 2;
+
+/// Lines that were read before they are planned, at most.
+const READ_AHEAD: usize = 16;
+
+/// Memory of a GPU for encoded prompts and references that later lines may have as well, at most: 85 prompts of klein 4B, or 250
+/// references of 1024x1024.
+const KEPT_BYTES: u64 = 256 << 20;
+
+/// More of it for models that cache the keys and values of references, at most: those of three references of 1024x1024 with klein 4B.
+const KEPT_KEY_VALUES: u64 = 4 << 30;
+
+/// How long it may take until a signal is noticed while no line comes.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// What `kiln run` was asked for.
+pub struct BatchRequest {
+    source: Source,
+    /// The name of the source, for messages.
+    file: PathBuf,
+    setup: Setup,
+    /// The image that a line without settings asks for, without its prompt.
+    usual: ImageRequest,
+    defaults: Defaults,
+    /// Where adapters that lines name are looked for, and whether a part of one is enough.
+    environment: Environment,
+    lora_partial: bool,
+    /// How much to print.
+    pub verbosity: Verbosity,
+}
+
+/// Where lines come from.
+type Source = Box<dyn Read + Send>;
+
+/// What lines have in common.
+struct Defaults {
+    shape: ShapeArgs,
+    negative: Option<String>,
+    lora: Vec<LoraArg>,
+    folder: PathBuf,
+    image_file: FileArgs,
+    skip_existing: bool,
+    /// The file of the trace, which is no file of a line.
+    trace: Option<PathBuf>,
+}
+
+impl BatchRequest {
+    /// Checks flags against each other, the environment and the file system.
+    pub fn new(args: BatchArgs, environment: Environment) -> Result<Self> {
+        let BatchArgs { file, model, lora, output, image_file, skip_existing, shape, negative, run } = args;
+        let (own_lora, lora_partial) = (lora.lora.clone(), lora.lora_partial);
+        let (verbosity, trace) = (run.verbosity(), run.trace.trace.clone());
+        // What is wrong for every line is an error of the command.
+        file_format(image_file.format, image_file.quality, None)?;
+        let folder = output.unwrap_or_default();
+        if !folder.as_os_str().is_empty() && !folder.is_dir() {
+            return Err(Error::usage(format!("there is no such folder ({})", shown_path(&folder)), "create it first"));
+        }
+        let source: Source = match &file {
+            path if path == Path::new(DASH) => Box::new(io::stdin()),
+            path => Box::new(File::open(path).map_err(|error| Error::read(path, error))?),
+        };
+        let prompt = PromptArgs { prompt: Some(OsString::new()), rest: Vec::new(), prompt_file: None };
+        let args = GenerateArgs::without_files(prompt, model, lora, shape.clone(), negative.clone(), run);
+        let (usual, mut setup) = ImageRequest::from_args(&args, environment.clone(), &mut io::empty(), 0)?;
+        // Any line may have references.
+        setup.options.references = true;
+        // And adapters, which merged weights could not change for.
+        if setup.options.adapters == AdapterMode::Auto {
+            setup.options.adapters = AdapterMode::Branch;
+        }
+        let defaults = Defaults { shape, negative, lora: own_lora, folder, image_file, skip_existing, trace };
+        Ok(Self { source, file, setup, usual, defaults, environment, lora_partial, verbosity })
+    }
+}
+
+/// What the thread of the engine tells about the model and the device.
+struct Known {
+    name: String,
+    variant: Variant,
+    conventions: Conventions,
+    precision: Precision,
+    quantised_flags: Vec<(&'static str, String)>,
+    adapters: Vec<AppliedAdapter>,
+    adapter_mode: AdapterMode,
+    backend: &'static str,
+    found: Found,
+}
+
+impl Known {
+    fn profile(&self) -> ModelProfile<'_> {
+        let Self { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode, .. } = self;
+        ModelProfile {
+            name,
+            variant: *variant,
+            conventions,
+            precision: *precision,
+            quantised_flags: quantised_flags.clone(),
+            adapters: adapters.clone(),
+            adapter_mode: *adapter_mode,
+        }
+    }
+
+    /// A text that differs wherever the model or its arithmetic does.
+    fn id(&self, vae_tiling: bool) -> String {
+        format!("{} {} {} {vae_tiling} {:?}", self.name, self.variant, self.precision.name(), self.quantised_flags)
+    }
+}
+
+/// Reads lines until they end and answers each. Errors of a line do not end the run; at its end they are an error of it.
+pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Terminal>, out: &mut dyn Write) -> Result<()> {
+    let BatchRequest { source, file, setup, usual, defaults, environment, lora_partial, .. } = request;
+    let (own_stop, own_terminal) = (stop.clone(), terminal.clone());
+    let (service, (known, places)) = Service::start(move || {
+        let found = setup.found.clone();
+        let mut session = Session::open(setup, &own_stop, &own_terminal)?;
+        let job = Settings::resolve(usual, &session.profile()).job;
+        session.fit(&job, &own_terminal)?;
+        let ModelProfile { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode } = session.profile();
+        let (name, conventions, backend) = (name.to_owned(), conventions.clone(), session.backend.name);
+        let known = Known { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode, backend, found };
+        let places: Places = session.model.places();
+        let on_gpu = session.backend.device.is_some();
+        let mut engine = session.load(&*own_terminal)?;
+        // On a CPU these would take memory from everything else.
+        if on_gpu {
+            let more = if variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
+            engine.keep_results(KEPT_BYTES + more, &job)?;
+        }
+        Ok((engine, (known, places)))
+    })?;
+    terminal.say(&format!("{}, ready for lines", known.name));
+    let lines = read_lines(source)?;
+    let model_id = known.id(defaults.shape.vae_tiling);
+    let mut run = Run {
+        service,
+        known,
+        model_id,
+        library: Library::new(places, environment, lora_partial),
+        defaults,
+        file,
+        lines: Some(lines),
+        pending: VecDeque::new(),
+        claimed: HashSet::new(),
+        stop,
+        terminal,
+        out,
+        answered: 0,
+        failed: 0,
+    };
+    run.answer_all()?;
+    let Run { answered, failed, .. } = run;
+    if failed > 0 { Err(Error::Lines { failed, lines: answered }) } else { Ok(()) }
+}
+
+/// A line as it was read.
+struct RawLine {
+    number: u64,
+    /// Its bytes without the newline; `None` if they are too many.
+    bytes: Option<Vec<u8>>,
+}
+
+/// Starts the thread that reads lines. It ends with the lines, or with the process: nothing interrupts a read from a terminal or a
+/// pipe.
+fn read_lines(source: Source) -> Result<Receiver<io::Result<RawLine>>> {
+    let (sender, receiver) = sync_channel(READ_AHEAD);
+    let work = move || {
+        if let Err(error) = send_lines(&mut BufReader::new(source), &sender) {
+            let _ = sender.send(Err(error));
+        }
+    };
+    let thread = std::thread::Builder::new().stack_size(threads::STACK).spawn(work);
+    thread.map(|_| receiver).map_err(|error| Error::Threads { count: 1, why: error.to_string() })
+}
+
+fn send_lines(source: &mut dyn BufRead, sender: &SyncSender<io::Result<RawLine>>) -> io::Result<()> {
+    for number in 1.. {
+        let mut bytes = Vec::new();
+        // One more than the limit, and a newline, so that longer lines are noticed.
+        let read = source.take(MAX_LINE_BYTES as u64 + 2).read_until(b'\n', &mut bytes)?;
+        if read == 0 {
+            break;
+        }
+        if bytes.pop_if(|byte| *byte == b'\n').is_some() {
+            bytes.pop_if(|byte| *byte == b'\r');
+        } else if bytes.len() > MAX_LINE_BYTES {
+            source.skip_until(b'\n')?;
+        }
+        // Some editors begin a file with a mark that is not part of the text.
+        if number == 1 && bytes.starts_with("\u{feff}".as_bytes()) {
+            bytes.drain(..3);
+        }
+        let bytes = Some(bytes).filter(|bytes| bytes.len() <= MAX_LINE_BYTES);
+        if sender.send(Ok(RawLine { number, bytes })).is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// A line that is to be answered.
+struct Pending {
+    number: u64,
+    what: Planned,
+}
+
+enum Planned {
+    Image(Box<Submitted>),
+    /// Its file exists.
+    Skipped {
+        path: PathBuf,
+        seed: u64,
+    },
+    Failed(Error),
+}
+
+/// An image that was submitted.
+struct Submitted {
+    ticket: Ticket,
+    settings: Settings,
+    path: PathBuf,
+    format: Format,
+    watch: Arc<Watch>,
+}
+
+/// The answer to a line whose image was written.
+#[derive(Serialize)]
+struct Done<'a> {
+    line: u64,
+    #[serde(flatten)]
+    image: ImageLine<'a>,
+}
+
+/// The answer to a line that was passed over.
+#[derive(Serialize)]
+struct Skipped<'a> {
+    line: u64,
+    path: &'a str,
+    seed: u64,
+    skipped: bool,
+}
+
+/// The answer to a line that failed.
+#[derive(Serialize)]
+struct Failed {
+    line: u64,
+    error: String,
+    hint: Option<String>,
+    /// The exit code that `kiln generate` would have had.
+    code: u8,
+}
+
+/// Takes the times of a job's phases, and hands warnings on with the number of their line.
+struct Watch {
+    line: u64,
+    times: Terminal,
+    terminal: Arc<Terminal>,
+}
+
+impl Progress for Watch {
+    fn begin(&self, phase: Phase, total: u64) {
+        self.times.begin(phase, total);
+    }
+
+    fn advance(&self, amount: u64) {
+        self.times.advance(amount);
+    }
+
+    fn end(&self) {
+        self.times.end();
+    }
+
+    fn detail(&self, text: &str) {
+        self.terminal.detail(&format!("line {}: {text}", self.line));
+    }
+
+    fn warn(&self, text: &str) {
+        self.terminal.say(&format!("line {}: warning: {text}", self.line));
+    }
+}
+
+/// The state of a run.
+struct Run<'a> {
+    service: Service,
+    known: Known,
+    model_id: String,
+    library: Library,
+    defaults: Defaults,
+    file: PathBuf,
+    /// Lines that were read; `None` once there are no more.
+    lines: Option<Receiver<io::Result<RawLine>>>,
+    pending: VecDeque<Pending>,
+    /// Digests of the files that lines of this run write.
+    claimed: HashSet<[u8; 16]>,
+    stop: &'a AtomicBool,
+    terminal: &'a Arc<Terminal>,
+    out: &'a mut dyn Write,
+    answered: u64,
+    failed: u64,
+}
+
+impl Run<'_> {
+    fn answer_all(&mut self) -> Result<()> {
+        loop {
+            self.plan_ahead(true)?;
+            match self.pending.pop_front() {
+                Some(Pending { number, what }) => self.answer(number, what)?,
+                None if self.lines.is_none() => return Ok(()),
+                None => {}
+            }
+        }
+    }
+
+    fn check_stop(&self) -> Result<()> {
+        if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
+    }
+
+    /// Plans lines that were read, as many as are to be planned ahead. With `wait`, and if none is planned, waits for one.
+    fn plan_ahead(&mut self, wait: bool) -> Result<()> {
+        while self.pending.len() < AHEAD {
+            self.check_stop()?;
+            let Some(lines) = &self.lines else { break };
+            let waits = wait && self.pending.is_empty();
+            let patience = if waits { PATIENCE } else { Duration::ZERO };
+            match lines.recv_timeout(patience) {
+                Ok(line) => {
+                    let RawLine { number, bytes } = line.map_err(|error| Error::read(&self.file, error))?;
+                    let planned = self.plan(number, bytes.as_deref()).unwrap_or_else(|error| Some(Planned::Failed(error)));
+                    self.pending.extend(planned.map(|what| Pending { number, what }));
+                }
+                Err(RecvTimeoutError::Timeout) if waits => {}
+                Err(RecvTimeoutError::Timeout) => break,
+                Err(RecvTimeoutError::Disconnected) => self.lines = None,
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits the image of a line; `None` if the line is empty.
+    fn plan(&mut self, number: u64, bytes: Option<&[u8]>) -> Result<Option<Planned>> {
+        let too_long = || Error::usage(format!("the line is longer than {MAX_LINE_BYTES} bytes"), "shorten it");
+        let Some(line) = Line::parse(bytes.ok_or_else(too_long)?)? else { return Ok(None) };
+        let Self { service, known, model_id, library, defaults, claimed, terminal, .. } = self;
+        let Defaults { shape, folder, image_file, trace, .. } = defaults;
+        let mut line = line.with_defaults(shape, defaults.negative.as_deref(), &defaults.lora);
+        let output = line.output.take();
+        if output.as_deref() == Some(Path::new(DASH)) {
+            return Err(Error::usage("`output` is standard output, where the answers go", "name a file"));
+        }
+        let format = file_format(image_file.format, image_file.quality, output.as_deref())?;
+        let name = output.unwrap_or_else(|| content_name(&line.prompt, &line.id(model_id), extension(format)));
+        let (path, seed) = (folder.join(name), line.seed());
+        // Two lines with one file are a mistake, whatever became of the first.
+        if !claimed.insert(place_of(&path)) {
+            let what = format!("an earlier line has the same file ({})", shown_path(&path));
+            return Err(Error::usage(what, "give one of them another `output` or `seed`, or leave it out"));
+        }
+        if defaults.skip_existing && path.symlink_metadata().is_ok() {
+            return Ok(Some(Planned::Skipped { path, seed }));
+        }
+        // A line with the adapters of all lines has those that the model was loaded with.
+        let adapters = match line.lora.take() {
+            Some(lora) if lora != defaults.lora => {
+                let mut tell = |text: &str| terminal.say(&format!("line {number}: {text}"));
+                Some(library.open(&lora, &mut tell)?)
+            }
+            _ => None,
+        };
+        let request = ImageRequest { adapters, ..line.request(&known.conventions, shape.vae_tiling)? };
+        Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
+        let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
+        unknown_words_note(&request.prompt, &known.found, &known.conventions)
+            .iter()
+            .for_each(|note| terminal.say(&format!("line {number}: {note}")));
+        let settings = Settings::resolve(request, &known.profile());
+        format.check_text(&image_text(&settings, seed))?;
+        ignored_settings(&settings).iter().for_each(|warning| watch.warn(warning));
+        let ticket = service.submit(settings.job.clone(), watch.clone());
+        Ok(Some(Planned::Image(Box::new(Submitted { ticket, settings, path, format, watch }))))
+    }
+
+    fn answer(&mut self, number: u64, what: Planned) -> Result<()> {
+        let result = match what {
+            Planned::Image(submitted) => self.answer_image(number, &submitted),
+            Planned::Skipped { path, seed } => {
+                self.terminal.detail(&format!("line {number}: {} exists", shown_path(&path)));
+                let path = &path.to_string_lossy();
+                json_line(&Skipped { line: number, path, seed, skipped: true })
+            }
+            Planned::Failed(error) => Err(error),
+        };
+        self.answered += 1;
+        let error = match result {
+            Ok(line) => return self.print(&line),
+            Err(Error::Interrupted) => return Err(Error::Interrupted),
+            Err(error) => error,
+        };
+        self.failed += 1;
+        let text = message(&error);
+        self.terminal.say(&format!("line {number}: error: {text}"));
+        self.print(&json_line(&Failed { line: number, error: text, hint: hint(&error), code: error.exit_code() })?)?;
+        // A GPU that has failed, or an engine that is gone, would fail every other line as well.
+        match error {
+            Error::Device { .. } | Error::Op { op: "service", .. } => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for an image, writes it and returns its answer.
+    fn answer_image(&mut self, number: u64, submitted: &Submitted) -> Result<Vec<u8>> {
+        let Submitted { ticket, settings, path, format, watch } = submitted;
+        let image = match ticket.next() {
+            Event::Image(image) => image,
+            Event::Done(result) => return Err(result.err().unwrap_or_else(|| missing(number))),
+        };
+        match ticket.next() {
+            Event::Done(result) => result?,
+            Event::Image(_) => return Err(missing(number)),
+        }
+        // The engine is given its next image before this one is encoded.
+        self.plan_ahead(false)?;
+        let seconds = watch.times.seconds();
+        self.write(number, &image, settings, path, *format, seconds)
+    }
+
+    fn write(
+        &self,
+        number: u64,
+        image: &GeneratedImage,
+        settings: &Settings,
+        path: &Path,
+        format: Format,
+        seconds: Seconds,
+    ) -> Result<Vec<u8>> {
+        let bytes = image.image.encode(format, &image_text(settings, image.seed), Threads::All)?;
+        self.check_stop()?;
+        save_new(path, &bytes, self.defaults.image_file.force)?;
+        warn_of_flat_image(image, self.terminal);
+        warn_of_saturation(image.saturated, settings, self.terminal);
+        self.terminal.say(&format!("line {number}: {}", shown_path(path)));
+        let path = path.to_string_lossy();
+        json_line(&Done { line: number, image: ImageLine::new(&path, image, settings, self.known.backend, seconds) })
+    }
+
+    fn print(&mut self, line: &[u8]) -> Result<()> {
+        let Self { terminal, out, .. } = self;
+        terminal.interject(|| print(*out, line))
+    }
+}
+
+/// A job of one image that came back with none, or with two.
+fn missing(number: u64) -> Error {
+    Error::Op { op: "run", what: format!("line {number} has not got one image") }
+}
+
+/// A digest of the place of a file that may not exist yet.
+fn place_of(path: &Path) -> [u8; 16] {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = folder.canonicalize().unwrap_or_else(|_| folder.into());
+    let place = path.file_name().map_or_else(|| path.into(), |name| folder.join(name));
+    let digest = Sha256::digest(place.as_os_str().as_encoded_bytes());
+    std::array::from_fn(|i| digest[i])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &[u8]) -> Vec<(u64, Option<String>)> {
+        let (sender, receiver) = sync_channel(100);
+        send_lines(&mut &*text, &sender).unwrap();
+        drop(sender);
+        let own = |line: RawLine| (line.number, line.bytes.map(|bytes| String::from_utf8(bytes).unwrap()));
+        receiver.into_iter().map(|line| own(line.unwrap())).collect()
+    }
+
+    #[test]
+    fn lines_lose_their_ends_and_have_a_limit() {
+        let some = |number, text: &str| (number, Some(text.to_owned()));
+        assert_eq!(lines(b"a\r\nb\n\n\xef\xbb\xbfc\rd"), [some(1, "a"), some(2, "b"), some(3, ""), some(4, "\u{feff}c\rd")]);
+        assert_eq!(lines(b"\xef\xbb\xbfa\n"), [some(1, "a")]);
+        assert_eq!(lines(b""), []);
+        let longest = "x".repeat(MAX_LINE_BYTES);
+        for end in ["", "\n"] {
+            assert_eq!(lines(format!("{longest}{end}").as_bytes()), [some(1, &longest)]);
+        }
+        for more in ["x", "xx", "xxx", "x\r", &longest] {
+            let text = format!("{longest}{more}\nnext");
+            assert_eq!(lines(text.as_bytes()), [(1, None), some(2, "next")], "{} more", more.len());
+        }
+    }
+
+    #[test]
+    fn one_file_has_one_place() {
+        assert_eq!(place_of(Path::new("a.png")), place_of(Path::new("./a.png")));
+        assert_ne!(place_of(Path::new("a.png")), place_of(Path::new("b.png")));
+    }
+}

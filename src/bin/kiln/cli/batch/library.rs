@@ -1,0 +1,56 @@
+//! The adapters that lines name: each file is opened once, and again if it has changed.
+
+use super::super::adapters::{BESIDE, describe, open_adapter};
+use super::super::args::LoraArg;
+use kiln::adapter::{Adapter, Adapters, Places};
+use kiln::checkpoint::Identity;
+use kiln::error::Result;
+use kiln::locate::{Environment, locate_adapter};
+use std::sync::Arc;
+
+/// The most files that are kept open.
+const KEPT: usize = 32;
+
+/// Open adapters of one model.
+pub struct Library {
+    places: Places,
+    environment: Environment,
+    /// Whether layers that the model does not have are left out.
+    partial: bool,
+    /// The files, those used last at the end.
+    open: Vec<(Identity, Adapter)>,
+}
+
+impl Library {
+    pub fn new(places: Places, environment: Environment, partial: bool) -> Self {
+        Self { places, environment, partial, open: Vec::new() }
+    }
+
+    /// The adapters of a line. A line of text about each that was not open yet goes to `tell`.
+    pub fn open(&mut self, list: &[LoraArg], tell: &mut dyn FnMut(&str)) -> Result<Arc<Adapters>> {
+        let open = |lora: &LoraArg| Ok((self.adapter(lora, tell)?, lora.scale));
+        list.iter().map(open).collect::<Result<_>>().map(|list| Arc::new(Adapters(list)))
+    }
+
+    fn adapter(&mut self, lora: &LoraArg, tell: &mut dyn FnMut(&str)) -> Result<Adapter> {
+        let path = locate_adapter(&lora.file, &self.environment)?;
+        let identity = Identity::of_file(&path)?;
+        let kept = self.open.iter().position(|(kept, _)| *kept == identity);
+        let entry = match kept {
+            Some(at) => self.open.remove(at),
+            None => {
+                let adapter = open_adapter(&path, self.partial, &self.places)?;
+                tell(&describe(&adapter, lora.scale, BESIDE).0);
+                // What is left of an earlier version of the file is of no use.
+                self.open.retain(|(kept, _)| kept.path != identity.path);
+                (identity, adapter)
+            }
+        };
+        if self.open.len() == KEPT {
+            self.open.remove(0);
+        }
+        let adapter = entry.1.clone();
+        self.open.push(entry);
+        Ok(adapter)
+    }
+}

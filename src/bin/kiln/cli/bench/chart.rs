@@ -1,0 +1,213 @@
+//! Draws results, those of this run or of a file, as they are in the JSON of `kiln bench`.
+
+mod roofline;
+mod stages;
+mod svg;
+
+use kiln::error::{Error, Result};
+use kiln::files;
+use kiln::text::shown_line;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Results of other programs are JSON that nobody checked; theirs are a few kilobytes.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+
+/// What can be drawn. `bench/README.md` describes these fields.
+#[derive(Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+enum Results {
+    Pictures(Pictures),
+    Kernels(Kernels),
+    Beside(Beside),
+}
+
+#[derive(Deserialize)]
+struct Pictures {
+    kiln: String,
+    model: String,
+    machine: String,
+    precision: String,
+    width: usize,
+    height: usize,
+    steps: usize,
+    cold_s: Times,
+    warm_s: Vec<Times>,
+}
+
+/// Images of other engines.
+#[derive(Deserialize)]
+struct Beside {
+    machine: String,
+    width: usize,
+    height: usize,
+    steps: usize,
+    engines: Vec<Engine>,
+}
+
+#[derive(Deserialize)]
+struct Engine {
+    name: String,
+    images_s: Vec<Times>,
+}
+
+/// The seconds of an image, as far as they are known.
+#[derive(Deserialize)]
+struct Times {
+    open: Option<f64>,
+    load: Option<f64>,
+    encode: Option<f64>,
+    references: Option<f64>,
+    denoise: Option<f64>,
+    decode: Option<f64>,
+    png: Option<f64>,
+    total: f64,
+}
+
+impl Times {
+    fn stages(&self) -> impl Iterator<Item = f64> {
+        [self.open, self.load, self.encode, self.references, self.denoise, self.decode, self.png].into_iter().flatten()
+    }
+
+    /// What is not in a stage.
+    fn rest(&self) -> f64 {
+        (self.total - self.stages().sum::<f64>()).max(0.0)
+    }
+
+    /// The length of all that is drawn. Stages that overlap are longer than the total.
+    fn sum(&self) -> f64 {
+        self.stages().sum::<f64>() + self.rest()
+    }
+
+    fn is_sound(&self) -> bool {
+        // A day is more than any image takes, and a chart of it still has sensible numbers.
+        let sound = |seconds: f64| (0.0..86_400.0).contains(&seconds);
+        self.stages().all(sound) && sound(self.total) && self.total > 0.0
+    }
+}
+
+#[derive(Deserialize)]
+struct Kernels {
+    kiln: String,
+    machine: String,
+    precision: String,
+    scale: String,
+    tensor_flops: Option<f64>,
+    tensor_flops_e4m3: Option<f64>,
+    tensor_flops_e2m1: Option<f64>,
+    rows: Vec<Row>,
+}
+
+#[derive(Deserialize)]
+struct Row {
+    op: String,
+    shape: String,
+    format: Option<String>,
+    flops: u64,
+    #[serde(default)]
+    flops_e4m3: u64,
+    #[serde(default)]
+    flops_e2m1: u64,
+    bytes: u64,
+    median_s: f64,
+    of_copy: Option<f64>,
+    of_tensor_cores: Option<f64>,
+    copy_seconds: Option<Vec<f64>>,
+}
+
+impl Row {
+    fn is_sound(&self) -> bool {
+        let positive = |value: f64| value > 0.0 && value.is_finite();
+        let shares = [self.of_copy, self.of_tensor_cores].into_iter().flatten();
+        positive(self.median_s)
+            && shares.into_iter().all(|share| (0.0..1e3).contains(&share))
+            && self.copy_seconds.iter().flatten().all(|seconds| positive(*seconds))
+    }
+}
+
+impl Results {
+    fn is_sound(&self) -> bool {
+        match self {
+            Self::Pictures(own) => own.cold_s.is_sound() && own.warm_s.iter().all(Times::is_sound),
+            Self::Beside(other) => other.engines.iter().flat_map(|engine| &engine.images_s).all(Times::is_sound),
+            Self::Kernels(own) => {
+                let peaks = [own.tensor_flops, own.tensor_flops_e4m3, own.tensor_flops_e2m1].into_iter().flatten();
+                peaks.into_iter().all(|peak| peak > 0.0 && peak.is_finite()) && own.rows.iter().all(Row::is_sound)
+            }
+        }
+    }
+}
+
+/// Results that were recorded.
+pub struct Recorded {
+    path: PathBuf,
+    results: Results,
+}
+
+// The name is all that messages need.
+impl std::fmt::Debug for Recorded {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Recorded").field(&self.path).finish()
+    }
+}
+
+impl Recorded {
+    /// Reads a file of `kiln bench --json`, or of images of other engines.
+    pub fn read(path: &Path) -> Result<Self> {
+        let bytes = files::read(path, MAX_FILE_BYTES).map_err(|source| Error::read(path, source))?;
+        let refused = |what: String| Error::bad_file(path, "not results of a benchmark", shown_line(&what));
+        let results: Results = serde_json::from_slice(&bytes).map_err(|error| refused(error.to_string()))?;
+        if !results.is_sound() {
+            return Err(refused("it has times or rates that cannot be".into()));
+        }
+        Ok(Self { path: path.into(), results })
+    }
+
+    /// The images in it, as those of another engine. Images of kiln are called by the name of the file.
+    fn beside(self) -> Result<Beside> {
+        match self.results {
+            Results::Beside(beside) => Ok(beside),
+            Results::Pictures(Pictures { machine, width, height, steps, warm_s, .. }) => {
+                let name = self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                Ok(Beside { machine, width, height, steps, engines: vec![Engine { name, images_s: warm_s }] })
+            }
+            Results::Kernels(_) => Err(Error::bad_file(&self.path, "not results of pictures", "it has those of kernels")),
+        }
+    }
+}
+
+/// Draws the results of this run, which are those of its JSON.
+pub fn draw(report: &impl Serialize, beside: Vec<Recorded>) -> Result<String> {
+    let json = |error: serde_json::Error| Error::Op { op: "svg", what: error.to_string() };
+    let own = serde_json::from_value(serde_json::to_value(report).map_err(json)?).map_err(json)?;
+    draw_results(own, beside)
+}
+
+/// Draws recorded results.
+pub fn draw_recorded(own: Recorded, beside: Vec<Recorded>) -> Result<String> {
+    if let (Results::Beside(_), path) = (&own.results, &own.path) {
+        return Err(Error::bad_file(path, "no results of kiln", "it has those of other engines, which stand beside kiln's"));
+    }
+    draw_results(own.results, beside)
+}
+
+fn draw_results(own: Results, beside: Vec<Recorded>) -> Result<String> {
+    match own {
+        Results::Kernels(own) => Ok(roofline::draw(&own)),
+        Results::Pictures(own) => {
+            let mut others = Vec::with_capacity(beside.len());
+            for recorded in beside {
+                let path = recorded.path.clone();
+                let other = recorded.beside()?;
+                let of = |width: usize, height: usize, steps: usize| format!("{width}x{height} in {steps} steps");
+                if (other.width, other.height, other.steps) != (own.width, own.height, own.steps) {
+                    let (theirs, ours) = (of(other.width, other.height, other.steps), of(own.width, own.height, own.steps));
+                    return Err(Error::bad_file(&path, "other pictures", format!("it has {theirs}, these are {ours}")));
+                }
+                others.push(other);
+            }
+            Ok(stages::draw(&own, &others))
+        }
+        Results::Beside(_) => Err(Error::Op { op: "svg", what: "results of other engines alone".into() }),
+    }
+}

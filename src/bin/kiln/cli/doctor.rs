@@ -1,0 +1,284 @@
+//! `kiln doctor`: what this program can use on this machine, and whether a model that is named is what it should be.
+
+mod checks;
+
+use super::args::DoctorArgs;
+use super::hint::{hint, message};
+use super::stdout::print;
+use super::support::support;
+use crate::terminal::Terminal;
+use checks::{Checks, Device, check};
+use kiln::backend::cpu::Cpu;
+use kiln::backend::cuda::{self, Cuda, Kernel, Tile, fp8_accumulate};
+use kiln::backend::{Backend, Fp8Accumulate, GemmFormats, OP_NAMES};
+use kiln::config::Variant;
+use kiln::error::{Error, Result};
+use kiln::locate::{BUILT_IN, Environment, Found, TINY, locate};
+use kiln::pipeline::{Formats, LoadOptions, OpenModel};
+use kiln::predict::{Card, KernelFamily};
+use kiln::selftest::{Key, Line, Outcome, Records, Verdict, run_launches};
+use kiln::text::{gib, shown_line, shown_text};
+use kiln::threads;
+use std::fmt::Write as _;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Writes what this program can use on this machine to `out`. If a model is named by flags it is checked, and it is an error if it
+/// cannot be opened or fails a check.
+pub fn doctor(
+    args: DoctorArgs,
+    environment: Environment,
+    stop: &Arc<AtomicBool>,
+    terminal: &Terminal,
+    out: &mut dyn Write,
+) -> Result<()> {
+    let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
+    let mut row = |name: &str, value: String| {
+        let _ = writeln!(text, "{name:<9} {}", shown_line(&value));
+    };
+    let kernels = match cuda::NVCC {
+        "" => "none: built without nvcc".into(),
+        nvcc => format!("{} (nvcc {nvcc})", cuda::ARCHS.join(" ")),
+    };
+    row("kernels", kernels);
+    row("cpu", format!("{} threads", threads::cores()));
+    let records = Records::below(environment.caches().as_deref());
+    // The first usable GPU, or the card that was asked for: its name, its GEMMs, and how these accumulate products of FP8.
+    let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
+    let mut gpu: Option<Device> = None;
+    let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
+    let how = |formats, capability, family| {
+        support(formats, capability, family).map(|(what, how)| format!("{what}: {how}")).into_iter()
+    };
+    match (&args.card, cuda::devices()) {
+        (Some(card), _) => {
+            let Card { name, capability: (major, minor), multiprocessors, memory, .. } = card;
+            let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
+            row("card", format!("{what}; asked for, and not looked for on this machine"));
+            if *major == 12 {
+                row(
+                    "",
+                    "self-test: its own kernels, which the lines below are about, are used once it has passed on the GPU".into(),
+                );
+            }
+            how(card.gemm_formats(), card.capability, card.family()).for_each(|line| row("", line));
+            device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
+        }
+        (None, Err(error)) => {
+            row("driver", error.to_string());
+            // The full hint would name `--backend`, which `kiln doctor` does not have.
+            let advice = match &error {
+                Error::NoGpu { hint, .. } => Some(shown_text(hint)),
+                other => hint(other),
+            };
+            row("", advice.unwrap_or_default());
+        }
+        (None, Ok(devices)) => {
+            for (i, d) in devices.iter().enumerate() {
+                if i == 0 {
+                    row("driver", format!("CUDA {}.{}", d.driver.0, d.driver.1));
+                }
+                let ((major, minor), memory) = (d.capability, gib(d.memory));
+                let what = format!("{}, compute {major}.{minor}, {} multiprocessors, {memory}", d.name, d.multiprocessors);
+                row(&format!("gpu {}", d.index), what);
+                let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
+                    let free = cuda.available()?.unwrap_or(0);
+                    let tried = tried(&run_launches(&mut cuda)?)?;
+                    let record = records.find(&Key::of(&cuda));
+                    cuda.set_native(record == Some(Verdict::Passed));
+                    let formats = cuda.gemm_formats();
+                    let name = format!("GPU {}", d.index);
+                    device.get_or_insert_with(|| (name.clone(), formats, accumulate(d.capability)));
+                    let usable = format!("usable, {} free; tried: {tried}", gib(free));
+                    let recorded = recorded(record.as_ref(), cuda.needs_proof());
+                    let how = how(formats, d.capability, KernelFamily::of(&cuda));
+                    gpu.get_or_insert_with(|| (name, Box::new(cuda)));
+                    Ok([usable, recorded].into_iter().chain(how).collect::<Vec<_>>())
+                });
+                state.unwrap_or_else(|error| vec![error.to_string()]).into_iter().for_each(|line| row("", line));
+            }
+        }
+    }
+    // Only tensor cores have a choice how to accumulate.
+    let cpu = || Cpu::shared(stop.clone());
+    let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), cpu().gemm_formats(), None));
+    // What was asked about a card is answered without the model's values.
+    let is_checked = args.model.names_files() && args.card.is_none();
+    let (mut checks, mut failure) = (Checks::default(), None);
+    let (lines, formats) = match model_lines(&args, environment, gemms) {
+        Ok((lines, formats, model)) => {
+            match model.filter(|_| is_checked) {
+                Some(model) => {
+                    let device = gpu.unwrap_or_else(|| ("the CPU".into(), Box::new(cpu())));
+                    checks = check(&model, device, args.full, stop, terminal)?;
+                }
+                None if formats.is_some() => checks.rows.push(("values", UNCHECKED.into())),
+                None => {}
+            }
+            (lines, formats.unwrap_or_default())
+        }
+        Err(error) => {
+            let lines = [message(&error)].into_iter().chain(hint(&error)).collect();
+            failure = is_checked.then_some(error);
+            (lines, Formats::default())
+        }
+    };
+    let mut formats = Formats { accumulate, ..formats }.lines();
+    match &mut *formats {
+        [] => {}
+        [only] => *only += &format!(" on {device}"),
+        _ => formats.insert(0, format!("on {device}:")),
+    }
+    for (name, lines) in [("model", lines), ("formats", formats)] {
+        for (i, line) in lines.into_iter().enumerate() {
+            row(if i == 0 { name } else { "" }, line);
+        }
+    }
+    checks.rows.iter().for_each(|(name, line)| row(name, line.clone()));
+    let _ = writeln!(text, "\n{:<21} kernels", "op");
+    for op in OP_NAMES {
+        let kernels = if args.verbose { kernel_symbols(op) } else { kernel_files(op) };
+        let _ = writeln!(text, "{op:<21} {kernels}");
+    }
+    if let Some((block, error)) = checks.failure() {
+        let _ = write!(text, "\n{block}");
+        failure = Some(error);
+    }
+    print(out, text.as_bytes())?;
+    failure.map_or(Ok(()), Err)
+}
+
+/// What is said of a model that was found and not named.
+const UNCHECKED: &str = "not looked at; `kiln doctor --model PATH` reads all of them, and says whether these are known files";
+
+/// The names of the checks that passed, or the first fault.
+fn tried(lines: &[Line]) -> Result<String> {
+    let mut names = Vec::new();
+    for Line { name, outcome } in lines {
+        match outcome {
+            Outcome::Passed(_) => names.push(name.as_str()),
+            Outcome::Failed(what) => return Err(Error::Device { call: "self-test", status: format!("{name}: {what}") }),
+            Outcome::NotHere => {}
+        }
+    }
+    Ok(names.join(", "))
+}
+
+/// Whether a self-test is on record, and what follows from it on a GPU whose own kernels need one.
+fn recorded(verdict: Option<&Verdict>, needed: bool) -> String {
+    let portable = if needed { ": the portable kernels are used in place of this GPU's own" } else { "" };
+    match verdict {
+        Some(Verdict::Passed) => "self-test: passed, on record".into(),
+        Some(Verdict::Begun) => format!("self-test: begun and not ended, on record{portable}; `kiln selftest` makes it again"),
+        Some(Verdict::Failed(what)) => {
+            format!("self-test: FAILED, on record ({what}){portable}; `kiln selftest` shows all checks")
+        }
+        None if needed => {
+            "self-test: not on record; it is made before this GPU's own kernels are used for the first time, or by `kiln selftest`".into()
+        }
+        None => "self-test: not on record; `kiln selftest` makes it".into(),
+    }
+}
+
+/// Every kernel that an op may launch.
+fn kernel_symbols(op: &str) -> String {
+    cuda::kernels_of(op).iter().map(|kernel| kernel.symbol()).collect::<Vec<_>>().join(" ")
+}
+
+/// The files of the kernels that an op may launch, with the number of kernels if an op uses several of a file.
+fn kernel_files(op: &str) -> String {
+    let tiles = Tile::ALL.map(|tile| tile.config().kernel);
+    let describe = |kernels: &[Kernel]| match kernels {
+        [kernel] => kernel.file().to_owned(),
+        _ => {
+            let what = if kernels.iter().all(|kernel| tiles.contains(kernel)) { "tiles" } else { "kernels" };
+            format!("{} ({} {what})", kernels[0].file(), kernels.len())
+        }
+    };
+    let kernels = cuda::kernels_of(op);
+    let files = kernels.chunk_by(|a, b| a.file() == b.file());
+    files.map(describe).collect::<Vec<_>>().join(", ")
+}
+
+/// Lines on the model that `kiln generate` would use, and its files. They are opened, so that faults in them are reported. Also
+/// returns the formats of its layers on a device with these GEMMs, and the model, unless it is one of the program's own.
+fn model_lines(
+    args: &DoctorArgs,
+    environment: Environment,
+    gemms: GemmFormats,
+) -> Result<(Vec<String>, Option<Formats>, Option<OpenModel>)> {
+    let none = if args.model.is_named(&environment) { "" } else { "; no FLUX.2 model was found" };
+    let found = locate(&args.model.request(environment))?;
+    let own = |what: String| Ok((vec![what + none], None, None));
+    let files = match &found {
+        Found::BuiltIn(_) => return own(format!("{BUILT_IN}, part of this program, draws coloured shapes")),
+        Found::Tiny => return own(format!("{TINY}, made by this program, random and untrained")),
+        Found::Files(files) => files,
+    };
+    let model = OpenModel::open(&found, args.model.variant.map(Variant::from))?;
+    // The display name of a model need not contain its variant.
+    let mut lines = vec![format!("{}, {}, {}", model.name, model.variant, shown_text(&files.origin))];
+    lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
+    lines.extend(model.warnings.iter().map(|warning| format!("warning: {}", shown_text(warning))));
+    let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
+    Ok((lines, Some(model.formats(options, gemms)?), Some(model)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_record_is_told_with_what_follows_from_it() {
+        let failed = Verdict::Failed("mma nvf4: lane 3".into());
+        assert_eq!(recorded(Some(&Verdict::Passed), true), "self-test: passed, on record");
+        let line = recorded(Some(&failed), true);
+        assert!(line.contains("(mma nvf4: lane 3): the portable kernels are used"), "{line}");
+        assert!(!recorded(Some(&failed), false).contains("portable"));
+        assert!(recorded(None, true).contains("before this GPU's own kernels are used for the first time"));
+        assert!(recorded(Some(&Verdict::Begun), true).contains("begun and not ended"));
+    }
+
+    #[test]
+    fn what_was_tried_is_what_passed() {
+        let line = |name: &str, outcome| Line { name: name.into(), outcome };
+        let lines = [line("copy", Outcome::Passed(String::new())), line("cluster", Outcome::NotHere)];
+        assert_eq!(tried(&lines).unwrap(), "copy");
+        let failed = [line("copy", Outcome::Failed("[0, 1] is 3".into()))];
+        assert!(tried(&failed).unwrap_err().to_string().contains("self-test: copy: [0, 1] is 3"));
+    }
+
+    #[test]
+    fn kernels_are_grouped_by_file() {
+        let sm90 = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90"];
+        let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_mma"]);
+        let tiles = |file| Tile::ALL.iter().filter(|tile| tile.config().kernel.file() == file).count();
+        let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>()
+            + "gemm_fp8_sm89, expand, low_rank, naive";
+        let shortcuts = ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_mma"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
+        let conv = format!(
+            "conv_sm90 ({} tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
+            tiles("conv_sm90"),
+            shortcuts.concat()
+        );
+        for (op, files) in [
+            ("copy", "pointwise"),
+            ("rms_norm", "norm_rows (7 kernels)"),
+            ("linear", gemm.as_str()),
+            (
+                "attention",
+                "attention_sm90 (5 kernels), attention_wide_sm90 (2 kernels), attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
+            ),
+            ("conv", conv.as_str()),
+        ] {
+            assert_eq!(kernel_files(op), files);
+        }
+        assert!(
+            kernel_files("qkv_mlp").ends_with(" tiles), gemm_fp8_sm89, expand, qk_norm_rope, low_rank, naive"),
+            "{}",
+            kernel_files("qkv_mlp")
+        );
+        assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 250));
+    }
+}

@@ -1,0 +1,128 @@
+//! Puts the library's errors and remedies into the terms of the command line, which names flags.
+
+use kiln::error::{EXPECTED, Error, Remedy, alternatives};
+use kiln::part::Part;
+use kiln::text::{amount, shown_text};
+
+/// The hint for a failed allocation. It is a constant because the program's allocator prints it, too, when no memory is left to
+/// format a text.
+pub const SAVE_MEMORY: &str = "lower --width and --height, close other programs, or allow this one more memory";
+
+/// The message of an error for a user of the command line.
+pub fn message(error: &Error) -> String {
+    match error {
+        Error::ImageSize { width, height, rule, .. } => format!("--width {width} --height {height}: {rule}"),
+        Error::IncompleteModel { what, .. } => format!("no model found (--model): {}", shown_text(what)),
+        other => other.to_string(),
+    }
+}
+
+/// The remedy of an error for a user of the command line.
+pub fn hint(error: &Error) -> Option<String> {
+    error.remedy().map(|remedy| shown_text(&describe(&remedy)))
+}
+
+fn describe(remedy: &Remedy) -> String {
+    let flags = |parts: &[Part]| parts.iter().map(|part| flag(*part)).collect::<Vec<_>>();
+    match remedy {
+        Remedy::AnyOf(ways) => format!("try to {}", alternatives(&ways.iter().map(describe).collect::<Vec<_>>())),
+        Remedy::SmallerImage => "lower --width and --height".into(),
+        Remedy::LegalSize { width, height } => format!("try --width {width} --height {height}"),
+        Remedy::SizeThatFits { width, height, bytes } => format!("use --width {width} --height {height} ({})", amount(*bytes)),
+        Remedy::SizeOfNoise => "use the --width and --height it was made for".into(),
+        Remedy::VaeTiling { bytes } => format!("use --vae-tiling ({})", amount(*bytes)),
+        Remedy::FewerReferences => "give fewer --reference".into(),
+        Remedy::SaveMemory => SAVE_MEMORY.into(),
+        Remedy::CpuBackend => "use --backend cpu".into(),
+        Remedy::CpuBackendIfAgain => "if it happens again, --backend cpu runs without the GPU".into(),
+        Remedy::RepairGpu(text) => format!("{text}; --backend cpu runs without one"),
+        Remedy::Overwrite => "use --force or another name".into(),
+        Remedy::Restart => "repeat that command to continue it, use --restart to begin anew, or another name".into(),
+        Remedy::NameModel => "name a model folder with --model".into(),
+        Remedy::NameModelOrCache => "name a model with --model, or another cache with HF_HUB_CACHE".into(),
+        Remedy::FinishDownload { repository, own: Some(own) } => {
+            let download = Remedy::FinishDownload { repository: repository.clone(), own: None };
+            format!("{download}; --model {own} is kiln's own small model")
+        }
+        Remedy::NameParts => "give a single file as --transformer, with --text-encoder and --vae".into(),
+        Remedy::CompleteFolder => format!("{EXPECTED}, or give --transformer, --text-encoder and --vae"),
+        Remedy::PickParts(parts) => format!("pick one with {}", flags(parts).join(" and one with ")),
+        Remedy::ReplaceParts(parts) => {
+            format!("put a complete file there, or give another with {}", flags(parts).join(" and "))
+        }
+        Remedy::Nvfp4Layout => "if the file stores NVFP4 in another order, name it with --nvfp4-layout".into(),
+        Remedy::AnyAttention => "leave out --attention: then it is FP8 where that can be had".into(),
+        Remedy::AnyNvfp4Math => "leave out --nvfp4-math: then they are multiplied as what the device has".into(),
+        Remedy::ApplyAdapter => "name the model that it was made for, and pass this file with --lora".into(),
+        Remedy::PartOfAdapter => "use the adapter of this model, or --lora-partial to apply the layers that fit".into(),
+        Remedy::MergeAdapters => "use --lora-mode merge".into(),
+        Remedy::AdaptersBeside => "leave out --lora-mode merge, or adapters that differ from those of --lora".into(),
+        Remedy::AsStored => "leave out --quantize, or name files that hold them in bf16, f16 or f32".into(),
+        plain => plain.to_string(),
+    }
+}
+
+/// The flag that names the weights of a part.
+fn flag(part: Part) -> &'static str {
+    match part {
+        Part::Transformer => "--transformer",
+        Part::TextEncoder => "--text-encoder",
+        Part::Vae => "--vae",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kiln::sequence::Pixels;
+
+    #[test]
+    fn the_allocator_prints_the_hint_of_the_remedy() {
+        let ways = [Remedy::SmallerImage, Remedy::ClosePrograms, Remedy::AllowMemory];
+        assert_eq!(alternatives(&ways.each_ref().map(describe)), SAVE_MEMORY);
+    }
+
+    /// The library's own texts name no flags, because its callers have none; those of the command line do.
+    #[test]
+    fn only_the_command_line_names_flags() {
+        let parts = || vec![Part::Transformer, Part::Vae];
+        for remedy in [
+            Remedy::AnyOf(vec![Remedy::FewerReferences, Remedy::CpuBackend]),
+            Remedy::SmallerImage,
+            Remedy::LegalSize { width: 64, height: 128 },
+            Remedy::SizeThatFits { width: 64, height: 128, bytes: 1 },
+            Remedy::SizeOfNoise,
+            Remedy::VaeTiling { bytes: 1 },
+            Remedy::FewerReferences,
+            Remedy::SaveMemory,
+            Remedy::CpuBackend,
+            Remedy::CpuBackendIfAgain,
+            Remedy::RepairGpu("update the driver".into()),
+            Remedy::Overwrite,
+            Remedy::NameModel,
+            Remedy::NameModelOrCache,
+            Remedy::FinishDownload { repository: "a/b".into(), own: Some("tiny") },
+            Remedy::NameParts,
+            Remedy::CompleteFolder,
+            Remedy::PickParts(parts()),
+            Remedy::ReplaceParts(parts()),
+            Remedy::Nvfp4Layout,
+            Remedy::AnyAttention,
+            Remedy::AnyNvfp4Math,
+            Remedy::AsStored,
+            Remedy::ApplyAdapter,
+            Remedy::PartOfAdapter,
+            Remedy::MergeAdapters,
+            Remedy::AdaptersBeside,
+        ] {
+            assert!(describe(&remedy).contains("--"), "{remedy:?}");
+            assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");
+        }
+        let size = Pixels::new(1000, 1001).unwrap_err();
+        let rule = "sides must be multiples of 16, at least 64, and within the token limit";
+        assert_eq!(size.to_string(), format!("1000x1001: {rule}"));
+        assert_eq!(message(&size), format!("--width 1000 --height 1001: {rule}"));
+        assert_eq!(hint(&size).as_deref(), Some("try --width 992 --height 1008"));
+        assert_eq!(size.hint().as_deref(), Some("try 992x1008"));
+    }
+}

@@ -1,0 +1,287 @@
+//! The files of a run, planned and checked before any work, and what an image says about itself.
+
+use super::adapters::metadata;
+use super::args::ImageFormatArg;
+use super::names::Target;
+use super::request::ImageRequest;
+use super::settings::Settings;
+use super::stdout::{DASH, STDOUT};
+use kiln::config::Variant;
+use kiln::error::{Error, Result};
+use kiln::image::Format;
+use kiln::noise::CHANNELS;
+use kiln::output::{Planned, check_writable};
+use kiln::text::shown_path;
+use std::io::{self, IsTerminal};
+use std::path::{Path, PathBuf};
+
+/// The files of a run.
+#[derive(Debug)]
+pub struct Outputs {
+    /// The image files still to be written, in order; empty if the image goes to standard output.
+    images: std::vec::IntoIter<Planned>,
+    /// The file of `--dump`. Its size leaves out the prompt embeddings, whose width is known only once the model is open.
+    dump: Option<Planned>,
+    format: Format,
+    /// Whether existing files are replaced.
+    force: bool,
+    /// Whether standard output gets JSON objects instead of paths.
+    json: bool,
+}
+
+impl Outputs {
+    /// Plans the files of a request, and refuses those that cannot be written now rather than after minutes of work.
+    pub fn plan(
+        request: &ImageRequest,
+        target: &Target,
+        format: Format,
+        dump: Option<PathBuf>,
+        trace: Option<&Path>,
+        force: bool,
+        json: bool,
+    ) -> Result<Self> {
+        let others = [(dump.as_deref(), "--dump"), (trace, "--trace")];
+        if let [(Some(dump), flag), (Some(trace), other)] = others {
+            refuse_same(dump, flag, trace, other)?;
+        }
+        let (width, height) = (request.size.width(), request.size.height());
+        let bytes = format.max_bytes(width, height) + request.prompt.len() as u64;
+        let mut images = Vec::with_capacity(request.seeds.len());
+        for path in request.seeds.iter().enumerate().filter_map(|(i, &seed)| target.path(i, request.noise.seed(seed))) {
+            check_name(&path)?;
+            for (other, flag) in others.into_iter().filter_map(|(other, flag)| Some((other?, flag))) {
+                refuse_same(&path, "the picture", other, flag)?;
+            }
+            images.push(Planned { path, bytes });
+        }
+        if *target == Target::Stdout {
+            check_stdout()?;
+        }
+        // A dump holds the noise twice, the latents after each step and the image before rounding.
+        let latents = (request.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
+        let dump = dump.map(|path| Planned { path, bytes: 4 * (latents + 3 * width * height) as u64 });
+        let outputs = Self { images: images.into_iter(), dump, format, force, json };
+        outputs.check(0)?;
+        Ok(outputs)
+    }
+
+    /// Whether intermediate values are written.
+    pub fn has_dump(&self) -> bool {
+        self.dump.is_some()
+    }
+
+    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while that is
+    /// unknown.
+    pub fn check(&self, embeddings: usize) -> Result<()> {
+        let dump = self.dump.iter().map(|dump| Planned { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
+        let files: Vec<Planned> = self.images.as_slice().iter().cloned().chain(dump).collect();
+        check_writable(&files, self.force)
+    }
+
+    /// The format of the images.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Where the next image goes; `None` is standard output.
+    pub fn next_path(&mut self) -> Option<PathBuf> {
+        self.images.next().map(|planned| planned.path)
+    }
+
+    /// The file of `--dump`.
+    pub fn dump(&self) -> Option<&Path> {
+        self.dump.as_ref().map(|dump| dump.path.as_path())
+    }
+
+    /// Whether existing files are replaced.
+    pub fn force(&self) -> bool {
+        self.force
+    }
+
+    /// Whether standard output gets JSON objects instead of paths.
+    pub fn json(&self) -> bool {
+        self.json
+    }
+}
+
+/// The metadata of an image: enough to generate the image again, and nothing that would differ between two such runs.
+pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
+    let mut text = vec![("prompt", settings.job.prompt.clone())];
+    text.extend(settings.job.noise.seed(seed).map(|seed| ("seed", seed.to_string())));
+    text.extend([
+        ("model", settings.model.clone()),
+        ("variant", settings.variant.to_string()),
+        ("steps", settings.job.steps.to_string()),
+        ("size", settings.size()),
+        ("precision", settings.precision.name().into()),
+    ]);
+    text.extend(settings.job.sigmas.iter().map(|sigmas| ("sigmas", sigmas.to_string())));
+    // Programs disagree on what is usual for [dev].
+    if settings.variant == Variant::Dev || settings.job.padding != settings.variant.default_padding() {
+        text.push(("padding", settings.job.padding.to_string()));
+    }
+    text.extend(settings.quantised_flags.iter().cloned());
+    text.extend(metadata(&settings.adapters, settings.adapter_mode));
+    if settings.vae_tiling {
+        text.push(("vae-tiling", "on".into()));
+    }
+    text.extend(settings.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
+    text.extend(settings.negative.iter().filter(|_| settings.guided).map(|negative| ("negative", negative.clone())));
+    if !settings.job.references.is_empty() {
+        text.push(("references", settings.job.references.len().to_string()));
+    }
+    text.extend(settings.noise_flags.iter().cloned());
+    text.push(("version", concat!("kiln ", env!("CARGO_PKG_VERSION")).into()));
+    text
+}
+
+/// The format that flags and the name of the file ask for together.
+pub fn file_format(asked: Option<ImageFormatArg>, quality: Option<u8>, output: Option<&Path>) -> Result<Format> {
+    let path = output.filter(|path| *path != Path::new(DASH));
+    let extension = path.and_then(Path::extension).map(|extension| extension.to_ascii_lowercase());
+    let named = match extension.as_ref().map(|extension| extension.to_str()) {
+        None => None,
+        Some(Some("png")) => Some(ImageFormatArg::Png),
+        Some(Some("jpg" | "jpeg")) => Some(ImageFormatArg::Jpeg),
+        Some(Some("webp")) => Some(ImageFormatArg::Webp),
+        Some(_) => {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, "kiln writes files named .png, .jpg, .jpeg or .webp");
+            return Err(Error::Write { path: path.unwrap_or(Path::new("")).into(), source });
+        }
+    };
+    let format = match (asked, named) {
+        (Some(asked), Some(named)) if asked != named => {
+            let (flag, extension) = (flag_value(asked), file_extension(asked));
+            let name = path.map(shown_path).unwrap_or_default();
+            let what = format!("--format {flag} is not what the name of the file says ({name})");
+            return Err(Error::usage(what, format!("leave out --format, or name it .{extension}")));
+        }
+        (asked, named) => asked.or(named).unwrap_or(ImageFormatArg::Png),
+    };
+    match (format, quality) {
+        (ImageFormatArg::Jpeg, quality) => Ok(Format::Jpeg { quality: quality.unwrap_or(Format::DEFAULT_QUALITY) }),
+        (other, Some(_)) => {
+            let what = format!("--quality is about JPEG, --format {} is lossless", flag_value(other));
+            Err(Error::usage(what, "leave out --quality, or use --format jpeg and a name to match"))
+        }
+        (ImageFormatArg::Png, None) => Ok(Format::Png),
+        (ImageFormatArg::Webp, None) => Ok(Format::WebP),
+    }
+}
+
+/// How `--format` spells a format.
+fn flag_value(format: ImageFormatArg) -> &'static str {
+    match format {
+        ImageFormatArg::Png => "png",
+        ImageFormatArg::Jpeg => "jpeg",
+        ImageFormatArg::Webp => "webp",
+    }
+}
+
+/// What names of files in a format end with.
+fn file_extension(format: ImageFormatArg) -> &'static str {
+    match format {
+        ImageFormatArg::Jpeg => "jpg",
+        other => flag_value(other),
+    }
+}
+
+/// What default names of files in a format end with.
+pub fn extension(format: Format) -> &'static str {
+    file_extension(match format {
+        Format::Png => ImageFormatArg::Png,
+        Format::Jpeg { .. } => ImageFormatArg::Jpeg,
+        Format::WebP => ImageFormatArg::Webp,
+    })
+}
+
+/// Refuses paths that name standard output.
+fn check_name(path: &Path) -> Result<()> {
+    if ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"].iter().any(|own| path == Path::new(own)) {
+        let source = io::Error::new(io::ErrorKind::InvalidInput, "this is standard output, which is called `-`");
+        return Err(Error::Write { path: path.into(), source });
+    }
+    Ok(())
+}
+
+/// Refuses to write an image to a terminal, or to a standard output that is closed.
+fn check_stdout() -> Result<()> {
+    let why = if io::stdout().is_terminal() {
+        "a terminal cannot show a picture; redirect standard output, or name a file"
+    } else if stdout_was_closed() {
+        "it is closed, so nobody would get the picture"
+    } else {
+        return Ok(());
+    };
+    Err(Error::Write { path: STDOUT.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) })
+}
+
+/// Whether standard output was closed when the program started. Rust's runtime then opens the null device in its place for reading
+/// and writing; a redirection by a shell opens it for writing only.
+fn stdout_was_closed() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{OFlags, fcntl_getfl, fstat, stat};
+        let (stdout, null) = (fstat(io::stdout()), stat("/dev/null"));
+        let is_null =
+            stdout.is_ok_and(|stdout| null.is_ok_and(|null| stdout.st_rdev == null.st_rdev && stdout.st_ino == null.st_ino));
+        is_null && fcntl_getfl(io::stdout()).is_ok_and(|flags| flags & OFlags::ACCMODE == OFlags::RDWR)
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
+/// Refuses two outputs with one name.
+pub fn refuse_same(a: &Path, what: &str, b: &Path, other: &str) -> Result<()> {
+    if same_file(a, b) {
+        let what = format!("{what} and {other} would be the same file ({})", shown_path(a));
+        return Err(Error::usage(what, "give one of them another name"));
+    }
+    Ok(())
+}
+
+/// Whether two paths that may not exist yet name the same file.
+fn same_file(a: &Path, b: &Path) -> bool {
+    let place = |path: &Path| {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        (folder.canonicalize().ok(), path.file_name().map(|name| name.to_owned()))
+    };
+    a == b || place(a) == place(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_format_follows_from_flag_and_name() {
+        use ImageFormatArg::{Jpeg, Png, Webp};
+        let of = |asked, quality, name: Option<&str>| file_format(asked, quality, name.map(Path::new));
+        for (asked, quality, name, want) in [
+            (None, None, None, Format::Png),
+            (None, None, Some("-"), Format::Png),
+            (None, None, Some("a"), Format::Png),
+            (None, None, Some(".webp"), Format::Png),
+            (None, None, Some("a.PNG"), Format::Png),
+            (None, None, Some("a.jpg"), Format::Jpeg { quality: 95 }),
+            (None, Some(3), Some("a.b/c.jpeg"), Format::Jpeg { quality: 3 }),
+            (None, None, Some("a.Webp"), Format::WebP),
+            (Some(Jpeg), Some(100), None, Format::Jpeg { quality: 100 }),
+            (Some(Jpeg), None, Some("-"), Format::Jpeg { quality: 95 }),
+            (Some(Webp), None, Some("a"), Format::WebP),
+            (Some(Png), None, Some("a.png"), Format::Png),
+        ] {
+            assert_eq!(of(asked, quality, name).unwrap(), want, "{asked:?} {quality:?} {name:?}");
+        }
+        for (asked, quality, name, code) in [
+            (Some(Png), None, Some("a.jpg"), 2),
+            (Some(Jpeg), None, Some("a.webp"), 2),
+            (None, Some(90), None, 2),
+            (Some(Webp), Some(90), Some("-"), 2),
+            (None, None, Some("a.gif"), 5),
+            (Some(Png), None, Some("a.v2"), 5),
+        ] {
+            assert_eq!(of(asked, quality, name).unwrap_err().exit_code(), code, "{asked:?} {quality:?} {name:?}");
+        }
+    }
+}

@@ -1,0 +1,363 @@
+//! `kiln plan`: what an image would cost, estimated without reading weights.
+
+use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
+use super::args::{KleinArg, PlanArgs};
+use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
+use super::request::ImageRequest;
+use super::settings::{ModelProfile, Settings};
+use super::stdout::{json_line, print};
+use crate::terminal::Terminal;
+use kiln::adapter::Adapters;
+use kiln::backend::cuda::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
+use kiln::config::{Conventions, Variant, display_name};
+use kiln::error::Result;
+use kiln::locate::{Environment, Found, locate};
+use kiln::pipeline::{AttentionFormatCount, Configs, Estimate, Job, KindFormat, LoadOptions, OpenModel, estimate_timed};
+use kiln::predict::{Card, Prediction, Predictor};
+use kiln::progress::{Phase, Progress};
+use kiln::tensor::Precision;
+use kiln::text::shown_line;
+use serde::Serialize;
+use std::fmt::Write as _;
+use std::io::Write;
+
+/// The estimate of a job and the settings that it is for.
+#[derive(Serialize)]
+struct Report {
+    model: String,
+    variant: String,
+    precision: &'static str,
+    /// The GPU that the plan is for.
+    gpu: String,
+    width: usize,
+    height: usize,
+    steps: usize,
+    guidance: Option<f32>,
+    lora: Vec<AppliedAdapter>,
+    /// The same for the table.
+    #[serde(skip)]
+    lora_lines: Vec<String>,
+    /// Whether classifier-free guidance runs each step twice.
+    #[serde(skip)]
+    guided: bool,
+    tokens: TokenReport,
+    mu: f64,
+    sigmas: Vec<f32>,
+    stages: Vec<StageReport>,
+    /// Predicted, never measured; empty where nothing predicts them.
+    predicted: Vec<PredictedStage>,
+    /// The same for the table.
+    #[serde(skip)]
+    predicted_line: Option<String>,
+    ops: u64,
+    weight_bytes: u64,
+    low_memory_weight_bytes: u64,
+    working_bytes: u64,
+    /// Bytes of the token embeddings, which stay in host memory.
+    token_embedding_bytes: u64,
+    formats: Vec<FormatReport>,
+    attention: Vec<AttentionReport>,
+    /// The same for the table.
+    #[serde(skip)]
+    format_lines: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct TokenReport {
+    text: usize,
+    canvas: usize,
+    references: Vec<usize>,
+    total: usize,
+}
+
+#[derive(Serialize)]
+struct StageReport {
+    stage: &'static str,
+    flop: u64,
+}
+
+/// The layers of one kind that have one format.
+#[derive(Serialize)]
+struct FormatReport {
+    part: String,
+    kind: String,
+    layers: usize,
+    stored: Vec<&'static str>,
+    held: Vec<&'static str>,
+    input: &'static str,
+    accumulation: Option<&'static str>,
+    reason: Option<&'static str>,
+    stored_bytes: u64,
+    held_bytes: u64,
+}
+
+/// The blocks whose attention has one format.
+#[derive(Serialize)]
+struct AttentionReport {
+    blocks: usize,
+    heads: &'static str,
+    values: &'static str,
+    reason: Option<&'static str>,
+}
+
+impl FormatReport {
+    fn new(format: &KindFormat) -> Self {
+        let KindFormat { kind, layers, stored_bytes, held_bytes, .. } = *format;
+        Self {
+            part: kind.part.to_string(),
+            kind: format!("{} {}", kind.blocks, kind.name).trim_start().into(),
+            layers,
+            stored: format.stored(),
+            held: format.held(),
+            input: format.input(),
+            accumulation: format.accumulation(),
+            reason: format.reason(),
+            stored_bytes,
+            held_bytes,
+        }
+    }
+}
+
+impl AttentionReport {
+    fn new(&AttentionFormatCount { blocks, heads, values, reason }: &AttentionFormatCount) -> Self {
+        Self { blocks, heads, values, reason }
+    }
+}
+
+/// Writes the plan to `out`, and warnings about the model or the flags to the terminal.
+pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
+    let model = PlannedModel::new(&args, environment)?;
+    let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
+    let options = request.load_options(args.precision.into(), false, &args.quantised);
+    let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
+    let settings = Settings::resolve(request, &model.profile(options));
+    model.warnings.iter().for_each(|warning| terminal.warn(warning));
+    ignored_guidance(settings.guidance, settings.variant).iter().for_each(|warning| terminal.warn(warning));
+    let gpu = PlannedGpu::new(args.card.as_ref(), options.precision);
+    let mut estimate = model.estimate(options, &gpu, &settings.job)?;
+    let accumulate = args.quantised.fp8_accumulate.into();
+    estimate.formats.accumulate = Some(fp8_accumulate(gpu.capability, accumulate));
+    warn_of_accumulation(accumulate, &estimate.formats, terminal);
+    warn_of_nvfp4_math(options.nvfp4_math, &estimate.formats, terminal);
+    let lora_lines = descriptions(model.adapters(), &estimate.formats).into_iter().map(|(line, _)| line).collect();
+    let report = Report { lora_lines, ..Report::new(settings, estimate, gpu) };
+    let text = if args.json { json_line(&report)? } else { report.table().into_bytes() };
+    print(out, &text)
+}
+
+/// A model as far as it is known before its weights are read.
+struct PlannedModel {
+    /// Display name.
+    name: String,
+    variant: Variant,
+    conventions: Conventions,
+    warnings: Vec<String>,
+    source: Source,
+}
+
+/// Where the sizes of a model come from.
+enum Source {
+    /// The headers of its files.
+    Files(Box<OpenModel>),
+    /// The configuration of a model as it was published; no files are needed. Adapters are checked against it.
+    Published(Box<Configs>, Adapters),
+}
+
+impl PlannedModel {
+    /// Opens the files of the model that was named; without one, takes one as it was published. `--klein` and `--dev` override a model
+    /// that only the environment names.
+    fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
+        let m = &args.model;
+        let adapters = AdapterFiles::locate(&args.lora, &environment)?;
+        let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
+        let named = m.is_named(&environment) || parts.iter().any(|part| part.is_some());
+        let variant = m.variant.map(Variant::from);
+        if named && args.klein.is_none() && !args.dev {
+            let found: Found = locate(&m.request(environment))?;
+            let mut model = OpenModel::open(&found, variant)?;
+            model.adapters = adapters.open(|| model.places())?;
+            return Ok(Self {
+                name: model.name.clone(),
+                variant: model.variant,
+                conventions: model.conventions.clone(),
+                warnings: model.warnings.clone(),
+                source: Source::Files(Box::new(model)),
+            });
+        }
+        let (configs, usual) = match args.klein.unwrap_or(KleinArg::FourB) {
+            _ if args.dev => (Configs::dev(), Variant::Dev),
+            KleinArg::FourB => (Configs::klein_4b(), Variant::Distilled),
+            KleinArg::NineB => (Configs::klein_9b(), Variant::Distilled),
+        };
+        let variant = variant.unwrap_or(usual);
+        let adapters = adapters.open(|| configs.places())?;
+        Ok(Self {
+            name: display_name(&configs.transformer, variant),
+            variant,
+            conventions: Conventions::klein(),
+            warnings: Vec::new(),
+            source: Source::Published(Box::new(configs), adapters),
+        })
+    }
+
+    /// The adapters of the model.
+    fn adapters(&self) -> &Adapters {
+        match &self.source {
+            Source::Files(model) => &model.adapters,
+            Source::Published(_, adapters) => adapters,
+        }
+    }
+
+    /// The properties of the model that the settings of a job depend on.
+    fn profile(&self, options: LoadOptions) -> ModelProfile<'_> {
+        ModelProfile {
+            name: &self.name,
+            variant: self.variant,
+            conventions: &self.conventions,
+            precision: options.precision,
+            quantised_flags: Vec::new(),
+            adapters: applied(self.adapters()),
+            adapter_mode: options.adapters,
+        }
+    }
+
+    /// Estimates the cost of a job on a GPU. With files the dtype of the stored weights is known, which f32 precision keeps;
+    /// klein as published is taken to be bfloat16.
+    fn estimate(&self, options: LoadOptions, gpu: &PlannedGpu, job: &Job) -> Result<Estimate> {
+        let (gemms, time) = (gemm_formats(gpu.capability), gpu.predictor.as_ref().map(Predictor::op_time));
+        match &self.source {
+            Source::Files(model) => model.estimate_timed(options, gemms, job, time),
+            Source::Published(configs, adapters) => estimate_timed((configs, adapters), self.variant, options, gemms, job, time),
+        }
+    }
+}
+
+/// The GPU that a plan is for.
+struct PlannedGpu {
+    /// What it is, for display.
+    name: String,
+    capability: (u32, u32),
+    /// What predicts times there, if anything does.
+    predictor: Option<Predictor>,
+}
+
+impl PlannedGpu {
+    /// The one that was asked for, else the first one here, else any that kiln runs on.
+    fn new(card: Option<&Card>, precision: Precision) -> Self {
+        let here = || devices().ok().and_then(|devices| devices.into_iter().next());
+        let (name, capability, card) = match (card, card.map_or_else(here, |_| None)) {
+            (Some(card), _) => (card.name.to_string(), card.capability, Some(card)),
+            (None, Some(gpu)) => (format!("GPU {} ({})", gpu.index, gpu.name), gpu.capability, Card::named(&gpu.name)),
+            (None, None) => {
+                let (major, minor) = CAPABILITY;
+                let what = format!("none here, so one of compute capability {major}.{minor}; --card names others");
+                (what, CAPABILITY, None)
+            }
+        };
+        // In f32 nothing runs on tensor cores.
+        let card = card.filter(|_| precision == Precision::Bf16);
+        Self { name, capability, predictor: card.and_then(|card| Predictor::new(card, card.family())) }
+    }
+}
+
+/// What a stage is predicted to take.
+#[derive(Serialize)]
+struct PredictedStage {
+    stage: &'static str,
+    seconds: f64,
+}
+
+/// What a prediction says of the stages, if it says anything.
+fn predicted_line(prediction: &Prediction) -> Option<String> {
+    let step = prediction.step()?;
+    let stages = [
+        ("encoding text", prediction.stage(Phase::Encode)),
+        ("a step", Some(step)),
+        ("decoding", prediction.stage(Phase::Decode)),
+    ];
+    let ms = stages.iter().filter_map(|(name, seconds)| Some(format!("{name} {:.1} ms", 1e3 * (*seconds)?)));
+    Some(format!("{}; not measured", ms.collect::<Vec<_>>().join(", ")))
+}
+
+impl Report {
+    fn new(settings: Settings, e: Estimate, gpu: PlannedGpu) -> Self {
+        let Settings { job, model, variant, precision, guidance, guided, adapters, .. } = settings;
+        let predicted_line = predicted_line(&Prediction::of(&e));
+        let total = e.text_tokens + e.canvas_tokens + e.reference_tokens.iter().sum::<usize>();
+        Self {
+            model,
+            variant: variant.to_string(),
+            precision: precision.name(),
+            gpu: gpu.name,
+            width: job.size.width(),
+            height: job.size.height(),
+            steps: job.steps,
+            guidance: guidance.chosen,
+            lora: adapters,
+            lora_lines: Vec::new(),
+            guided,
+            tokens: TokenReport { text: e.text_tokens, canvas: e.canvas_tokens, references: e.reference_tokens, total },
+            mu: e.mu,
+            sigmas: e.sigmas,
+            predicted: e.seconds.iter().map(|&(phase, seconds)| PredictedStage { stage: phase.name(), seconds }).collect(),
+            predicted_line,
+            stages: e.stages.iter().map(|(phase, flop)| StageReport { stage: phase.name(), flop: *flop }).collect(),
+            ops: e.ops,
+            weight_bytes: e.weight_bytes,
+            low_memory_weight_bytes: e.low_memory_weight_bytes,
+            working_bytes: e.arena_bytes,
+            token_embedding_bytes: e.table_bytes,
+            formats: e.formats.by_kind().iter().map(FormatReport::new).collect(),
+            attention: e.formats.attention_by_format().iter().map(AttentionReport::new).collect(),
+            format_lines: e.formats.lines(),
+        }
+    }
+
+    fn table(&self) -> String {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        let mut text = String::new();
+        let mut row = |name: &str, value: String| {
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "{name:<20} {}", shown_line(&value));
+        };
+        row("model", format!("{}, {}", self.model, self.precision));
+        for (i, line) in self.format_lines.iter().enumerate() {
+            row(if i == 0 { "formats" } else { "" }, line.clone());
+        }
+        for (i, line) in self.lora_lines.iter().enumerate() {
+            row(if i == 0 { "adapters" } else { "" }, line.clone());
+        }
+        row("gpu", self.gpu.clone());
+        row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));
+        if let Some(guidance) = self.guidance {
+            let passes = match self.guided {
+                true => "two passes per step",
+                false if self.variant == Variant::Dev.to_string() => "an input of the model",
+                false => "one pass per step: only above 1 there is a second",
+            };
+            row("guidance", format!("{guidance}, {passes}"));
+        }
+        let references = &self.tokens.references;
+        let mut parts = vec![format!("{} text", self.tokens.text), format!("{} canvas", self.tokens.canvas)];
+        parts.extend(references.iter().enumerate().map(|(j, n)| format!("{n} reference {}", j + 1)));
+        row("tokens", format!("{} = {}", self.tokens.total, parts.join(" + ")));
+        let levels: Vec<String> = self.sigmas.iter().take(8).map(|s| format!("{:.3}", 1000.0 * s)).collect();
+        let more = if self.sigmas.len() > 8 { ", ..." } else { "" };
+        row("schedule", format!("mu {:.6}, timesteps {}{more}", self.mu, levels.join(", ")));
+        let total: u64 = self.stages.iter().map(|s| s.flop).sum();
+        for stage in &self.stages {
+            row(stage.stage, format!("{:.3} TFLOP", stage.flop as f64 / 1e12));
+        }
+        row("in all", format!("{:.3} TFLOP in {} ops", total as f64 / 1e12, self.ops));
+        if let Some(line) = &self.predicted_line {
+            row("predicted", line.clone());
+        }
+        row(
+            "weights",
+            format!("{:.2} GiB, {:.2} GiB with --low-memory", gib(self.weight_bytes), gib(self.low_memory_weight_bytes)),
+        );
+        row("working memory", format!("{:.2} GiB", gib(self.working_bytes)));
+        row("token embeddings", format!("{:.2} GiB, in host memory", gib(self.token_embedding_bytes)));
+        text
+    }
+}

@@ -1,0 +1,215 @@
+//! The messages of a run besides results and errors: notes, warnings, the headline, and the details of `--verbose`.
+
+use super::device::SelectedBackend;
+use super::settings::Settings;
+use crate::terminal::Terminal;
+use kiln::backend::Fp8Accumulate;
+use kiln::config::{Conventions, Guidance, Variant};
+use kiln::locate::Found;
+use kiln::model::Nvfp4Math;
+use kiln::pipeline::{Expansion, Formats, GeneratedImage, Noise, OpenModel};
+use kiln::progress::Progress;
+use kiln::text::{amount, grouped, shown};
+use kiln::words;
+
+/// The number of unknown words that a note lists.
+const NAMED_WORDS: usize = 5;
+
+/// Prints a note if the program chose one of its own models, or if the model is untrained, whose noise would look like a fault.
+pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
+    let what = match (found, named) {
+        (Found::BuiltIn(_), false) => {
+            "no FLUX.2 model was found, so kiln's own small one draws this; it knows shapes and colours, as in \
+             \"a large red star on a blue background\""
+        }
+        (Found::Tiny, true) => "the tiny model is random and untrained, so the picture is noise",
+        (Found::Tiny, false) => "no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise",
+        _ => return,
+    };
+    terminal.say(&format!("note: {what}; for FLUX.2 weights use --model or KILN_MODEL"));
+}
+
+/// Lists the words of the prompt that are not in the model's training vocabulary, if its files state one. The model generates an
+/// image anyway, and without the note the user could not tell why it does not match the prompt.
+pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions) -> Option<String> {
+    let Conventions { name, words: Some(words), draws, .. } = conventions else { return None };
+    let unknown = words::unknown(prompt, words);
+    if unknown.is_empty() {
+        return None;
+    }
+    let named: Vec<String> = unknown.iter().take(NAMED_WORDS).map(|word| format!("\"{}\"", shown(word))).collect();
+    let mut note = format!("note: {} does not know {}", name.as_deref().unwrap_or("this model"), named.join(", "));
+    if unknown.len() > NAMED_WORDS {
+        note += &format!(" and {} more", unknown.len() - NAMED_WORDS);
+    }
+    note += &draws.as_ref().map_or(String::new(), |draws| format!("; it draws {draws}"));
+    note += if matches!(found, Found::BuiltIn(_)) { ", see kiln --help" } else { "" };
+    Some(note)
+}
+
+/// Says that a backend holds quantised weights in another format than the files, for which it has no GEMM: they take more memory
+/// than the files suggest.
+pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
+    let Expansion { stored, held, stored_bytes, held_bytes } = formats.expansion()?;
+    let (stored, held, place) = (stored.join(" and "), held.join(" and "), if gpu { "GPU" } else { "CPU" });
+    let (now, before) = (amount(held_bytes), amount(stored_bytes));
+    Some(format!("note: {stored} weights are expanded to {held} on the {place}: {now} instead of {before}"))
+}
+
+/// Warns of a way to accumulate that was asked for and is not used.
+pub fn warn_of_accumulation(asked: Fp8Accumulate, formats: &Formats, terminal: &Terminal) {
+    let why = match formats.accumulate {
+        _ if asked == Fp8Accumulate::Auto => return,
+        None => "the CPU adds up in f32",
+        Some(_) if !formats.accumulates_fp8() => "no layer of this model is multiplied in FP8 here",
+        Some(has) if has != asked => "on this GPU all sums are exact",
+        Some(_) => return,
+    };
+    terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
+}
+
+/// Warns of a way to multiply NVFP4 that was asked for and makes no difference.
+pub fn warn_of_nvfp4_math(asked: Nvfp4Math, formats: &Formats, terminal: &Terminal) {
+    if asked != Nvfp4Math::Auto && formats.nvfp4_math().is_none() {
+        terminal.warn("--nvfp4-math is ignored: no layer of this model has NVFP4 weights and an input scale");
+    }
+}
+
+/// Says which settings were given and have no effect with this model.
+pub fn ignored_settings(settings: &Settings) -> Vec<String> {
+    let mut ignored = ignored_guidance(settings.guidance, settings.variant);
+    ignored.extend(match (&settings.negative, settings.guidance.chosen) {
+        (Some(_), None) => Some(format!("--negative is ignored: this is a {} model, only base models take it", settings.variant)),
+        (Some(_), Some(scale)) if !settings.guided => {
+            Some(format!("--negative is ignored: it works through a --guidance above 1, which is {scale} here"))
+        }
+        _ => None,
+    });
+    ignored
+}
+
+/// Says that a guidance scale was given for a model that does not use one.
+pub fn ignored_guidance(guidance: Guidance, variant: Variant) -> Vec<String> {
+    let ignored = || format!("--guidance is ignored: this is a {variant} model, only base models take it");
+    guidance.ignored.then(ignored).into_iter().collect()
+}
+
+/// Prints what is about to be generated, with which model and on which backend, and warns of flags that have no effect.
+pub fn announce_run(
+    settings: &Settings,
+    found: &Found,
+    model: &OpenModel,
+    backend: &SelectedBackend,
+    formats: &Formats,
+    terminal: &Terminal,
+) {
+    let headline = headline(settings);
+    let mut details = details(settings, found, model, backend);
+    details.extend(formats.lines().iter().map(|line| format!("formats {line}")));
+    ignored_settings(settings).iter().for_each(|warning| terminal.warn(warning));
+    let Conventions { width, height, .. } = model.conventions;
+    let size = settings.job.size;
+    if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {
+        terminal.say(&format!("note: {} was trained on pictures of {width}x{height}, others may look wrong", settings.model));
+    }
+    terminal.say(&headline);
+    details.iter().for_each(|line| terminal.detail(line));
+}
+
+/// The line that is printed before any time is spent. It has the seed, which is recorded nowhere else if the run is interrupted.
+fn headline(settings: &Settings) -> String {
+    let steps = if settings.job.steps == 1 { "1 step".into() } else { format!("{} steps", settings.job.steps) };
+    let seeds = match &*settings.job.seeds {
+        _ if matches!(settings.job.noise, Noise::Given(_)) => "noise from a file".into(),
+        [first, .., last] => format!("seeds {first} to {last}"),
+        [first] => format!("seed {first}"),
+        [] => String::new(),
+    };
+    format!("{}, {}, {steps}, {seeds}", settings.model, settings.size())
+}
+
+/// The lines of `--verbose`.
+fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &SelectedBackend) -> Vec<String> {
+    let origin = match found {
+        Found::Files(files) => &files.origin,
+        Found::BuiltIn(_) => "part of this program",
+        Found::Tiny => "made by this program",
+    };
+    let guidance = settings.guidance.chosen.map_or("none".into(), |scale| scale.to_string());
+    let noise: Vec<String> = settings.noise_flags.iter().map(|(key, value)| format!("{key} {value}")).collect();
+    let mut lines = vec![
+        format!("model {origin}"),
+        format!("variant {}, guidance {guidance}, precision {}", settings.variant, settings.precision.name()),
+        format!("backend {}, {}", backend.name, backend.machine),
+        noise.join(", "),
+    ];
+    if matches!(found, Found::Files(_)) {
+        lines.extend(model.files_in_use().iter().map(|(part, files)| format!("{part} {files}")));
+    }
+    lines.extend(settings.references.iter().enumerate().map(|(j, reference)| format!("reference {}: {reference}", j + 1)));
+    lines
+}
+
+/// Warns of an image whose pixels all have the same colour.
+pub fn warn_of_flat_image(image: &GeneratedImage, terminal: &Terminal) {
+    if let Some([red, green, blue]) = image.image.flat_colour() {
+        terminal.warn(&format!(
+            "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
+        ));
+    }
+}
+
+/// Warns of activations that did not fit into FP8.
+pub fn warn_of_saturation(saturated: u64, settings: &Settings, terminal: &Terminal) {
+    let what = match saturated {
+        0 => return,
+        1 => "1 activation was".into(),
+        many => format!("{} activations were", grouped(many)),
+    };
+    let (why, remedy) = match settings.quantize() {
+        Some(_) => ("--quantize does not calibrate its input scales", "a model without it"),
+        None => ("the model's input scales are too small for this prompt", "a bf16 model"),
+    };
+    terminal.warn(&format!(
+        "{what} beyond the range of FP8 and clamped, so the picture may be wrong: {why}; {remedy} or --precision f32 has no such limit"
+    ));
+}
+
+/// Lists the GPU kernels that ran, with `--verbose` only.
+pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
+    let kernels: Vec<&str> = launches.iter().map(|(name, _)| *name).collect();
+    if !kernels.is_empty() {
+        terminal.detail(&format!("kernels {}", kernels.join(" ")));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kiln::backend::Weight;
+    use kiln::model::{LayerFormat, PartFormat};
+    use kiln::tensor::{Arena, DType, Region};
+
+    #[test]
+    fn expanded_weights_are_noted_with_both_sizes() {
+        let part = |stored, held, bytes: u64| PartFormat { stored, held, stored_bytes: bytes, held_bytes: 2 * bytes };
+        let layers = |parts: &[PartFormat]| {
+            let name = "single_blocks.0.linear1.weight".into();
+            let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1, DType::Bf16).unwrap());
+            let layer =
+                LayerFormat { name, weight, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None, merged: false };
+            Formats { layers: vec![layer], ..Formats::default() }
+        };
+        let fp8 = part(DType::E4m3, DType::Bf16, 3 << 29);
+        let nvfp4 = part(DType::E2m1, DType::Bf16, 1 << 30);
+        // Plain parts do not count.
+        let plain = part(DType::Bf16, DType::F32, 5 << 30);
+        let note = "note: fp8 and nvfp4 weights are expanded to bf16 on the GPU: 5.0 GiB instead of 2.5 GiB";
+        assert_eq!(expansion_note(&layers(&[nvfp4, plain, fp8]), true).as_deref(), Some(note));
+        let small = part(DType::E5m2, DType::F32, 1 << 20);
+        let note = "note: fp8-e5m2 weights are expanded to f32 on the CPU: 2.0 MiB instead of 1.0 MiB";
+        assert_eq!(expansion_note(&layers(&[small]), false).as_deref(), Some(note));
+        let kept = part(DType::E4m3, DType::E4m3, 1);
+        assert_eq!(expansion_note(&layers(&[kept, plain]), true), None);
+    }
+}

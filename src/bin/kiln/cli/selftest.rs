@@ -1,0 +1,148 @@
+//! `kiln selftest`: checks a GPU and prints a line for each check, between marks that make it a block to paste into an issue.
+
+use super::args::SelftestArgs;
+use super::device::describe_gpu;
+use super::stdout::{json_line, print};
+use kiln::backend::cuda::driver::DeviceInfo;
+use kiln::backend::cuda::{Cuda, NVCC, driver_release};
+use kiln::error::{Error, Result};
+use kiln::locate::Environment;
+use kiln::selftest::{Extent, Line, Outcome, Records, record};
+use kiln::text::shown_line;
+use serde::Serialize;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+/// Width of the names of checks.
+const WIDTH: usize = 50;
+
+/// The JSON output.
+#[derive(Serialize)]
+struct Report<'a> {
+    kiln: &'static str,
+    nvcc: &'static str,
+    gpu: &'a str,
+    capability: String,
+    multiprocessors: u32,
+    shared_bytes: u32,
+    clock_khz: u32,
+    memory_bytes: u64,
+    driver: Option<String>,
+    cuda: String,
+    kernels: Vec<&'static str>,
+    quick: bool,
+    passed: bool,
+    seconds: f64,
+    checks: Vec<CheckReport<'a>>,
+}
+
+#[derive(Serialize)]
+struct CheckReport<'a> {
+    name: &'a str,
+    outcome: &'static str,
+    detail: &'a str,
+}
+
+impl<'a> CheckReport<'a> {
+    fn new(line: &'a Line) -> Self {
+        let (outcome, detail) = match &line.outcome {
+            Outcome::Passed(detail) => ("ok", detail.as_str()),
+            Outcome::Failed(detail) => ("failed", detail.as_str()),
+            Outcome::NotHere => ("not on this GPU", ""),
+        };
+        Self { name: &line.name, outcome, detail }
+    }
+}
+
+/// The files of the kernels that this GPU runs.
+fn kernel_files(cuda: &Cuda) -> Vec<&'static str> {
+    let mut files: Vec<&str> = cuda.loaded().map(|kernel| kernel.file()).collect();
+    files.sort_unstable();
+    files.dedup();
+    files
+}
+
+fn write_line(out: &mut dyn Write, text: &str) -> Result<()> {
+    print(out, format!("{}\n", shown_line(text)).as_bytes())
+}
+
+/// Checks a GPU. A check that fails is an error, after all others were made.
+pub fn selftest(args: &SelftestArgs, environment: &Environment, stop: &Arc<AtomicBool>, out: &mut dyn Write) -> Result<()> {
+    let cuda = Cuda::open(args.device.unwrap_or(0), stop.clone()).map_err(|error| match error {
+        Error::NoGpu { what, hint } => Error::NoGpuToTest { what, hint },
+        other => other,
+    })?;
+    let records = Records::below(environment.caches().as_deref());
+    let extent = if args.quick { Extent::QUICK } else { Extent::FULL };
+    test(cuda, args, &extent, &records, driver_release(), out)
+}
+
+/// The same on an open GPU, with checks of this extent.
+pub fn test(
+    mut cuda: Cuda,
+    args: &SelftestArgs,
+    extent: &Extent<'_>,
+    records: &Records,
+    release: Option<String>,
+    out: &mut dyn Write,
+) -> Result<()> {
+    let (device, files, start) = (cuda.device().clone(), kernel_files(&cuda), Instant::now());
+    if !args.json {
+        let kiln = env!("CARGO_PKG_VERSION");
+        write_line(
+            out,
+            &format!("--- from here on: kiln selftest{}, kiln {kiln} ---", if args.quick { " --quick" } else { "" }),
+        )?;
+        let mut rows = Vec::new();
+        describe_gpu(&device, release.as_deref(), &mut |name, value| rows.push(format!("{name:<12} {value}")));
+        rows.push(format!("{:<12} {}", "kernels", files.join(" ")));
+        rows.push(String::new());
+        rows.iter().try_for_each(|row| write_line(out, row))?;
+    }
+    let mut report = |line: &Line| match args.json {
+        true => Ok(()),
+        false => write_line(out, &format!("{:<WIDTH$} {}", line.name, line.outcome)),
+    };
+    let (lines, _) = record(&mut cuda, extent, records, &mut report)?;
+    let (failed, seconds) = (lines.iter().filter(|line| line.failed()).count(), start.elapsed().as_secs_f64());
+    if args.json {
+        print(out, &json_line(&described(&device, release, files, &lines, args.quick, seconds))?)?;
+    } else {
+        let count = |wanted: fn(&Outcome) -> bool| lines.iter().filter(|line| wanted(&line.outcome)).count();
+        let (passed, absent) = (count(|o| matches!(o, Outcome::Passed(_))), count(|o| *o == Outcome::NotHere));
+        // A line break inside of a line would be shown as an escape.
+        write_line(out, "")?;
+        write_line(out, &format!("{passed} ok, {failed} failed, {absent} not on this GPU; {seconds:.1} s"))?;
+        write_line(out, "--- up to here ---")?;
+    }
+    if failed == 0 { Ok(()) } else { Err(Error::SelfTest { failed, checks: lines.len() }) }
+}
+
+fn described<'a>(
+    device: &'a DeviceInfo,
+    driver: Option<String>,
+    kernels: Vec<&'static str>,
+    lines: &'a [Line],
+    quick: bool,
+    seconds: f64,
+) -> Report<'a> {
+    Report {
+        kiln: env!("CARGO_PKG_VERSION"),
+        nvcc: NVCC,
+        gpu: &device.name,
+        capability: format!("{}.{}", device.capability.0, device.capability.1),
+        multiprocessors: device.multiprocessors,
+        shared_bytes: device.shared,
+        clock_khz: device.clock,
+        memory_bytes: device.memory,
+        driver,
+        cuda: format!("{}.{}", device.driver.0, device.driver.1),
+        kernels,
+        quick,
+        passed: lines.iter().all(|line| !line.failed()),
+        seconds,
+        checks: lines.iter().map(CheckReport::new).collect(),
+    }
+}

@@ -1,0 +1,95 @@
+//! The device and the model that a request runs on, opened in parallel.
+
+use super::adapters::{announce_adapters, applied};
+use super::args::BackendArg;
+use super::device::{SelectedBackend, select_backend};
+use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_of_nvfp4_math};
+use super::request::Setup;
+use super::settings::{ModelProfile, quantised_flags};
+use crate::terminal::Terminal;
+use kiln::backend::cuda::{fp8_accumulate, has_driver};
+use kiln::error::Result;
+use kiln::locate::Found;
+use kiln::pipeline::{Engine, Formats, Job, LoadOptions, OpenModel};
+use kiln::progress::Progress;
+use kiln::threads;
+use kiln::trace;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// An open device and an open model.
+pub struct Session {
+    pub backend: SelectedBackend,
+    pub found: Found,
+    pub model: OpenModel,
+    /// How the model is loaded.
+    pub options: LoadOptions,
+    /// The formats of its layers on the device.
+    pub formats: Formats,
+}
+
+impl Session {
+    /// Opens the device and the model's files in parallel, and prints notes and warnings about them.
+    pub fn open(setup: Setup, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Self> {
+        let Setup { found, named, adapters, variant, backend, device, accumulate, options, records, notes, .. } = setup;
+        announce_model(&found, named, terminal);
+        notes.iter().for_each(|note| terminal.say(note));
+        let select = || select_backend(backend, device, accumulate, &records, stop);
+        // A GPU will copy the weights, and its driver takes a while to start.
+        let open = || -> Result<OpenModel> {
+            let mut model = match backend != BackendArg::Cpu && has_driver() {
+                true => OpenModel::open_and_read_ahead(&found, variant)?,
+                false => OpenModel::open(&found, variant)?,
+            };
+            model.adapters = adapters.open(|| model.places())?;
+            Ok(model)
+        };
+        let (backend, model) = threads::join(select, open);
+        let (backend, model) = (backend?, model?);
+        backend.announce(terminal);
+        if trace::is_on() && backend.device.is_some() {
+            terminal.say("note: kernels are traced one by one, without overlap and CUDA graphs, so steps take a little longer");
+        }
+        model.warnings.iter().for_each(|warning| terminal.warn(warning));
+        let mut formats = model.formats(options, backend.backend.gemm_formats())?;
+        // Only tensor cores have a choice.
+        formats.accumulate = backend.device.as_ref().map(|device| fp8_accumulate(device.capability, accumulate));
+        expansion_note(&formats, backend.device.is_some()).iter().for_each(|note| terminal.say(note));
+        warn_of_accumulation(accumulate, &formats, terminal);
+        warn_of_nvfp4_math(options.nvfp4_math, &formats, terminal);
+        announce_adapters(&model.adapters, &formats, terminal);
+        Ok(Self { backend, found, model, options, formats })
+    }
+
+    /// The properties of the model that the settings of a job depend on.
+    pub fn profile(&self) -> ModelProfile<'_> {
+        let OpenModel { name, variant, conventions, .. } = &self.model;
+        ModelProfile {
+            name,
+            variant: *variant,
+            conventions,
+            precision: self.options.precision,
+            quantised_flags: quantised_flags(&self.formats),
+            adapters: applied(&self.model.adapters),
+            adapter_mode: self.options.adapters,
+        }
+    }
+
+    /// Checks that a job fits into memory, and switches to low-memory mode if it fits only then.
+    pub fn fit(&mut self, job: &Job, terminal: &Terminal) -> Result<()> {
+        let _span = trace::span("check memory");
+        let SelectedBackend { backend, machine, device, .. } = &self.backend;
+        let options = self.model.check_memory(backend.as_ref(), machine, self.options, job)?;
+        if options.low_memory && !self.options.low_memory {
+            let gpu = if device.is_some() { "GPU " } else { "" };
+            terminal.say(&format!("note: {gpu}memory is short, so the transformer takes the text encoder's place"));
+        }
+        self.options = options;
+        Ok(())
+    }
+
+    /// Loads the model.
+    pub fn load(self, progress: &dyn Progress) -> Result<Engine> {
+        Engine::load(self.backend.backend, self.model, self.options, progress)
+    }
+}

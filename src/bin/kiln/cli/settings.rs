@@ -1,0 +1,153 @@
+//! Resolves what a request leaves open and the model decides: steps, guidance, names for display. This is the one place that turns
+//! flags into a [`Job`], for `generate`, `bench` and `plan` alike.
+
+use super::adapters::{AppliedAdapter, applied};
+use super::request::ImageRequest;
+use kiln::adapter::AdapterMode;
+use kiln::config::{Conventions, Guidance, Variant};
+use kiln::noise::NoiseKind;
+use kiln::pipeline::{Formats, Job, Noise, ReferenceInput};
+use kiln::reference::PreparedReference;
+use kiln::sampler::Sigmas;
+use kiln::tensor::Precision;
+
+/// The properties of a model that settings depend on.
+pub struct ModelProfile<'a> {
+    /// Display name.
+    pub name: &'a str,
+    pub variant: Variant,
+    pub conventions: &'a Conventions,
+    pub precision: Precision,
+    /// How FP8 and NVFP4 are computed with, as flags and their values; none if the model does not compute with them.
+    pub quantised_flags: Vec<(&'static str, String)>,
+    /// The adapters that it is loaded with, and how.
+    pub adapters: Vec<AppliedAdapter>,
+    pub adapter_mode: AdapterMode,
+}
+
+/// How the images of a request are generated.
+pub struct Settings {
+    /// The job for the engine.
+    pub job: Job,
+    /// The model's display name.
+    pub model: String,
+    pub variant: Variant,
+    pub precision: Precision,
+    pub guidance: Guidance,
+    /// Whether classifier-free guidance runs each step twice.
+    pub guided: bool,
+    /// The negative prompt, if one was given.
+    pub negative: Option<String>,
+    /// The source of the noise, as flags and their values.
+    pub noise_flags: Vec<(&'static str, String)>,
+    /// How FP8 and NVFP4 are computed with, as flags and their values.
+    pub quantised_flags: Vec<(&'static str, String)>,
+    /// The adapters of the images, and how they are applied.
+    pub adapters: Vec<AppliedAdapter>,
+    pub adapter_mode: AdapterMode,
+    /// Whether the VAE works in tiles.
+    pub vae_tiling: bool,
+    /// A description of each reference image: its file, its sizes and its tokens.
+    pub references: Vec<String>,
+}
+
+impl Settings {
+    /// Combines a request with the defaults of a model.
+    pub fn resolve(request: ImageRequest, model: &ModelProfile<'_>) -> Self {
+        let guidance = model.conventions.guide(model.variant, request.guidance);
+        let references = request.references.iter().map(describe_reference).collect();
+        let noise_flags = noise_flags(&request.noise);
+        let adapters = request.adapters.as_deref().map_or_else(|| model.adapters.clone(), applied);
+        let input = |reference: &PreparedReference| ReferenceInput { grid: reference.grid(), pixels: reference.values() };
+        let job = Job {
+            prompt: request.prompt,
+            size: request.size,
+            steps: request.sigmas.as_ref().map(Sigmas::steps).or(request.steps).unwrap_or(model.conventions.steps(model.variant)),
+            sigmas: request.sigmas,
+            padding: request.padding.unwrap_or(model.variant.default_padding()),
+            negative: request.negative.clone().unwrap_or_default(),
+            references: request.references.iter().map(input).collect(),
+            guidance: guidance.scale,
+            seeds: request.seeds,
+            noise: request.noise,
+            record: request.record,
+            adapters: request.adapters,
+        };
+        Self {
+            job,
+            model: model.name.into(),
+            variant: model.variant,
+            precision: model.precision,
+            guidance,
+            guided: model.variant.guides(guidance.scale),
+            negative: request.negative,
+            noise_flags,
+            quantised_flags: model.quantised_flags.clone(),
+            adapters,
+            adapter_mode: model.adapter_mode,
+            vae_tiling: request.vae_tiling,
+            references,
+        }
+    }
+
+    /// The number of prompts to encode; classifier-free guidance adds the negative prompt.
+    pub fn prompts(&self) -> usize {
+        1 + usize::from(self.guided)
+    }
+
+    /// The format that weights were quantised to when they were loaded, if they were.
+    pub fn quantize(&self) -> Option<&str> {
+        self.quantised_flags.iter().find(|(flag, _)| *flag == QUANTIZE).map(|(_, format)| format.as_str())
+    }
+
+    /// Width and height, for display.
+    pub fn size(&self) -> String {
+        format!("{}x{}", self.job.size.width(), self.job.size.height())
+    }
+}
+
+/// Describes a reference image: its file, its sizes before and after resizing and cropping, and its tokens.
+fn describe_reference(reference: &PreparedReference) -> String {
+    let mut sizes = vec![reference.original];
+    sizes.extend(reference.resized);
+    sizes.push((reference.width, reference.height));
+    sizes.dedup();
+    let sizes: Vec<String> = sizes.iter().map(|(w, h)| format!("{w}x{h}")).collect();
+    format!("{}, {}, {} tokens", reference.origin.display(), sizes.join(" -> "), reference.grid().tokens())
+}
+
+/// The flag that quantises weights when they are loaded.
+const QUANTIZE: &str = "quantize";
+
+/// The flags that reproduce how a model computes with FP8 and NVFP4, and their values; none if it does not.
+pub fn quantised_flags(formats: &Formats) -> Vec<(&'static str, String)> {
+    let mut list = Vec::new();
+    list.extend(formats.quantised_at_load().map(|format| (QUANTIZE, format.into())));
+    if formats.multiplies_fp8() {
+        // A model whose blocks differ is what `auto` makes of it.
+        let attention = match formats.fp8_attention() {
+            (_, true) => "fp8",
+            (true, false) => "auto",
+            (false, false) => "bf16",
+        };
+        list.push(("attention", attention.into()));
+    }
+    let accumulate = formats.accumulate.filter(|_| formats.accumulates_fp8());
+    list.extend(accumulate.map(|accumulate| ("fp8-accumulate", accumulate.name().into())));
+    list.extend(formats.nvfp4_math().map(|math| ("nvfp4-math", math.name().into())));
+    list
+}
+
+/// The flags that reproduce this noise, and their values.
+fn noise_flags(noise: &Noise) -> Vec<(&'static str, String)> {
+    match noise {
+        Noise::Given(_) => vec![("noise-kind", "file".into())],
+        Noise::Drawn(kind) => {
+            let mut list = vec![("noise-kind", kind.to_string())];
+            if let NoiseKind::TorchCuda { sms, threads } = kind {
+                list.extend([("noise-sms", sms.to_string()), ("noise-threads", threads.to_string())]);
+            }
+            list
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! The file of `--trace`.
+
+use super::args::RunArgs;
+use super::bench::without_force_hint;
+use super::stdout::DASH;
+use crate::terminal::{Terminal, Verbosity};
+use kiln::error::{Error, Result};
+use kiln::output::{Planned, check_writable, save_new};
+use kiln::progress::Progress;
+use kiln::text::{grouped, shown_path};
+use kiln::trace::{Finished, Trace};
+use std::path::{Path, PathBuf};
+
+/// The trace of a command, from its flags to its end. Dropped before [`TraceFile::end`], it writes nothing: a command that was refused has
+/// nothing to show.
+pub struct TraceFile {
+    open: Option<(Trace, PathBuf)>,
+    command: &'static str,
+    /// Whether an existing file is replaced; `None` if the command has no flag for that.
+    force: Option<bool>,
+    verbosity: Verbosity,
+}
+
+impl TraceFile {
+    /// Starts to record, if that was asked for, and refuses a file that cannot be written now rather than after the run.
+    pub fn start(args: &RunArgs, command: &'static str, force: Option<bool>) -> Result<Self> {
+        let mut this = Self { open: None, command, force, verbosity: args.verbosity() };
+        if let Some(path) = &args.trace.trace {
+            if path == Path::new(DASH) {
+                return Err(Error::usage("--trace writes a file, not standard output", "name a file, such as trace.json"));
+            }
+            let planned = Planned { path: path.clone(), bytes: 0 };
+            this.hinted(check_writable(&[planned], force.unwrap_or(false)))?;
+            let trace = Trace::start().ok_or(Error::Op { op: "trace", what: "this process is traced already".into() })?;
+            this.open = Some((trace, path.clone()));
+        }
+        Ok(this)
+    }
+
+    /// Writes the trace of a run that ended in this way, and returns how it ended.
+    pub fn end(mut self, ended: Result<()>) -> Result<()> {
+        let Some((trace, path)) = self.open.take() else { return ended };
+        let Finished { bytes, events, dropped, untimed } = trace.finish(self.command);
+        let saved = self.hinted(save_new(&path, &bytes, self.force.unwrap_or(false)));
+        let terminal = Terminal::new(self.verbosity);
+        match &saved {
+            Ok(()) => {
+                let mut line = format!("trace: {}, {} events", shown_path(&path), grouped(events as u64));
+                if dropped > 0 {
+                    line += &format!("; the last {} are not in it", grouped(dropped));
+                }
+                if untimed > 0 {
+                    line += &format!("; {} kernels could not be timed", grouped(untimed));
+                }
+                terminal.say(&line);
+            }
+            // The error of the run is the one that is reported.
+            Err(error) if ended.is_err() => terminal.warn(&format!("there is no trace: {error}")),
+            Err(_) => {}
+        }
+        ended.and(saved)
+    }
+
+    fn hinted(&self, result: Result<()>) -> Result<()> {
+        if self.force.is_none() { result.map_err(without_force_hint) } else { result }
+    }
+}

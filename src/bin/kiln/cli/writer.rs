@@ -1,0 +1,202 @@
+//! Encodes and writes images, with metadata in each and a line of output for each file. While there are more to come, that happens
+//! on a thread of its own, beside the denoising of the next one.
+
+use super::adapters::AppliedAdapter;
+use super::outputs::{Outputs, image_text};
+use super::report::{warn_of_flat_image, warn_of_saturation};
+use super::settings::Settings;
+use super::stdout::{DASH, json_line, line_of, print, reader_left};
+use crate::terminal::{Seconds, Terminal};
+use kiln::error::{Error, Result};
+use kiln::image::{Format, Threads};
+use kiln::output::save_new;
+use kiln::pipeline::GeneratedImage;
+use kiln::threads;
+use serde::Serialize;
+use std::io::Write;
+use std::panic::resume_unwind;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{Scope, ScopedJoinHandle};
+
+/// What `--json` prints for an image.
+#[derive(Serialize)]
+pub struct ImageLine<'a> {
+    path: &'a str,
+    seed: Option<u64>,
+    width: usize,
+    height: usize,
+    steps: usize,
+    guidance: Option<f32>,
+    padding: String,
+    model: &'a str,
+    variant: String,
+    precision: &'a str,
+    /// What weights were quantised to when they were loaded.
+    quantize: Option<&'a str>,
+    lora: &'a [AppliedAdapter],
+    backend: &'a str,
+    /// Activations that did not fit into FP8.
+    saturated: u64,
+    seconds: Seconds,
+}
+
+impl<'a> ImageLine<'a> {
+    /// JSON holds Unicode only, so bytes of a path that are not valid UTF-8 are replaced in `path`.
+    pub fn new(path: &'a str, image: &GeneratedImage, settings: &'a Settings, backend: &'a str, seconds: Seconds) -> Self {
+        Self {
+            path,
+            seed: settings.job.noise.seed(image.seed),
+            width: image.image.width,
+            height: image.image.height,
+            steps: settings.job.steps,
+            guidance: settings.guidance.chosen,
+            padding: settings.job.padding.to_string(),
+            model: &settings.model,
+            variant: settings.variant.to_string(),
+            precision: settings.precision.name(),
+            quantize: settings.quantize(),
+            lora: &settings.adapters,
+            backend,
+            saturated: image.saturated,
+            seconds,
+        }
+    }
+}
+
+/// What the images of a run have in common when they are written.
+pub struct Place<'a> {
+    settings: &'a Settings,
+    /// The name of the backend that computes them.
+    backend: &'a str,
+    format: Format,
+    dump: Option<PathBuf>,
+    force: bool,
+    json: bool,
+    terminal: &'a Terminal,
+    out: Mutex<&'a mut (dyn Write + Send)>,
+    /// Set when writing fails, so that the next image is not computed in vain.
+    stop: &'a AtomicBool,
+}
+
+impl<'a> Place<'a> {
+    pub fn new(
+        outputs: &Outputs,
+        settings: &'a Settings,
+        backend: &'a str,
+        terminal: &'a Terminal,
+        out: &'a mut (dyn Write + Send),
+        stop: &'a AtomicBool,
+    ) -> Self {
+        Self {
+            settings,
+            backend,
+            format: outputs.format(),
+            dump: outputs.dump().map(Path::to_owned),
+            force: outputs.force(),
+            json: outputs.json(),
+            terminal,
+            out: Mutex::new(out),
+            stop,
+        }
+    }
+
+    /// Encodes an image, saves it and reports it.
+    fn write(&self, Pending { path, image, seconds }: &Pending, threads: Threads) -> Result<()> {
+        let Self { settings, backend, terminal, .. } = *self;
+        let bytes = image.image.encode(self.format, &image_text(settings, image.seed), threads)?;
+        let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+        let reported = match path {
+            Some(path) => {
+                save_new(path, &bytes, self.force)?;
+                let line = match self.json {
+                    true => json_line(&ImageLine::new(&path.to_string_lossy(), image, settings, backend, *seconds))?,
+                    false => line_of(path),
+                };
+                match terminal.interject(|| print(*out, &line)) {
+                    // The files are the result, so the rest of them is generated even after the reader closed the pipe.
+                    Err(error) if reader_left(&error) => Ok(()),
+                    printed => printed,
+                }
+            }
+            // Here the stream is the result, so a closed pipe is an error.
+            None => out.write_all(&bytes).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
+        };
+        warn_of_flat_image(image, terminal);
+        warn_of_saturation(image.saturated, settings, terminal);
+        // The dump comes after the report of the image, which exists even if writing the dump fails.
+        if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
+            save_new(dump, &record.to_safetensors()?, self.force)?;
+        }
+        reported
+    }
+}
+
+/// An image that is to be written.
+pub struct Pending {
+    /// Its file; `None` is standard output.
+    pub path: Option<PathBuf>,
+    pub image: GeneratedImage,
+    /// How long its phases took.
+    pub seconds: Seconds,
+}
+
+/// Writes the images of a run in order.
+pub struct Writer<'scope, 'a> {
+    place: &'scope Place<'a>,
+    /// The thread that writes all images but the last, and the way to it.
+    beside: Option<(SyncSender<Pending>, ScopedJoinHandle<'scope, Result<()>>)>,
+    /// How many images are still to come.
+    left: usize,
+}
+
+impl<'scope, 'a> Writer<'scope, 'a> {
+    /// A writer of `count` images. One image is written by the calling thread, and so are all if the system refuses a thread.
+    pub fn start(scope: &'scope Scope<'scope, '_>, place: &'scope Place<'a>, count: usize) -> Self {
+        let mut beside = None;
+        if count > 1 && threads::affordable(1) == 1 {
+            // Without a buffer: an image is handed over once the one before it was written, so at most two are in memory.
+            let (sender, receiver) = sync_channel::<Pending>(0);
+            let work = move || {
+                // The pool's threads compute the next image, and this thread is not one of them.
+                let write = |pending: Pending| place.write(&pending, Threads::One);
+                receiver.into_iter().try_for_each(write).inspect_err(|_| place.stop.store(true, Ordering::Relaxed))
+            };
+            let thread = std::thread::Builder::new().name("writer".into()).stack_size(threads::STACK).spawn_scoped(scope, work);
+            beside = thread.ok().map(|thread| (sender, thread));
+        }
+        Self { place, beside, left: count }
+    }
+
+    /// Writes an image, or hands it to the thread that does.
+    pub fn write(&mut self, pending: Pending) -> Result<()> {
+        self.left = self.left.saturating_sub(1);
+        if self.left == 0 {
+            // Nothing is computed beside the last image, so all threads encode it.
+            self.wait()?;
+        }
+        match &self.beside {
+            // The thread is gone only if it failed, which `finish` reports.
+            Some((sender, _)) => sender.send(pending).map_err(|_| Error::Interrupted),
+            None => self.place.write(&pending, Threads::All),
+        }
+    }
+
+    /// Waits until all images are written. An error of writing comes before one of computing, which it may have caused.
+    pub fn finish(mut self, generated: Result<()>) -> Result<()> {
+        self.wait()?;
+        generated
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        match self.beside.take() {
+            Some((sender, thread)) => {
+                drop(sender);
+                thread.join().unwrap_or_else(|panic| resume_unwind(panic))
+            }
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! [`Progress`] on standard error: a progress line that is redrawn while a phase runs, if standard error is a terminal, and one
+//! line per finished phase.
+//!
+//! Standard output is reserved for data. A closed standard error is no reason to stop, so failures to write are ignored.
+
+use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kiln::progress::{Phase, Progress};
+use kiln::text::shown_line;
+use kiln::threads;
+use serde::Serialize;
+use std::io::{IsTerminal, Write};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How much is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verbosity {
+    /// Nothing. Errors are printed elsewhere.
+    Quiet,
+    /// Phases, notes and warnings.
+    Normal,
+    /// Also details.
+    Verbose,
+}
+
+impl Verbosity {
+    /// The verbosity for the flags `--quiet` and `--verbose`, which are mutually exclusive.
+    pub const fn new(quiet: bool, verbose: bool) -> Self {
+        match (quiet, verbose) {
+            (true, _) => Self::Quiet,
+            (false, true) => Self::Verbose,
+            (false, false) => Self::Normal,
+        }
+    }
+}
+
+/// Seconds of the latest run of each phase; loading happens in parts, which are added up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Seconds {
+    /// Loading weights, in total, once for all images. On a GPU the prompt is encoded at the same time.
+    pub load: f64,
+    /// Running the text encoder, once for all images, as far as it does not overlap with loading.
+    pub encode: f64,
+    /// Encoding reference images to tokens.
+    pub references: f64,
+    /// Denoising.
+    pub denoise: f64,
+    /// Decoding latents to pixels.
+    pub decode: f64,
+}
+
+impl Seconds {
+    /// The seconds of a phase, if it is one of generating an image.
+    fn of(&mut self, phase: Phase) -> Option<&mut f64> {
+        match phase {
+            Phase::Load => Some(&mut self.load),
+            Phase::Encode => Some(&mut self.encode),
+            Phase::References => Some(&mut self.references),
+            Phase::Denoise => Some(&mut self.denoise),
+            Phase::Decode => Some(&mut self.decode),
+            Phase::Calibrate | Phase::Quantise | Phase::Inspect | Phase::Hash => None,
+        }
+    }
+}
+
+/// Progress reports on standard error. One thread reports phases; others may print lines.
+pub struct Terminal {
+    verbosity: Verbosity,
+    /// Whether lines can be redrawn.
+    live: bool,
+    seconds: Mutex<Seconds>,
+    running: Mutex<Option<Running>>,
+}
+
+/// The phase in progress.
+struct Running {
+    phase: Phase,
+    total: u64,
+    done: u64,
+    start: Instant,
+    bar: Option<Bar>,
+}
+
+/// A progress line that is redrawn.
+struct Bar {
+    line: ProgressBar,
+    /// A thread that redraws the line even if there is no progress. `None` if the system refused the thread, at which indicatif's
+    /// own ticker would panic.
+    ticker: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+impl Bar {
+    fn new(phase: Phase, total: u64) -> Self {
+        let line = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+        line.set_style(style(phase));
+        line.set_message(phase.name());
+        let ((sender, receiver), ticking) = (channel::<()>(), line.clone());
+        // A step can take so long that a static line would look like a hung program.
+        let tick = move || {
+            while receiver.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
+                ticking.tick();
+            }
+        };
+        line.tick();
+        let thread = std::thread::Builder::new().stack_size(threads::STACK).spawn(tick);
+        Self { line, ticker: thread.ok().map(|thread| (sender, thread)) }
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        if let Some((sender, thread)) = self.ticker.take() {
+            // The thread ends when the sender is dropped. It is joined, so that it does not draw over later output.
+            drop(sender);
+            let _ = thread.join();
+        }
+        self.line.finish_and_clear();
+    }
+}
+
+impl Terminal {
+    /// Reports on the standard error of this process.
+    pub fn new(verbosity: Verbosity) -> Self {
+        let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+        let live = std::io::stderr().is_terminal() && !dumb;
+        Self { verbosity, live, seconds: Mutex::default(), running: Mutex::default() }
+    }
+
+    /// The duration of each phase.
+    pub fn seconds(&self) -> Seconds {
+        *locked(&self.seconds)
+    }
+
+    /// Prints a line unless the verbosity is quiet.
+    pub fn say(&self, text: &str) {
+        self.line(Verbosity::Normal, text);
+    }
+
+    fn line(&self, least: Verbosity, text: &str) {
+        if self.verbosity < least {
+            return;
+        }
+        let write = || {
+            // The text may contain file names and parts of files.
+            let _ = writeln!(std::io::stderr(), "{}", shown_line(text));
+        };
+        self.interject(write);
+    }
+
+    /// Writes something to standard output or standard error while a progress line may be visible, which is cleared before.
+    pub fn interject<T>(&self, write: impl FnOnce() -> T) -> T {
+        if !self.live {
+            return write();
+        }
+        match locked(&self.running).as_ref().and_then(|running| running.bar.as_ref()) {
+            Some(bar) => bar.line.suspend(write),
+            None => write(),
+        }
+    }
+}
+
+impl Progress for Terminal {
+    fn begin(&self, phase: Phase, total: u64) {
+        let bar = (self.live && self.verbosity > Verbosity::Quiet).then(|| Bar::new(phase, total));
+        *locked(&self.running) = Some(Running { phase, total, done: 0, start: Instant::now(), bar });
+    }
+
+    fn advance(&self, amount: u64) {
+        let mut running = locked(&self.running);
+        let Some(running) = running.as_mut() else { return };
+        running.done += amount;
+        if let Some(Bar { line, .. }) = &running.bar {
+            line.set_prefix(per_step(running.start.elapsed().as_secs_f64(), running.done));
+            line.set_position(running.done);
+        }
+    }
+
+    fn end(&self) {
+        // This is a separate statement because `say` below locks `running` again.
+        let running = locked(&self.running).take();
+        let Some(Running { phase, total, start, bar, .. }) = running else { return };
+        let seconds = start.elapsed().as_secs_f64();
+        let mut all = self.seconds();
+        let before = if phase == Phase::Load { all.load } else { 0.0 };
+        if let Some(of_phase) = all.of(phase) {
+            *of_phase = before + seconds;
+        }
+        *locked(&self.seconds) = all;
+        drop(bar);
+        self.say(&summary(phase, total, seconds));
+    }
+
+    fn detail(&self, text: &str) {
+        self.line(Verbosity::Verbose, text);
+    }
+
+    fn warn(&self, text: &str) {
+        self.say(&format!("warning: {text}"));
+    }
+}
+
+/// A value behind a lock. A panic while it was held leaves nothing half-done.
+fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The line for a finished phase.
+fn summary(phase: Phase, total: u64, seconds: f64) -> String {
+    let name = phase.name();
+    match phase {
+        Phase::Load | Phase::Quantise | Phase::Inspect | Phase::Hash => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
+        Phase::Denoise | Phase::Calibrate if total > 1 => {
+            format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total))
+        }
+        _ => format!("{name} {seconds:.1} s"),
+    }
+}
+
+fn per_step(seconds: f64, steps: u64) -> String {
+    format!("{:.2} s/step", seconds / steps.max(1) as f64)
+}
+
+/// The style of the progress line of a phase.
+fn style(phase: Phase) -> ProgressStyle {
+    // A template that does not parse would be a bug in this file; a test below checks all of them.
+    let style = ProgressStyle::with_template(template(phase)).unwrap_or_else(|_| ProgressStyle::default_bar());
+    style.progress_chars("=> ").tick_chars(r"|/-\ ")
+}
+
+const fn template(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Load => "{msg} [{bar:24}] {bytes}/{total_bytes}",
+        Phase::Quantise | Phase::Inspect | Phase::Hash => {
+            "{spinner} {msg} [{bar:24}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left"
+        }
+        Phase::Denoise | Phase::References => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
+        Phase::Calibrate => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}, {eta} left",
+        Phase::Encode | Phase::Decode => "{spinner} {msg} {elapsed}",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn templates_parse() {
+        use Phase::{Calibrate, Decode, Denoise, Encode, Hash, Inspect, Load, Quantise, References};
+        for phase in [Load, Encode, References, Denoise, Decode, Calibrate, Quantise, Inspect, Hash] {
+            assert!(ProgressStyle::with_template(template(phase)).is_ok(), "{phase:?}");
+        }
+    }
+
+    #[test]
+    fn finished_phases_are_one_line() {
+        assert_eq!(summary(Phase::Load, 3 << 29, 0.26), "loading weights 0.3 s (1.50 GiB)");
+        assert_eq!(summary(Phase::Encode, 1, 0.21), "encoding text 0.2 s");
+        assert_eq!(summary(Phase::Denoise, 4, 1.72), "denoising 1.7 s (4 steps, 0.43 s/step)");
+        assert_eq!(summary(Phase::Denoise, 1, 1.72), "denoising 1.7 s");
+        assert_eq!(summary(Phase::Calibrate, 8, 172.0), "calibrating 172.0 s (8 steps, 21.50 s/step)");
+    }
+
+    #[test]
+    fn seconds_are_kept_by_phase() {
+        let terminal = Terminal::new(Verbosity::Quiet);
+        terminal.begin(Phase::Denoise, 2);
+        terminal.advance(1);
+        terminal.detail("unheard");
+        std::thread::sleep(Duration::from_millis(2));
+        terminal.end();
+        // An end without a beginning and progress outside of a phase must not panic.
+        terminal.end();
+        terminal.advance(1);
+        let seconds = terminal.seconds();
+        assert!(seconds.denoise >= 0.002, "{seconds:?}");
+        assert_eq!(Seconds { denoise: 0.0, ..seconds }, Seconds::default());
+        for _ in 0..2 {
+            terminal.begin(Phase::Load, 1);
+            std::thread::sleep(Duration::from_millis(2));
+            terminal.end();
+        }
+        assert!(terminal.seconds().load >= 0.004, "{:?}", terminal.seconds());
+        assert!(Verbosity::new(true, false) < Verbosity::new(false, false));
+        assert!(Verbosity::new(false, false) < Verbosity::new(false, true));
+    }
+}
