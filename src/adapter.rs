@@ -31,9 +31,6 @@ use metadata::PeftScales;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The hint for a file that cannot be used.
-const HINT: &str = "kiln takes LoRA and LoKr of FLUX.2 models; `kiln lora inspect FILE` lists what a file has";
-
 /// A layer of an adapter, and where it belongs.
 #[derive(Clone, Debug)]
 pub struct Layer {
@@ -196,7 +193,7 @@ impl<'a> AdapterFile<'a> {
     }
 
     fn refused(&self, detail: String) -> Error {
-        Error::bad_file(self.shard.path(), "this adapter cannot be used", detail).with_hint(HINT)
+        Error::bad_file(self.shard.path(), "this adapter cannot be used", detail).with_hint(Remedy::InspectAdapter)
     }
 
     fn matrix(&self, (name, entry): (&str, &Entry)) -> Result<Matrix> {

@@ -217,7 +217,7 @@ pub enum Error {
         /// The cause.
         what: String,
         /// What to do about it.
-        hint: String,
+        hint: Remedy,
     },
 
     /// The GPU or its driver reported a fault.
@@ -235,7 +235,7 @@ pub enum Error {
         /// The cause.
         what: String,
         /// What to do about it.
-        hint: String,
+        hint: Remedy,
     },
 
     /// A self-test has found that a GPU does not compute what it should.
@@ -372,9 +372,9 @@ impl Error {
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => Some(Remedy::SaveMemory),
             Self::Threads { .. } => Some("ask for fewer threads, or allow more of them or more memory".into()),
             Self::HostMemory { ways, .. } | Self::DeviceMemory { ways, .. } => Some(Remedy::AnyOf(ways.clone())),
-            Self::NoGpu { hint, .. } => Some(Remedy::RepairGpu(hint.clone())),
+            Self::NoGpu { hint, .. } => Some(Remedy::RepairGpu(Box::new(hint.clone()))),
             Self::Device { .. } => Some(Remedy::CpuBackendIfAgain),
-            Self::NoGpuToTest { hint, .. } => Some(Remedy::Advice(hint.clone())),
+            Self::NoGpuToTest { hint, .. } => Some(hint.clone()),
             Self::SelfTest { .. } | Self::ModelCheck { .. } => {
                 Some("please report it, with what is printed between the marks".into())
             }
@@ -387,7 +387,7 @@ impl Error {
         }
     }
 
-    /// The remedy in words that suit any front end; `cli::hint` has those of the command line.
+    /// The remedy in words that suit any front end.
     pub fn hint(&self) -> Option<String> {
         self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
@@ -452,7 +452,7 @@ mod tests {
             Error::HostMemory { need: 2, have: 1, ways: vec![Remedy::Advice(text())] },
             Error::Threads { count: 2, why: text() },
             Error::DeviceMemory { need: 2, have: 1, device: text(), ways: vec![Remedy::Advice(text())] },
-            Error::NoGpu { what: text(), hint: text() },
+            Error::NoGpu { what: text(), hint: text().into() },
             Error::Device { call: "cuInit", status: text() },
             Error::OutputExists { path: path() },
             Error::Write { path: path(), source: source() },
@@ -461,7 +461,7 @@ mod tests {
             Error::Lockstep { index: 0, op: "copy", left: "cpu", right: "cuda", detail: text() },
             Error::Op { op: "copy", what: text() },
             Error::Calibration { layer: text(), what: "its input is zero" },
-            Error::NoGpuToTest { what: text(), hint: text() },
+            Error::NoGpuToTest { what: text(), hint: text().into() },
             Error::SelfTest { failed: 1, checks: 2 },
             Error::ModelCheck { failed: 1, checks: 2 },
             Error::Lines { failed: 1, lines: 2 },

@@ -1,8 +1,7 @@
 //! kiln: an inference engine for FLUX.2 \[klein\].
 //!
 //! A prompt becomes tokens, tokens become prompt embeddings, embeddings and noise become latents over a few denoising steps, and
-//! latents become pixels. [`pipeline`] runs these stages in order; [`model`] holds the three networks, written once over the
-//! [`Backend`] trait; the modules between are pure. `ARCHITECTURE.md` describes the layers, what may call what, and why.
+//! latents become pixels. [`Engine`] runs these stages in order.
 //!
 //! Generating an image takes a model, a job and a backend (`examples/generate.rs` is the whole program):
 //!
@@ -16,56 +15,108 @@
 //!
 //! [`OpenModel::estimate`] computes the FLOPs and memory of a job without reading a weight, and [`OpenModel::check_memory`] checks
 //! that it fits into a backend's memory. The fields of [`Job`] are public: size, steps, guidance scale, seeds and reference images
-//! can be set.
-//!
-//! [`Backend`]: backend::Backend
+//! can be set. [`service::Service`] runs an engine on a thread of its own for many callers. `docs/library.md` lists every public
+//! item; `ARCHITECTURE.md` describes the inside.
 
-pub mod adapter;
-pub mod backend;
-pub mod checkpoint;
-pub mod config;
-pub mod dump;
+// The inside. A module that is not public hands on below what callers need of it.
+mod adapter;
+mod backend;
+mod checkpoint;
+mod config;
+mod dump;
 pub mod error;
-pub mod files;
+mod files;
 pub mod image;
 pub mod inspect;
 pub mod locate;
 pub mod memory;
 pub mod microbench;
-pub mod model;
-pub mod names;
-pub mod noise;
+mod model;
+mod names;
+mod noise;
 pub mod output;
-pub mod part;
-pub mod pipeline;
+mod part;
+mod pipeline;
 pub mod predict;
 pub mod progress;
-pub mod quantise;
-pub mod reference;
-pub mod sampler;
+pub mod quantize;
+mod reference;
+mod sampler;
 pub mod selftest;
-pub mod sequence;
+mod sequence;
 pub mod service;
-pub mod tensor;
+mod tensor;
 pub mod text;
 pub mod threads;
-pub mod tiny;
-pub mod tokenizer;
+mod tiny;
+mod tokenizer;
 pub mod trace;
-pub mod words;
+mod words;
 
+pub use config::{Conventions, Guidance, Variant, display_name};
+pub use dump::read_noise;
 pub use error::{Error, Result};
-pub use pipeline::{Engine, Job, LoadOptions, OpenModel};
+pub use files::read as read_file;
+pub use model::{AttentionFormat, Nvfp4Math};
+pub use names::Layout;
+pub use noise::{CHANNELS, NoiseKind};
+pub use part::{Part, PerPart};
+pub use pipeline::{
+    AdapterUse, AttentionFormatCount, Configs, Engine, Estimate, Expansion, Formats, GeneratedImage, Job, KindFormat, LayerKind,
+    LoadOptions, Noise, OpenModel, ReferenceInput, estimate_timed,
+};
+pub use reference::{DecodedReference, PreparedReference};
+pub use sampler::Sigmas;
+pub use sequence::{Grid, Pixels, SequencePlan};
+pub use tensor::{DType, Nvfp4Layout, Precision};
+pub use tiny::write_to as write_tiny_model;
+pub use tokenizer::{MAX_PROMPT_BYTES, Padding, SHORTEN, check_length};
+pub use words::unknown as unknown_words;
+
+/// Backends: what a model runs on, and what is known of a GPU before a model is opened on it.
+pub mod device {
+    pub use crate::backend::cpu::Cpu;
+    pub use crate::backend::cuda::driver::DeviceInfo;
+    pub use crate::backend::cuda::{
+        ARCHS, CAPABILITY, Cuda, Kernel, NVCC, Tile, devices, driver_release, fp8_accumulate, gemm_formats, has_driver,
+        kernels_of,
+    };
+    pub use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OP_NAMES};
+}
+
+/// Adapters: LoRA and LoKr files, and the layers they belong to.
+pub mod lora {
+    pub use crate::adapter::{Adapter, AdapterMode, Adapters, Contents, Layer, LayerContents, Notes, Places, Product, Spelling};
+}
+
+/// Single ops on any [`Backend`](crate::device::Backend), for kernel benchmarks; `examples/op.rs` runs one.
+pub mod ops {
+    pub use crate::backend::{Op, Role};
+    pub use crate::tensor::{Arena, Bytes, Region, Tensor, WeightPart};
+}
+
+/// The inside of the library, for kiln's own tests and benchmarks. Nothing in it is stable.
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals {
+    macro_rules! open {
+        ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
+    }
+    open! {
+        adapter backend checkpoint config dump error files image inspect locate memory microbench model names noise output part
+        pipeline predict progress quantize reference sampler selftest sequence service tensor text threads tiny tokenizer trace words
+    }
+}
 
 /// Opens a GPU. Kernels that were never run on its architecture are used only if they pass a self-test there, which takes a second
 /// and is remembered in the user's cache folder.
-pub fn open_gpu(device: usize) -> Result<backend::cuda::Cuda> {
+pub fn open_gpu(device: usize) -> Result<device::Cuda> {
     let caches = locate::Environment::of_process(None).caches();
     Ok(selftest::open(device, std::sync::Arc::default(), &selftest::Records::below(caches.as_deref()))?.0)
 }
 
-/// Opens the model that `kiln --model NAME` names: a folder, a repository in the Hugging Face cache, or `tiny`. Every tensor is
-/// checked by name, shape and dtype; no weight is read yet.
+/// Opens a model by name: a folder, a repository in the Hugging Face cache, or `tiny`. Every tensor is checked by name, shape and
+/// dtype; no weight is read yet.
 pub fn open(name: &str) -> Result<OpenModel> {
     let environment = locate::Environment::of_process(None);
     let request = locate::LocateRequest { model: Some(name.into()), environment, ..Default::default() };

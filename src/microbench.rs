@@ -1,4 +1,4 @@
-//! Benchmarks single ops on any backend: the shared part of `kiln bench --kernels` and `bench/kernels.rs`.
+//! Benchmarks single ops on any backend: what the program's kernel benchmark and `bench/kernels.rs` share.
 //!
 //! A [`Row`] is an op at a shape. Its rate is computed from the op itself: from [`Op::flops`] if the op is compute-bound, or else
 //! from the bytes that it has to move. Operands hold pseudo-random values, in several sets that are used in rotation, so that

@@ -52,7 +52,7 @@ impl fmt::Display for NoiseKind {
 impl FromStr for NoiseKind {
     type Err = Error;
 
-    /// Parses a name from the command line; `torch-cuda` is [`NoiseKind::HOPPER`].
+    /// Parses a name; `torch-cuda` is [`NoiseKind::HOPPER`].
     fn from_str(name: &str) -> Result<Self, Error> {
         match name {
             "torch-cuda" => Ok(Self::HOPPER),

@@ -18,7 +18,9 @@ mod weights;
 
 pub use branches::AdapterUse;
 pub use engine::Engine;
-pub use estimate::{Estimate, OpTime, estimate, estimate_timed};
+#[cfg(feature = "internals")]
+pub use estimate::estimate;
+pub use estimate::{Estimate, OpTime, estimate_timed};
 pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat, LayerKind};
 pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 pub use open::{Configs, OpenModel};

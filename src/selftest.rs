@@ -1,5 +1,5 @@
 //! Whether a GPU computes what kiln's kernels ask of it: copies, single instructions, whole GEMMs and attention, each against what is
-//! known of it. `kiln selftest` prints the lines; on GPUs that the kernels were never run on, the [`gate`] runs the quick form before
+//! known of it. The caller prints the lines; on GPUs that the kernels were never run on, the [`gate`] runs the quick form before
 //! it lets them be used.
 
 mod attention;
@@ -104,7 +104,7 @@ fn check(name: impl Into<String>, run: impl Fn(&mut Cuda) -> Result<Outcome> + '
     (name.into(), Box::new(run))
 }
 
-/// How the GPU copies and launches: what `kiln doctor` tries.
+/// How the GPU copies and launches: what a quick look at a GPU tries.
 fn launch_checks() -> Vec<Check> {
     let by = |name, by| check(name, move |cuda| copies::copy_by(cuda, by));
     vec![

@@ -75,7 +75,7 @@ impl Precision {
         }
     }
 
-    /// The name on the command line.
+    /// The name that users spell.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

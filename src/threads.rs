@@ -2,7 +2,7 @@
 //!
 //! Parallel code never names a pool: it runs in rayon's current pool, which by default is the global one. Left to itself, rayon
 //! creates the global pool at its first use, with a number of threads from the environment, and panics if a thread cannot be
-//! created. So the program creates it explicitly. The calling thread is one of the workers: with `--threads 1` it is the only
+//! created. So the program creates it explicitly. The calling thread is one of the workers: with one worker it is the only
 //! one, and if the system refuses further threads, it does all the work.
 
 use crate::error::{Error, Result};

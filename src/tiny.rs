@@ -84,6 +84,7 @@ fn manifest(part: Part) -> Vec<TensorSpec> {
 }
 
 /// Weights of a part with the tensors of `manifest` instead of the tiny model's; their values follow the same rule.
+#[cfg(feature = "internals")]
 pub fn weights_of(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<Weights> {
     Weights::from_shards(part, vec![Shard::from_bytes(&format!("built-in {part}"), file(part, manifest, dtype)?)?])
 }

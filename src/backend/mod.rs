@@ -8,11 +8,13 @@
 
 pub mod cpu;
 pub mod cuda;
+#[cfg(feature = "internals")]
 mod lockstep;
 mod op;
 mod plan;
 mod up_conv;
 
+#[cfg(feature = "internals")]
 pub use lockstep::Lockstep;
 pub use op::{
     Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LowRank, Modulated, OP_NAMES, Op, Projection,
@@ -123,7 +125,7 @@ impl Fp8Accumulate {
     /// The same under `Exact`: with so many products all places of a sum are kept.
     pub const EXACT_PART: usize = 128;
 
-    /// The name, as the command line spells it.
+    /// The name that users spell.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",

@@ -1,5 +1,5 @@
-//! What can be done about an error, as data. The library knows no flags: a front end puts a remedy into its own words (the command
-//! line names flags, see `cli::hint`), and the [`Display`](fmt::Display) form serves callers that have none.
+//! What can be done about an error, as data. The library knows no flags: a front end puts a remedy into its own words (a command
+//! line names its flags), and the [`Display`](fmt::Display) form serves callers that have none.
 
 use crate::part::Part;
 use crate::text::amount;
@@ -52,8 +52,10 @@ pub enum Remedy {
     CpuBackend,
     /// Run on the CPU if the fault happens again.
     CpuBackendIfAgain,
-    /// Do what the text says, or run on the CPU.
-    RepairGpu(String),
+    /// Do this, or run on the CPU.
+    RepairGpu(Box<Remedy>),
+    /// List the GPUs of this machine and name one of them.
+    ListGpus,
     /// Allow existing files to be replaced, or choose another name.
     Overwrite,
     /// Discard what an earlier run left unfinished, or choose another name.
@@ -87,6 +89,8 @@ pub enum Remedy {
     AsStored,
     /// Apply the file, which is an adapter, to the model that it was made for.
     ApplyAdapter,
+    /// Look at what the file has: it is no adapter that can be used.
+    InspectAdapter,
     /// Use an adapter without the layers that do not fit.
     PartOfAdapter,
     /// Merge adapters with the weights when the model is loaded.
@@ -127,7 +131,8 @@ impl fmt::Display for Remedy {
             }
             Self::CpuBackend => f.write_str("use the CPU backend"),
             Self::CpuBackendIfAgain => f.write_str("if it happens again, the CPU backend runs without the GPU"),
-            Self::RepairGpu(text) => write!(f, "{text}; the CPU backend runs without one"),
+            Self::RepairGpu(way) => write!(f, "{way}; the CPU backend runs without one"),
+            Self::ListGpus => f.write_str("list the GPUs of this machine"),
             Self::Overwrite => f.write_str("allow it to be replaced, or use another name"),
             Self::Restart => f.write_str("repeat that request to continue it, discard it to begin anew, or use another name"),
             Self::NameModel => f.write_str("name a model folder"),
@@ -144,6 +149,7 @@ impl fmt::Display for Remedy {
             Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as: then it is what the device has"),
             Self::AsStored => f.write_str("load them as they are stored, or name files that hold them in bf16, f16 or f32"),
             Self::ApplyAdapter => f.write_str("name the model that it was made for, and apply it as an adapter"),
+            Self::InspectAdapter => f.write_str("use LoRA or LoKr of a FLUX.2 model"),
             Self::PartOfAdapter => f.write_str("use the adapter of this model, or allow a part of it"),
             Self::MergeAdapters => f.write_str("merge them with the weights when the model is loaded"),
             Self::AdaptersBeside => f.write_str("load the model with its adapters beside the weights, or without any"),

@@ -10,7 +10,7 @@ use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{self, Layout, Place, TensorSpec};
 use crate::part::Part;
-use crate::quantise::{FileLayout, LayerSpec, Policy, WeightLayout};
+use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
 use crate::tensor::quantise::QuantisedFormat;
 use std::collections::BTreeMap;
 

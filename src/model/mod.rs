@@ -20,7 +20,9 @@ pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use nvfp4_math::Nvfp4Math;
 pub use quantise::Producer;
 pub use text_encoder::{TOKEN_TABLE, TextEncoder};
-pub use transformer::{ContextIn, Modulation, ReferenceTokens, StepInput, Transformer};
+#[cfg(feature = "internals")]
+pub use transformer::Modulation;
+pub use transformer::{ContextIn, ReferenceTokens, StepInput, Transformer};
 pub use vae::Vae;
 
 use crate::backend::Linear;

@@ -18,7 +18,7 @@ pub enum Nvfp4Math {
 }
 
 impl Nvfp4Math {
-    /// The name, as the command line spells it.
+    /// The name that users spell.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",

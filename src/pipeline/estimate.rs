@@ -88,6 +88,7 @@ impl Progress for Meter {
 
 /// Estimates the cost of one image of `job` on a model of these sizes, whose files are not quantised, and a backend with these
 /// GEMMs.
+#[cfg(feature = "internals")]
 pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
     estimate_timed((configs, &Adapters::default()), variant, options, gemms, job, None)
 }

@@ -26,7 +26,7 @@ pub enum QuantisedFormat {
 }
 
 impl QuantisedFormat {
-    /// The name on the command line.
+    /// The name that users spell.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Fp8 => "fp8",

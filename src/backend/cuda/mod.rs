@@ -35,9 +35,15 @@ mod transfers;
 pub use attention::has_two_attention_ctas;
 pub use context::Choice;
 pub use dispatch::kernels_of;
-pub use launch::{ARCHS, Images, Kernel, NVCC, built_in};
-pub use select::{GemmOperands, Tile};
-pub use selftest::{CopyBy, CopyGraph, Fragments, LANES, Mma};
+#[cfg(feature = "internals")]
+pub use launch::built_in;
+pub use launch::{ARCHS, Images, Kernel, NVCC};
+#[cfg(feature = "internals")]
+pub use select::GemmOperands;
+pub use select::Tile;
+#[cfg(feature = "internals")]
+pub use selftest::CopyGraph;
+pub use selftest::{CopyBy, Fragments, LANES, Mma};
 pub use system::{CAPABILITY, System, devices, driver_release, has_driver};
 
 use super::plan::Live;

@@ -44,7 +44,7 @@ fn describe(status: CUresult) -> String {
     parts.join(": ")
 }
 
-fn no_gpu(what: impl Into<String>, hint: impl Into<String>) -> Error {
+fn no_gpu(what: impl Into<String>, hint: impl Into<Remedy>) -> Error {
     Error::NoGpu { what: what.into(), hint: hint.into() }
 }
 
@@ -136,7 +136,7 @@ impl System {
         let count = devices()?.len();
         if index >= count {
             let what = format!("there is no GPU {index}: {count} found");
-            return Err(no_gpu(what, "kiln doctor lists the GPUs of this machine"));
+            return Err(no_gpu(what, Remedy::ListGpus));
         }
         let (device, handle) = describe_device(index, version)?;
         let (major, minor) = device.capability;
@@ -157,6 +157,7 @@ impl System {
     }
 
     /// The same GPU that claims to be another one, for tests of kernels that were compiled for it but are for that one.
+    #[cfg(feature = "internals")]
     pub fn posing_as(self, device: DeviceInfo) -> Self {
         // What is left of `self` must not release the context.
         let this = std::mem::ManuallyDrop::new(self);

@@ -34,7 +34,7 @@ pub const MODEL: Embedded = Embedded { files: &FILES };
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::part::Part;
+    use kiln::Part;
 
     #[test]
     fn weights_are_read_in_place() {

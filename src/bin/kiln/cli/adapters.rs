@@ -2,12 +2,12 @@
 
 use super::args::{LoraArg, LoraArgs};
 use crate::terminal::Terminal;
-use kiln::adapter::{Adapter, AdapterMode, Adapters, Places, Product};
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
-use kiln::pipeline::{AdapterUse, Formats};
+use kiln::lora::{Adapter, AdapterMode, Adapters, Places, Product};
 use kiln::progress::Progress;
 use kiln::text::shown;
+use kiln::{AdapterUse, Formats};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -109,7 +109,7 @@ pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String
     let all = layers.len() + unmatched.len();
     let left_out = if unmatched.is_empty() { "" } else { "; the model does not have the others" };
     let line = format!("{method} {}: {} of {all} layers, {ranks}, scale {scale}, {how}{left_out}", file_name(path), layers.len());
-    let place = |layer: &kiln::adapter::Layer| {
+    let place = |layer: &kiln::lora::Layer| {
         let place = &layer.place;
         let rows: Vec<String> = place.rows.iter().map(|rows| format!("{}..{}", rows.start, rows.end)).collect();
         let rank = layer.term.rank().map_or_else(|| "whole".into(), |rank| format!("rank {rank}"));

@@ -38,9 +38,8 @@ use help::{
 };
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, LocateRequest};
-use kiln::part::PerPart;
 use kiln::predict::Card;
-use kiln::sampler::Sigmas;
+use kiln::{PerPart, Sigmas};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};

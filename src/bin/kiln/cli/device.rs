@@ -2,10 +2,7 @@
 
 use super::args::BackendArg;
 use crate::terminal::Terminal;
-use kiln::backend::cpu::Cpu;
-use kiln::backend::cuda::driver::DeviceInfo;
-use kiln::backend::cuda::{ARCHS, Cuda, NVCC};
-use kiln::backend::{Backend, Fp8Accumulate};
+use kiln::device::{ARCHS, Backend, Cpu, Cuda, DeviceInfo, Fp8Accumulate, NVCC};
 use kiln::error::{Error, Result};
 use kiln::predict::{Card, KernelFamily, Predictor};
 use kiln::progress::Progress;

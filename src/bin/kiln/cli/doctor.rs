@@ -3,22 +3,18 @@
 mod checks;
 
 use super::args::DoctorArgs;
-use super::hint::{hint, message};
+use super::hint::{describe, hint, message};
 use super::stdout::print;
 use super::support::support;
 use crate::terminal::Terminal;
 use checks::{Checks, Device, check};
-use kiln::backend::cpu::Cpu;
-use kiln::backend::cuda::{self, Cuda, Kernel, Tile, fp8_accumulate};
-use kiln::backend::{Backend, Fp8Accumulate, GemmFormats, OP_NAMES};
-use kiln::config::Variant;
+use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, Kernel, OP_NAMES, Tile, fp8_accumulate};
 use kiln::error::{Error, Result};
 use kiln::locate::{BUILT_IN, Environment, Found, TINY, locate};
-use kiln::pipeline::{Formats, LoadOptions, OpenModel};
 use kiln::predict::{Card, KernelFamily};
 use kiln::selftest::{Key, Line, Outcome, Records, Verdict, run_launches};
 use kiln::text::{gib, shown_line, shown_text};
-use kiln::threads;
+use kiln::{Formats, LoadOptions, OpenModel, Variant, threads};
 use std::fmt::Write as _;
 use std::io::Write;
 use std::sync::Arc;
@@ -69,7 +65,7 @@ pub fn doctor(
             row("driver", error.to_string());
             // The full hint would name `--backend`, which `kiln doctor` does not have.
             let advice = match &error {
-                Error::NoGpu { hint, .. } => Some(shown_text(hint)),
+                Error::NoGpu { hint, .. } => Some(shown_text(&describe(hint))),
                 other => hint(other),
             };
             row("", advice.unwrap_or_default());

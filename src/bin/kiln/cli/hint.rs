@@ -1,7 +1,7 @@
 //! Puts the library's errors and remedies into the terms of the command line, which names flags.
 
+use kiln::Part;
 use kiln::error::{EXPECTED, Error, Remedy, alternatives};
-use kiln::part::Part;
 use kiln::text::{amount, shown_text};
 
 /// The hint for a failed allocation. It is a constant because the program's allocator prints it, too, when no memory is left to
@@ -22,7 +22,8 @@ pub fn hint(error: &Error) -> Option<String> {
     error.remedy().map(|remedy| shown_text(&describe(&remedy)))
 }
 
-fn describe(remedy: &Remedy) -> String {
+/// A remedy in the words of the command line.
+pub fn describe(remedy: &Remedy) -> String {
     let flags = |parts: &[Part]| parts.iter().map(|part| flag(*part)).collect::<Vec<_>>();
     match remedy {
         Remedy::AnyOf(ways) => format!("try to {}", alternatives(&ways.iter().map(describe).collect::<Vec<_>>())),
@@ -35,7 +36,8 @@ fn describe(remedy: &Remedy) -> String {
         Remedy::SaveMemory => SAVE_MEMORY.into(),
         Remedy::CpuBackend => "use --backend cpu".into(),
         Remedy::CpuBackendIfAgain => "if it happens again, --backend cpu runs without the GPU".into(),
-        Remedy::RepairGpu(text) => format!("{text}; --backend cpu runs without one"),
+        Remedy::RepairGpu(way) => format!("{}; --backend cpu runs without one", describe(way)),
+        Remedy::ListGpus => "kiln doctor lists the GPUs of this machine".into(),
         Remedy::Overwrite => "use --force or another name".into(),
         Remedy::Restart => "repeat that command to continue it, use --restart to begin anew, or another name".into(),
         Remedy::NameModel => "name a model folder with --model".into(),
@@ -54,6 +56,9 @@ fn describe(remedy: &Remedy) -> String {
         Remedy::AnyAttention => "leave out --attention: then it is FP8 where that can be had".into(),
         Remedy::AnyNvfp4Math => "leave out --nvfp4-math: then they are multiplied as what the device has".into(),
         Remedy::ApplyAdapter => "name the model that it was made for, and pass this file with --lora".into(),
+        Remedy::InspectAdapter => {
+            "kiln takes LoRA and LoKr of FLUX.2 models; `kiln lora inspect FILE` lists what a file has".into()
+        }
         Remedy::PartOfAdapter => "use the adapter of this model, or --lora-partial to apply the layers that fit".into(),
         Remedy::MergeAdapters => "use --lora-mode merge".into(),
         Remedy::AdaptersBeside => "leave out --lora-mode merge, or adapters that differ from those of --lora".into(),
@@ -74,7 +79,7 @@ fn flag(part: Part) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::sequence::Pixels;
+    use kiln::Pixels;
 
     #[test]
     fn the_allocator_prints_the_hint_of_the_remedy() {
@@ -97,7 +102,7 @@ mod tests {
             Remedy::SaveMemory,
             Remedy::CpuBackend,
             Remedy::CpuBackendIfAgain,
-            Remedy::RepairGpu("update the driver".into()),
+            Remedy::RepairGpu(Box::new("update the driver".into())),
             Remedy::Overwrite,
             Remedy::NameModel,
             Remedy::NameModelOrCache,
@@ -117,6 +122,9 @@ mod tests {
         ] {
             assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");
+        }
+        for (remedy, command) in [(Remedy::ListGpus, "kiln doctor"), (Remedy::InspectAdapter, "kiln lora inspect")] {
+            assert!(describe(&remedy).contains(command) && !remedy.to_string().contains(command), "{remedy:?}");
         }
         let size = Pixels::new(1000, 1001).unwrap_err();
         let rule = "sides must be multiples of 16, at least 64, and within the token limit";

@@ -7,16 +7,17 @@ use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
 use crate::terminal::Terminal;
-use kiln::adapter::Adapters;
-use kiln::backend::cuda::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
-use kiln::config::{Conventions, Variant, display_name};
+use kiln::device::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use kiln::error::Result;
 use kiln::locate::{Environment, Found, locate};
-use kiln::pipeline::{AttentionFormatCount, Configs, Estimate, Job, KindFormat, LoadOptions, OpenModel, estimate_timed};
+use kiln::lora::Adapters;
 use kiln::predict::{Card, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
-use kiln::tensor::Precision;
 use kiln::text::shown_line;
+use kiln::{
+    AttentionFormatCount, Configs, Conventions, Estimate, Job, KindFormat, LoadOptions, OpenModel, Precision, Variant,
+    display_name, estimate_timed,
+};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write;

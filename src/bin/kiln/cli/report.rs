@@ -3,14 +3,11 @@
 use super::device::SelectedBackend;
 use super::settings::Settings;
 use crate::terminal::Terminal;
-use kiln::backend::Fp8Accumulate;
-use kiln::config::{Conventions, Guidance, Variant};
+use kiln::device::Fp8Accumulate;
 use kiln::locate::Found;
-use kiln::model::Nvfp4Math;
-use kiln::pipeline::{Expansion, Formats, GeneratedImage, Noise, OpenModel};
 use kiln::progress::Progress;
 use kiln::text::{amount, grouped, shown};
-use kiln::words;
+use kiln::{Conventions, Expansion, Formats, GeneratedImage, Guidance, Noise, Nvfp4Math, OpenModel, Variant, unknown_words};
 
 /// The number of unknown words that a note lists.
 const NAMED_WORDS: usize = 5;
@@ -33,7 +30,7 @@ pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
 /// image anyway, and without the note the user could not tell why it does not match the prompt.
 pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions) -> Option<String> {
     let Conventions { name, words: Some(words), draws, .. } = conventions else { return None };
-    let unknown = words::unknown(prompt, words);
+    let unknown = unknown_words(prompt, words);
     if unknown.is_empty() {
         return None;
     }
@@ -186,9 +183,8 @@ pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::backend::Weight;
-    use kiln::model::{LayerFormat, PartFormat};
-    use kiln::tensor::{Arena, DType, Region};
+    use kiln::device::Weight;
+    use kiln::{Arena, DType, LayerFormat, PartFormat, Region};
 
     #[test]
     fn expanded_weights_are_noted_with_both_sizes() {

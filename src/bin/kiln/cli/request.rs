@@ -3,20 +3,15 @@
 use super::adapters::AdapterFiles;
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, QuantisedArgs, ShapeArgs};
 use super::stdout::DASH;
-use kiln::adapter::{AdapterMode, Adapters};
-use kiln::backend::Fp8Accumulate;
-use kiln::config::{Conventions, Variant};
-use kiln::dump::read_noise;
+use kiln::device::Fp8Accumulate;
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, Found, locate};
-use kiln::noise::NoiseKind;
-use kiln::pipeline::{LoadOptions, Noise};
-use kiln::reference::{DecodedReference, PreparedReference};
-use kiln::sampler::Sigmas;
+use kiln::lora::{AdapterMode, Adapters};
 use kiln::selftest::Records;
-use kiln::sequence::{Grid, Pixels, SequencePlan};
-use kiln::tensor::Precision;
-use kiln::tokenizer::{MAX_PROMPT_BYTES, Padding, SHORTEN, check_length};
+use kiln::{
+    Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Padding, Pixels, Precision,
+    PreparedReference, SHORTEN, SequencePlan, Sigmas, Variant, check_length, read_noise,
+};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
@@ -295,7 +290,7 @@ mod tests {
     use super::super::args::Command;
     use super::super::parse;
     use super::*;
-    use kiln::model::{AttentionFormat, Nvfp4Math};
+    use kiln::{AttentionFormat, Nvfp4Math};
     use std::ffi::OsString;
 
     fn request_and_setup(line: &[&str], stdin: &[u8]) -> Result<(ImageRequest, Setup)> {

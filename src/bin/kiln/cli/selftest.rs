@@ -3,8 +3,7 @@
 use super::args::SelftestArgs;
 use super::device::describe_gpu;
 use super::stdout::{json_line, print};
-use kiln::backend::cuda::driver::DeviceInfo;
-use kiln::backend::cuda::{Cuda, NVCC, driver_release};
+use kiln::device::{Cuda, DeviceInfo, NVCC, driver_release};
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
 use kiln::selftest::{Extent, Line, Outcome, Records, record};

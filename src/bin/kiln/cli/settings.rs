@@ -3,13 +3,10 @@
 
 use super::adapters::{AppliedAdapter, applied};
 use super::request::ImageRequest;
-use kiln::adapter::AdapterMode;
-use kiln::config::{Conventions, Guidance, Variant};
-use kiln::noise::NoiseKind;
-use kiln::pipeline::{Formats, Job, Noise, ReferenceInput};
-use kiln::reference::PreparedReference;
-use kiln::sampler::Sigmas;
-use kiln::tensor::Precision;
+use kiln::lora::AdapterMode;
+use kiln::{
+    Conventions, Formats, Guidance, Job, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
+};
 
 /// The properties of a model that settings depend on.
 pub struct ModelProfile<'a> {

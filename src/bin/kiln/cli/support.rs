@@ -1,6 +1,6 @@
 //! What runs how on a GPU: which kernels multiply which formats, and why where that is not by the shortest way.
 
-use kiln::backend::GemmFormats;
+use kiln::device::GemmFormats;
 use kiln::predict::KernelFamily;
 
 /// The first compute capabilities whose tensor cores multiply FP8 and FP4.
@@ -59,7 +59,7 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamil
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::backend::cuda::gemm_formats;
+    use kiln::device::gemm_formats;
 
     fn line(capability: (u32, u32), formats: GemmFormats, name: &str) -> String {
         let family = if capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable };

@@ -18,6 +18,6 @@ pub fn tiny(args: &TinyArgs, stop: &AtomicBool, out: &mut dyn Write) -> Result<(
     if occupied {
         return Err(refused(io::Error::new(ErrorKind::DirectoryNotEmpty, "the folder is not empty")));
     }
-    kiln::tiny::write_to(folder, args.layout.into(), args.dtype.into(), stop)?;
+    kiln::write_tiny_model(folder, args.layout.into(), args.dtype.into(), stop)?;
     print(out, &line_of(folder))
 }

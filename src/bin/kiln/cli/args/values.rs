@@ -1,17 +1,11 @@
 //! The values of flags: choices, and numbers within limits.
 
 use clap::ValueEnum;
-use kiln::adapter::AdapterMode;
-use kiln::backend::Fp8Accumulate;
-use kiln::config::Variant;
-use kiln::model::{AttentionFormat, Nvfp4Math};
-use kiln::names::Layout;
-use kiln::part::Part;
+use kiln::device::Fp8Accumulate;
+use kiln::lora::AdapterMode;
 use kiln::predict::{CARDS, Card};
-use kiln::quantise::WeightLayout;
-use kiln::tensor::quantise::QuantisedFormat;
-use kiln::tensor::{DType, Nvfp4Layout, Precision};
-use kiln::tokenizer::Padding;
+use kiln::quantize::{QuantisedFormat, WeightLayout};
+use kiln::{AttentionFormat, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Part, Precision, Variant};
 use std::fmt::Display;
 use std::str::FromStr;
 

@@ -2,10 +2,10 @@
 
 use super::super::adapters::{BESIDE, describe, open_adapter};
 use super::super::args::LoraArg;
-use kiln::adapter::{Adapter, Adapters, Places};
-use kiln::checkpoint::Identity;
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
+use kiln::lora::{Adapter, Adapters, Places};
+use kiln::quantize::Identity;
 use std::sync::Arc;
 
 /// The most files that are kept open.

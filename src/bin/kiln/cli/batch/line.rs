@@ -2,15 +2,9 @@
 
 use super::super::args::{LoraArg, PaddingArg, ShapeArgs};
 use super::super::request::{ImageRequest, check_nul};
-use kiln::config::Conventions;
 use kiln::error::{Error, Result};
-use kiln::noise::NoiseKind;
-use kiln::pipeline::Noise;
-use kiln::reference::PreparedReference;
-use kiln::sampler::Sigmas;
-use kiln::sequence::{Grid, SequencePlan};
 use kiln::text::shown;
-use kiln::tokenizer::{Padding, check_length};
+use kiln::{Conventions, Grid, Noise, NoiseKind, Padding, PreparedReference, SequencePlan, Sigmas, check_length};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;

@@ -5,7 +5,7 @@ mod stages;
 mod svg;
 
 use kiln::error::{Error, Result};
-use kiln::files;
+use kiln::read_file;
 use kiln::text::shown_line;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -154,7 +154,7 @@ impl std::fmt::Debug for Recorded {
 impl Recorded {
     /// Reads a file of `kiln bench --json`, or of images of other engines.
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = files::read(path, MAX_FILE_BYTES).map_err(|source| Error::read(path, source))?;
+        let bytes = read_file(path, MAX_FILE_BYTES).map_err(|source| Error::read(path, source))?;
         let refused = |what: String| Error::bad_file(path, "not results of a benchmark", shown_line(&what));
         let results: Results = serde_json::from_slice(&bytes).map_err(|error| refused(error.to_string()))?;
         if !results.is_sound() {

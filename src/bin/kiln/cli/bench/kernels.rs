@@ -3,12 +3,11 @@
 use super::super::args::RunArgs;
 use super::super::device::select_backend;
 use crate::terminal::Terminal;
-use kiln::backend::OP_NAMES;
-use kiln::backend::cuda::driver::DeviceInfo;
+use kiln::device::{DeviceInfo, OP_NAMES};
 use kiln::error::{Error, Result};
 use kiln::microbench::{Figure, Peaks, Protocol, Scale, rows};
 use kiln::selftest::Records;
-use kiln::tensor::{DType, Precision};
+use kiln::{DType, Precision};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! paths, no prompt, no name of the machine.
 
 use super::super::device::describe_gpu;
-use kiln::backend::cuda::driver::DeviceInfo;
+use kiln::device::DeviceInfo;
 use kiln::predict::{Card, Predictor};
 use kiln::text::{amount, shown, shown_line};
 use std::fmt::Write as _;

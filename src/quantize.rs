@@ -16,13 +16,15 @@ mod policy;
 mod report;
 mod source;
 
+pub use crate::checkpoint::Identity;
+pub use crate::tensor::quantise::QuantisedFormat;
 pub use copies::{Copied, calibration_inputs, copies};
 pub use layout::{Content, FileLayout, LayerSpec, WeightLayout};
 pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
 pub use source::PartSource;
 
-use crate::checkpoint::{Identity, Weights};
+use crate::checkpoint::Weights;
 use crate::config::{TextConfig, TransformerConfig, Variant};
 use crate::error::{Error, Remedy, Result};
 use crate::model::transformer_manifest;
@@ -30,7 +32,6 @@ use crate::output::{Staged, StagedFile};
 use crate::part::Part;
 use crate::progress::{Phase, Progress};
 use crate::tensor::Scale;
-use crate::tensor::quantise::QuantisedFormat;
 use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
