@@ -93,7 +93,7 @@ pub fn file(factors: &[Factor], dtype: DType, metadata: &[(&str, &str)]) -> Vec<
 
 /// A file that is read for a model with these layers.
 pub fn read(file: Vec<u8>, places: &Places) -> Result<Adapter> {
-    Adapter::read(&Shard::from_bytes("adapter.safetensors", Bytes::new(Arc::new(file)))?, places)
+    Adapter::read(&Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(file)))?, places)
 }
 
 /// Adapters in bf16 with their strengths, for a model.

@@ -1,6 +1,4 @@
 //! Random cases: a generator, the number of cases, and how to reproduce a failure.
-#![allow(dead_code)] // each test binary uses its own part of this
-#![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

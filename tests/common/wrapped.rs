@@ -1,6 +1,5 @@
 //! A backend that forwards everything to another one, in most tests the CPU backend, with hooks to observe or change results after
 //! each op.
-#![allow(dead_code)] // each test binary uses its own part of this
 
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{Backend, GemmFormats, Op, Role, StepKey};

@@ -6,8 +6,8 @@
 
 use crate::available;
 use crate::driver::Gpu;
-use crate::ops::outputs::{Recorded, all_pairs, record, results};
 use crate::runner::Runner;
+use common::ops::outputs::{Recorded, all_pairs, record, results};
 use kiln::backend::cuda::Kernel;
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -2,11 +2,11 @@
 
 use crate::available;
 use crate::driver::Gpu;
-use crate::ops::outputs::pairs;
-use crate::ops::{self, Case, SMALL, tiles};
-use crate::random::{Random, long};
 use crate::runner::{Runner, run_seed};
 use crate::selftest;
+use common::ops::outputs::pairs;
+use common::ops::{self, Case, SMALL, tiles};
+use common::random::{Random, long};
 use kiln::backend::cuda::{Choice, Kernel, Tile};
 use std::collections::BTreeSet;
 use std::thread;

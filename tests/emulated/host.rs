@@ -2,8 +2,8 @@
 
 use crate::available;
 use crate::driver::{Emulated, Gpu, Sabotage};
-use crate::ops::cases;
 use crate::runner::Runner;
+use common::ops::cases;
 use kiln::backend::cuda::driver::{Driver, Launch, MapSpec, Swizzle};
 use kiln::backend::cuda::{Choice, Tile};
 

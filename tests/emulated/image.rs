@@ -1,12 +1,12 @@
 //! The tiny model makes an image on an emulated GPU.
 
 use crate::available;
-use crate::common::dev::model_with;
-use crate::common::merging::backend_merges_as_the_host;
-use crate::common::{cpu, run, short_engine, short_model, small_job};
 use crate::driver::{Emulated, Gpu};
-use crate::random::long;
 use crate::runner::{cuda_with, run_seed};
+use common::dev::model_with;
+use common::merging::backend_merges_as_the_host;
+use common::random::long;
+use common::{cpu, run, short_engine, short_model, small_job};
 use kiln::backend::cuda::Cuda;
 use kiln::backend::{Backend, Lockstep};
 use kiln::config::{Conventions, Variant};

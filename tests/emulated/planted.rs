@@ -2,8 +2,8 @@
 
 use crate::available;
 use crate::driver::Gpu;
-use crate::ops::cases;
 use crate::runner::Runner;
+use common::ops::cases;
 use kiln::backend::cuda::{Choice, Tile};
 use kiln_emulator::planted;
 

@@ -2,10 +2,10 @@
 //! and by the kernels of compute capability 12.x.
 
 use crate::available;
-use crate::common::{cpu, run, small_job};
 use crate::driver::{Emulated, Gpu};
-use crate::random::long;
 use crate::runner::{cuda_with, run_seed};
+use common::random::long;
+use common::{cpu, run, small_job};
 use kiln::backend::{Backend, Lockstep};
 use kiln::locate::{LocateRequest, locate};
 use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel};

@@ -1,9 +1,9 @@
 //! Runs op cases on an emulated GPU, each with a seed that a failure prints.
 
-use crate::common::fnv::fnv1a;
 use crate::driver::{Emulated, Gpu};
-use crate::ops::{self, Case, Weights};
-use crate::random::Random;
+use common::fnv::fnv1a;
+use common::ops::{self, Case, Weights};
+use common::random::Random;
 use kiln::backend::cuda::{Choice, Cuda};
 use kiln::error::Result;
 use std::borrow::Cow;

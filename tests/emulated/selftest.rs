@@ -2,8 +2,8 @@
 
 use crate::available;
 use crate::driver::{Emulated, Gpu, Sabotage};
-use crate::random::long;
 use crate::runner::cuda_with;
+use common::random::long;
 use kiln::backend::cuda::Cuda;
 use kiln::backend::cuda::driver::{MapSpec, Swizzle};
 use kiln::cli::args::SelftestArgs;

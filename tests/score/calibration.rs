@@ -1,11 +1,11 @@
 //! Calibration: what the linear layers of the transformer's blocks take as input, observed while a model draws.
 
-use crate::common::cpu;
-use crate::common::fnv::fnv1a;
-use crate::common::wrapped::Wrapped;
 use crate::engine::Model;
 use crate::fixture;
 use crate::render::render;
+use common::cpu;
+use common::fnv::fnv1a;
+use common::wrapped::Wrapped;
 use kiln::backend::cpu::Cpu;
 use kiln::backend::{Backend, Linear, Op};
 use kiln::checkpoint::Weights;

@@ -1,14 +1,14 @@
 //! The score in FP8 and in NVFP4 against that in bf16.
 
 use crate::calibration::{block_linears, layer_name, values};
-use crate::common::quantised::{Change, Content};
-use crate::common::relative_l2;
 use crate::engine::{Format, Model, files_of, model_folder};
 use crate::fixture;
 use crate::full::{Score, Source, limit};
 use crate::quantised::{QuantisedFiles, WeightFormat, open};
 use crate::report::{COLUMNS, Share, line};
 use crate::settings::number;
+use common::quantised::{Change, Content};
+use common::relative_l2;
 use kiln::backend::GemmFormats;
 use kiln::locate::Found;
 use kiln::pipeline::{LoadOptions, OpenModel};

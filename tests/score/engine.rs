@@ -1,11 +1,11 @@
 //! Generates images through the library.
 
-use crate::common::cpu;
-use crate::common::quantised::Content;
 use crate::quantised::{QuantisedFiles, WeightFormat};
 use crate::render::Image;
 use crate::settings::choice;
 use crate::world::SIDE;
+use common::cpu;
+use common::quantised::Content;
 use kiln::adapter::{Adapter, AdapterMode, Adapters};
 use kiln::backend::cuda::Cuda;
 use kiln::backend::{Backend, Fp8Accumulate, GemmFormats};

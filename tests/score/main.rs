@@ -6,8 +6,6 @@
 
 mod adapter;
 mod calibration;
-#[path = "../common/mod.rs"]
-mod common;
 mod comparison;
 mod controls;
 mod edits;
@@ -16,13 +14,9 @@ mod fixture;
 mod full;
 mod judge;
 mod quantised;
-#[path = "../common/random.rs"]
-mod random;
 mod regions;
 mod render;
 mod report;
-#[path = "../common/sandbox.rs"]
-mod sandbox;
 mod settings;
 mod wording;
 mod world;

@@ -2,9 +2,9 @@
 //! quantised weights and a static scale of their inputs, everything else in bf16.
 
 use crate::calibration::{Largest, block_linears, calibrate, layer_name, values};
-use crate::common::quantised::{Content, Form, Layer, Plain};
 use crate::engine::{files_of, model_folder};
-use crate::sandbox::Sandbox;
+use common::quantised::{Content, Form, Layer, Plain};
+use common::sandbox::Sandbox;
 use kiln::checkpoint::Weights;
 use kiln::locate::{Found, ModelFiles};
 use kiln::names::TensorSpec;
