@@ -10,6 +10,7 @@ mod terminal;
 mod tokenizers;
 mod weights;
 
+use common::header::{safetensors, write_sparse};
 use common::mistake::{CHANGING, Change, Help, Is, Nothing, Row, check, row};
 use common::sandbox::{QUICK, Sandbox, grouped};
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
@@ -63,20 +64,11 @@ fn the_table_can_fail() {
 
 /// A sparse file with the header of a real model.
 fn sparse(sandbox: &Sandbox, name: &str, part: Part, layout: Layout, manifest: &[TensorSpec]) {
-    let mut end = 0;
-    let entries = manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|TensorSpec { name, shape, .. }| {
-        let start = end;
-        end += 2 * shape.iter().product::<usize>();
-        format!("\"{name}\":{{\"dtype\":\"BF16\",\"shape\":{shape:?},\"data_offsets\":[{start},{end}]}}")
-    });
-    let header = format!("{{{}}}", entries.collect::<Vec<_>>().join(","));
-    let mut file = File::create_new(sandbox.path(name)).unwrap();
-    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
-    file.write_all(header.as_bytes()).unwrap();
-    file.set_len((8 + header.len() + end) as u64).unwrap();
+    let tensors = manifest.iter().flat_map(|spec| file_tensors(part, layout, spec));
+    write_sparse(&sandbox.path(name), &tensors.map(|spec| (spec.name, "BF16", spec.shape)).collect::<Vec<_>>());
 }
 
 /// A safetensors file of this header, followed by `data` zero bytes.
 fn crafted(sandbox: &Sandbox, name: &str, header: &str, data: usize) {
-    write(sandbox, name, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; data]].concat());
+    write(sandbox, name, safetensors(header, &vec![0; data]));
 }

@@ -1,6 +1,7 @@
 //! Split files as ComfyUI uses them: a diffusion model, a text encoder and a VAE, each in a file of its own, with several
 //! spellings of tensor names. The PNG is the same to the byte as that of the diffusers folder with the same weights.
 
+use common::header::safetensors;
 use common::quantised::{Content, Form};
 use common::sandbox::{QUICK, Sandbox};
 use kiln::names::Layout;
@@ -25,7 +26,7 @@ fn renamed(file: &[u8], rename: impl Fn(&str) -> String) -> Vec<u8> {
         (name, entry)
     });
     let header = serde_json::to_vec(&entries.collect::<Map<_, _>>()).unwrap();
-    [&(header.len() as u64).to_le_bytes(), &header[..], data].concat()
+    safetensors(header, data)
 }
 
 /// The latent-diffusion name of a tensor of diffusers' VAE. Written out here, and not taken from the tables under test.

@@ -1,6 +1,7 @@
 //! What `kiln doctor` says about the files of a model: right ones, ones with values that are not finite, incomplete ones, and ones
 //! with the headers of the published files.
 
+use common::header::write_sparse;
 use common::sandbox::{Run, Sandbox};
 use common::sha256;
 use kiln::backend::Backend;
@@ -12,8 +13,7 @@ use kiln::locate::Found;
 use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs::{self};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -135,23 +135,8 @@ fn incomplete_files_fail_the_model() {
 
 /// A sparse file of these tensors, in the order of their names.
 fn sparse(path: &Path, tensors: &Tensors) {
-    let mut offset = 0;
-    let entry = |(name, (dtype, shape)): (&String, &(&str, Vec<usize>))| {
-        let size = match *dtype {
-            "I64" => 8,
-            "F32" => 4,
-            "BF16" => 2,
-            _ => 1,
-        };
-        let start = offset;
-        offset += shape.iter().product::<usize>() * size;
-        format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{start},{offset}]}}"#)
-    };
-    let header = format!("{{{}}}", tensors.iter().map(entry).collect::<Vec<_>>().join(","));
-    let mut file = File::create(path).unwrap();
-    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
-    file.write_all(header.as_bytes()).unwrap();
-    file.set_len((8 + header.len() + offset) as u64).unwrap();
+    let described = |(name, (dtype, shape)): (&String, &(_, Vec<usize>))| (name.clone(), *dtype, shape.clone());
+    write_sparse(path, &tensors.iter().map(described).collect::<Vec<_>>());
 }
 
 /// Files of the real sizes, without their values, are recognised; with one tensor changed, that one is named.

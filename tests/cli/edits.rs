@@ -1,23 +1,12 @@
 //! The real program with reference images and negative prompts, and `kiln plan`.
 
 use common::sandbox::{Png, Sandbox};
-use std::fs;
-
-/// Writes a PNG of one colour.
-fn write_image(sandbox: &Sandbox, name: &str, width: u32, height: u32, colour: [u8; 3]) {
-    let mut bytes = Vec::new();
-    let mut encoder = png::Encoder::new(&mut bytes, width, height);
-    encoder.set_color(png::ColorType::Rgb);
-    let pixels = colour.repeat((width * height) as usize);
-    encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
-    fs::write(sandbox.path(name), bytes).unwrap();
-}
 
 #[test]
 fn references_change_the_image_and_their_order_counts() {
     let sandbox = Sandbox::new();
-    write_image(&sandbox, "red.png", 80, 64, [220, 20, 30]);
-    write_image(&sandbox, "blue.png", 64, 96, [20, 30, 220]);
+    sandbox.write_png("red.png", 80, 64, |_, _| [220, 20, 30]);
+    sandbox.write_png("blue.png", 64, 96, |_, _| [20, 30, 220]);
     let generate = |out: &str, references: &[&str]| {
         let flags: Vec<&str> = references.iter().flat_map(|r| ["--reference", *r]).collect();
         sandbox.quick(&[&["x", "--seed", "7", "-o", out], &flags[..]].concat());
@@ -35,7 +24,7 @@ fn references_change_the_image_and_their_order_counts() {
 #[test]
 fn a_reference_gives_the_image_its_size() {
     let sandbox = Sandbox::new();
-    write_image(&sandbox, "odd.png", 119, 101, [90, 120, 30]);
+    sandbox.write_png("odd.png", 119, 101, |_, _| [90, 120, 30]);
     let line =
         ["x", "--reference", "odd.png", "--steps", "1", "--precision", "f32", "-o", "a.png", "-v", "--dump", "a.safetensors"];
     let run = sandbox.run(line).good();
@@ -98,8 +87,8 @@ fn a_plan_opens_no_weights() {
     ] {
         assert!(run.text().lines().any(|l| l == line), "{line}\n{}", run.text());
     }
-    write_image(&sandbox, "a.png", 605, 807, [1, 2, 3]);
-    write_image(&sandbox, "b.png", 1500, 1000, [1, 2, 3]);
+    sandbox.write_png("a.png", 605, 807, |_, _| [1, 2, 3]);
+    sandbox.write_png("b.png", 1500, 1000, |_, _| [1, 2, 3]);
     let flags =
         ["--width", "1024", "--height", "1024", "--reference", "a.png", "--reference", "b.png", "--klein", "9b", "--json"];
     let run = sandbox.bare(["plan"].iter().chain(&flags)).good();

@@ -5,7 +5,7 @@
 use common::moments::{in_pairs, moment, number};
 use common::random::long;
 use common::sandbox::{QUICK, Sandbox, grouped};
-use common::small_job;
+use common::{opened, small_job, tiny_weights};
 use kiln::backend::cpu::Cpu;
 use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{Conventions, Variant};
@@ -16,7 +16,6 @@ use kiln::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::tensor::{Bytes, DType, Precision};
 use kiln::tiny;
-use kiln::tokenizer::Tokenizer;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -177,9 +176,7 @@ fn a_truncation_that_was_undone_is_noticed_by_the_signal_handler() {
 fn open(transformer: Shard) -> OpenModel {
     let tiny = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
     let transformer = Weights::from_shards(Part::Transformer, vec![transformer]).unwrap();
-    let weights = PerPart { transformer, ..PerPart::from_fn(|part| tiny.weights(part).unwrap()) };
-    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tokenizer")).unwrap();
-    OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, Conventions::klein()).unwrap()
+    opened(PerPart { transformer, ..tiny_weights(&tiny) }, Variant::Distilled, Conventions::klein())
 }
 
 fn load(model: OpenModel) -> Result<Engine> {

@@ -1,48 +1,31 @@
 //! Adapters on the command line: what is said of a file, what is refused and how, what images and answers tell of them.
 
+use common::adapter_files::{Factor, KOHYA, PEFT, factor, file, lokr, lora, number};
 use common::sandbox::{Png, QUICK, Run, Sandbox};
-use safetensors::tensor::{Dtype, TensorView, serialize};
+use common::sha256;
+use kiln::tensor::DType;
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
-use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
 /// The width of the tiny model.
 const H: usize = 256;
 
-/// A tensor of a file: its name and shape.
-type Spec = (String, Vec<usize>);
-
-/// Writes a file whose values depend on their index alone, and returns its SHA-256.
-fn write(path: &Path, tensors: &[Spec], metadata: &[(&str, &str)]) -> String {
-    let value = |i: usize| ((i * 37 % 101) as f32 - 50.0) * 1e-3;
-    let data: Vec<Vec<u8>> = tensors
-        .iter()
-        .map(|(_, shape)| (0..shape.iter().product::<usize>().max(1)).flat_map(|i| value(i + 1).to_le_bytes()).collect())
-        .collect();
-    let views = tensors
-        .iter()
-        .zip(&data)
-        .map(|((name, shape), data)| (name.clone(), TensorView::new(Dtype::F32, shape.clone(), data).unwrap()));
-    let own = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
-    let metadata: HashMap<String, String> = metadata.iter().map(own).collect();
-    let bytes = serialize(views, (!metadata.is_empty()).then_some(metadata)).unwrap();
+/// Writes a file, and returns its SHA-256.
+fn write(path: &Path, tensors: &[Factor], metadata: &[(&str, &str)]) -> String {
+    let bytes = file(tensors, DType::F32, metadata);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(path, &bytes).unwrap();
-    Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    sha256::hex(&bytes)
 }
 
-const PEFT: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
-const KOHYA: [&str; 2] = [".lora_down.weight", ".lora_up.weight"];
-
-/// Both factors of a layer.
-fn pair(layer: &str, [down, up]: [&str; 2], [rows, cols]: [usize; 2], rank: usize) -> [Spec; 2] {
-    [(format!("{layer}{down}"), vec![rank, cols]), (format!("{layer}{up}"), vec![rows, rank])]
+/// Both factors of a layer, with small values.
+fn pair(layer: &str, endings: [&str; 2], shape: [usize; 2], rank: usize) -> Vec<Factor> {
+    lora(layer, endings, shape, rank).into_iter().map(|factor| factor.times(0.1)).collect()
 }
 
 /// A file of two layers that the tiny model has.
-fn good() -> Vec<Spec> {
+fn good() -> Vec<Factor> {
     let qkv = pair("diffusion_model.double_blocks.0.img_attn.qkv", PEFT, [3 * H, H], 4);
     let linear2 = pair("diffusion_model.single_blocks.1.linear2", PEFT, [H, 4 * H], 2);
     [qkv, linear2].concat()
@@ -67,7 +50,6 @@ fn inspect(sandbox: &Sandbox, file: &str, flags: &[&str]) -> Value {
 #[test]
 fn every_spelling_is_recognised_and_placed() {
     let sandbox = Sandbox::new();
-    let lokr = |layer: &str| vec![(format!("{layer}.lokr_w1"), vec![4, 4]), (format!("{layer}.lokr_w2"), vec![H / 4, H / 4])];
     for (i, (layer, tensors, spelling)) in [
         ("transformer.transformer_blocks.0.attn.to_q", PEFT, "diffusers (diffusers, SimpleTuner)"),
         ("transformer_blocks.0.attn.to_k", PEFT, "diffusers without a prefix (DiffSynth)"),
@@ -80,10 +62,10 @@ fn every_spelling_is_recognised_and_placed() {
         ("transformer.double_blocks.1.img_attn.qkv.2", KOHYA, "OneTrainer"),
     ]
     .into_iter()
-    .map(|(layer, endings, spelling)| (layer, pair(layer, endings, [H, H], 3).to_vec(), spelling))
+    .map(|(layer, endings, spelling)| (layer, pair(layer, endings, [H, H], 3), spelling))
     .chain([(
         "lycoris_transformer_blocks_1_attn_to_q",
-        lokr("lycoris_transformer_blocks_1_attn_to_q"),
+        lokr("lycoris_transformer_blocks_1_attn_to_q", ([4, 4], None), ([H / 4, H / 4], None)),
         "LyCORIS (SimpleTuner, older ai-toolkit)",
     )])
     .enumerate()
@@ -111,8 +93,8 @@ fn every_spelling_is_recognised_and_placed() {
 #[test]
 fn a_file_is_described_without_a_model() {
     let sandbox = Sandbox::new();
-    let mut tensors = pair("lora_unet_double_blocks_0_img_attn_qkv", KOHYA, [9216, 3072], 2).to_vec();
-    tensors.push(("lora_unet_double_blocks_0_img_attn_qkv.alpha".into(), vec![]));
+    let mut tensors = pair("lora_unet_double_blocks_0_img_attn_qkv", KOHYA, [9216, 3072], 2);
+    tensors.push(number("lora_unet_double_blocks_0_img_attn_qkv.alpha", -0.013));
     tensors.extend(pair("lora_unet_double_blocks_1_img_attn_qkv", KOHYA, [9216, 3072], 2));
     tensors.extend(pair("lora_te_model_layers_3_mlp_up_proj", KOHYA, [9728, 2560], 1));
     let metadata = [
@@ -153,13 +135,13 @@ fn a_file_is_described_without_a_model() {
 fn methods_that_are_not_supported_are_listed_and_refused() {
     let sandbox = sandbox();
     let qkv = "diffusion_model.double_blocks.0.img_attn.qkv";
-    let with = |more: Spec| [good(), vec![more]].concat();
-    let loha: Vec<Spec> =
-        ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"].map(|name| (format!("{qkv}.{name}"), vec![2, 2])).to_vec();
+    let with = |more: Factor| [good(), vec![more]].concat();
+    let loha: Vec<Factor> =
+        ["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"].map(|name| factor(format!("{qkv}.{name}"), &[2, 2])).to_vec();
     for (file, tensors, method, layers) in [
-        ("dora", with((format!("{qkv}.dora_scale"), vec![3 * H, 1])), "DoRA", 2),
+        ("dora", with(factor(format!("{qkv}.dora_scale"), &[3 * H, 1])), "DoRA", 2),
         ("loha", loha, "LoHa", 1),
-        ("bias", with((format!("{qkv}.lora_B.bias"), vec![3 * H])), "LoRA with a bias", 2),
+        ("bias", with(factor(format!("{qkv}.lora_B.bias"), &[3 * H])), "LoRA with a bias", 2),
     ] {
         write(&sandbox.path(file), &tensors, &[]);
         let told = inspect(&sandbox, file, &["--model", "tiny"]);
@@ -179,12 +161,12 @@ fn methods_that_are_not_supported_are_listed_and_refused() {
 #[test]
 fn files_that_do_not_fit_are_refused_with_their_reasons() {
     let sandbox = sandbox();
-    let of = |name: &str, tensors: &[Spec]| {
+    let of = |name: &str, tensors: &[Factor]| {
         write(&sandbox.path(name), tensors, &[]);
         name.to_owned()
     };
     let absent = |block: usize| pair(&format!("diffusion_model.double_blocks.{block}.img_attn.qkv"), PEFT, [3 * H, H], 1);
-    let klein = |name: &str, shape: [usize; 2]| pair(name, KOHYA, shape, 1).to_vec();
+    let klein = |name: &str, shape: [usize; 2]| pair(name, KOHYA, shape, 1);
     let some = [good(), (5..9).flat_map(absent).collect()].concat();
     let partial = "use the adapter of this model, or --lora-partial to apply the layers that fit";
     let inspect = "`kiln lora inspect FILE` lists what a file has";
@@ -217,7 +199,7 @@ fn files_that_do_not_fit_are_refused_with_their_reasons() {
             "near is `double_blocks.0.img_mlp.0`; it seems to be for FLUX.1",
             inspect,
         ),
-        (of("model-file", &[("img_in.weight".into(), vec![4, 4])]), "it has no factors of LoRA or LoKr", inspect),
+        (of("model-file", &[factor("img_in.weight", &[4, 4])]), "it has no factors of LoRA or LoKr", inspect),
     ] {
         let refused = run(&sandbox, &["x", "-q", "-o", "out.png", "--lora", &file]);
         assert_eq!((refused.code, refused.text()), (Some(3), ""), "{file}: {}", refused.stderr);

@@ -6,6 +6,7 @@ pub mod cost;
 pub mod dev;
 pub mod fnv;
 pub mod goldens;
+pub mod header;
 pub mod lora;
 pub mod merging;
 #[cfg(unix)]
@@ -26,7 +27,7 @@ pub mod wrapped;
 
 use kiln::backend::Backend;
 use kiln::backend::cpu::Cpu;
-use kiln::checkpoint::Shard;
+use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{Conventions, Variant};
 use kiln::locate::Found;
 use kiln::names::Layout;
@@ -36,7 +37,7 @@ use kiln::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise, OpenModel}
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::{DType, Precision};
-use kiln::tiny;
+use kiln::tiny::{self, TinyModel};
 use kiln::tokenizer::{Padding, Tokenizer};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -175,14 +176,26 @@ pub fn engine_on(backend: Box<dyn Backend>, variant: Variant, precision: Precisi
     Engine::load(backend, model, LoadOptions { precision, references: true, ..LoadOptions::DEFAULT }, &Silent).unwrap()
 }
 
+/// The tokenizer of the tiny model.
+pub fn tiny_tokenizer() -> Tokenizer {
+    Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap()
+}
+
+/// The weights of a tiny model.
+pub fn tiny_weights(model: &TinyModel) -> PerPart<Weights> {
+    PerPart::from_fn(|part| model.weights(part).unwrap())
+}
+
+/// A model with these weights and the tokenizer of the tiny model.
+pub fn opened(weights: PerPart<Weights>, variant: Variant, conventions: Conventions) -> OpenModel {
+    OpenModel::check(weights, PerPart::default(), tiny_tokenizer(), variant, conventions).unwrap()
+}
+
 /// The tiny model with prompts of 64 tokens instead of 512, an eighth of the work of its text encoder. For tests that compare
 /// runs with each other; recorded outputs have 512.
 pub fn short_model(variant: Variant) -> OpenModel {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    let parts = PerPart::from_fn(|part| model.weights(part).unwrap());
-    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-    let conventions = Conventions { max_text_tokens: 64, ..Conventions::klein() };
-    OpenModel::check(parts, PerPart::default(), tokenizer, variant, conventions).unwrap()
+    opened(tiny_weights(&model), variant, Conventions { max_text_tokens: 64, ..Conventions::klein() })
 }
 
 /// That model on a backend.

@@ -1,6 +1,8 @@
 //! Adapter files as trainers write them, and as nobody should.
 
 use crate::fnv::fnv1a;
+use crate::header::safetensors;
+use crate::random::splitmix;
 use kiln::adapter::Places;
 use kiln::config::{TextConfig, TransformerConfig};
 use kiln::model::{text_manifest, transformer_manifest};
@@ -38,15 +40,9 @@ impl Tensor {
 pub fn hashed_values(name: &str, shape: &[usize]) -> Vec<f32> {
     let fan_in = shape[1..].iter().product::<usize>();
     let e = (0..).find(|e| 4_usize.pow(e + 1) >= fan_in).unwrap();
-    // SplitMix64 from the hash of the name; see `tests/common/modes.rs`.
     let start = fnv1a(name.bytes());
-    let value = |i: usize| {
-        let mut z = start.wrapping_add((i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (2.0 * f32::from(((z ^ (z >> 31)) >> 56) as u8) - 255.0) / 256.0 / 2_f32.powi(e as i32)
-    };
-    (0..shape.iter().product()).map(value).collect()
+    let value = |i: u64| (2.0 * f32::from((splitmix(start, i) >> 56) as u8) - 255.0) / 256.0 / 2_f32.powi(e as i32);
+    (0..shape.iter().product::<usize>() as u64).map(value).collect()
 }
 
 /// A file.
@@ -94,8 +90,7 @@ impl File {
     }
 
     pub fn bytes(&self) -> Vec<u8> {
-        let (header, data) = (self.header(), self.data());
-        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat()
+        safetensors(self.header(), &self.data())
     }
 }
 

@@ -3,8 +3,8 @@
 
 pub mod goldens;
 
-use super::fixture;
 use super::fnv::fnv1a;
+use super::{fixture, opened};
 use kiln::backend::Backend;
 use kiln::checkpoint::{Shard, Weights};
 use kiln::config::{Conventions, Variant};
@@ -16,12 +16,10 @@ use kiln::tensor::minifloat::to_e4m3;
 use kiln::tensor::nvfp4::{BLOCK, TILE_ROWS, encode_block, scale_bytes, scale_offset, tiles_along};
 use kiln::tensor::{Bytes, DType, Nvfp4Layout};
 use kiln::tiny::{self, TinyModel};
-use kiln::tokenizer::Tokenizer;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, json};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 /// `tests/fixtures/quantised.json`.
@@ -392,9 +390,7 @@ pub const SHORT: usize = 16;
 pub fn model(transformer: Weights, text_encoder: Option<Weights>, max_text_tokens: usize) -> OpenModel {
     let [own, vae] = [Part::TextEncoder, Part::Vae].map(|part| tiny_model(Layout::Bfl).weights(part).unwrap());
     let weights = PerPart { transformer, text_encoder: text_encoder.unwrap_or(own), vae };
-    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-    let conventions = Conventions { max_text_tokens, ..Conventions::klein() };
-    OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, conventions).unwrap()
+    opened(weights, Variant::Distilled, Conventions { max_text_tokens, ..Conventions::klein() })
 }
 
 /// That model on a backend.

@@ -97,6 +97,14 @@ impl Sandbox {
         self.0.join(name)
     }
 
+    /// Writes a PNG.
+    pub fn write_png(&self, name: &str, width: u32, height: u32, pixel: impl Fn(u32, u32) -> [u8; 3]) {
+        let mut encoder = png::Encoder::new(fs::File::create(self.path(name)).unwrap(), width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        let pixels: Vec<u8> = (0..width * height).flat_map(|i| pixel(i % width, i / width)).collect();
+        encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
+    }
+
     /// The names of the files and folders in it.
     pub fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.0).unwrap();
@@ -155,8 +163,11 @@ pub struct Png {
 
 impl Png {
     pub fn read(path: &Path) -> Self {
-        let file = std::io::BufReader::new(fs::File::open(path).unwrap());
-        let mut reader = png::Decoder::new(file).read_info().unwrap();
+        Self::decode(&fs::read(path).unwrap())
+    }
+
+    pub fn decode(file: &[u8]) -> Self {
+        let mut reader = png::Decoder::new(std::io::Cursor::new(file)).read_info().unwrap();
         let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
         let frame = reader.next_frame(&mut pixels).unwrap();
         let chunks = reader.info().utf8_text.iter();

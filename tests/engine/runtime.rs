@@ -9,7 +9,7 @@ use common::quantised::{self, Content, Form};
 use common::random::long;
 use common::stand_in::StandIn;
 use common::wrapped::Wrapped;
-use common::{cases, small_job};
+use common::{cases, opened, small_job, tiny_weights};
 use kiln::backend::cuda::driver::DeviceInfo;
 use kiln::backend::cuda::{self, Choice, Cuda};
 use kiln::backend::{Access, Backend, GemmFormats, Op, Role, StepKey};
@@ -24,11 +24,9 @@ use kiln::selftest::{self, Extent, Outcome};
 use kiln::tensor::quantise::QuantisedFormat;
 use kiln::tensor::{ALIGN, Arena, Bytes, DType, Region, Tensor, WeightPart};
 use kiln::tiny::{self, TinyModel};
-use kiln::tokenizer::Tokenizer;
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
-use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,9 +40,7 @@ impl Model {
     }
 
     fn open(&self, variant: Variant) -> OpenModel {
-        let weights = PerPart::from_fn(|part| self.0.weights(part).unwrap());
-        let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap()
+        opened(tiny_weights(&self.0), variant, Conventions::klein())
     }
 
     fn engine(&self, driver: &Rc<StandIn>, stop: &Arc<AtomicBool>, variant: Variant, low_memory: bool) -> Result<Engine> {
@@ -369,9 +365,7 @@ fn files_may_change_once_everything_is_uploaded() {
     for (low_memory, images, refused) in [(false, 1, false), (true, 1, true), (false, 0, true)] {
         std::fs::write(&path, &*model.0.transformer).unwrap();
         let transformer = Weights::open(Part::Transformer, &path).unwrap();
-        let weights = PerPart { transformer, ..PerPart::from_fn(|part| model.0.weights(part).unwrap()) };
-        let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        let open = OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap();
+        let open = opened(PerPart { transformer, ..tiny_weights(&model.0) }, variant, Conventions::klein());
         let driver = StandIn::new(PLENTY);
         let options = LoadOptions { low_memory, ..OPTIONS };
         let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open, options, &Silent).unwrap();

@@ -8,7 +8,6 @@ use kiln::config::VaeConfig;
 use kiln::model::{Loader, Vae};
 use kiln::sequence::Grid;
 use kiln::tensor::{Arena, DType, Precision, Region};
-use std::fs;
 
 #[test]
 fn tiles_equal_those_of_diffusers() {
@@ -53,22 +52,13 @@ fn tiles_bound_the_working_memory() {
     }
 }
 
-/// A PNG with stripes.
-fn write_image(sandbox: &Sandbox, name: &str, width: u32, height: u32) {
-    let mut bytes = Vec::new();
-    let mut encoder = png::Encoder::new(&mut bytes, width, height);
-    encoder.set_color(png::ColorType::Rgb);
-    let pixels: Vec<u8> = (0..width * height).flat_map(|i| [(i % width / 5) as u8, 90, (i / width) as u8]).collect();
-    encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
-    fs::write(sandbox.path(name), bytes).unwrap();
-}
-
 /// The flag tiles the decoder and, with references, the encoder; what is no larger than a tile stays as it is.
 #[test]
 fn the_flag_goes_for_images_and_references() {
     let sandbox = Sandbox::new();
-    write_image(&sandbox, "wide.png", 1040, 144);
-    write_image(&sandbox, "small.png", 64, 80);
+    let stripes = |x: u32, y: u32| [(x / 5) as u8, 90, y as u8];
+    sandbox.write_png("wide.png", 1040, 144, stripes);
+    sandbox.write_png("small.png", 64, 80, stripes);
     let run = |out: &str, width: &str, reference: &str, flags: &[&str]| {
         let (png, dump) = (format!("{out}.png"), format!("{out}.safetensors"));
         let line = ["x", "--seed", "7", "--steps", "1", "--width", width, "--height", "64", "--reference", reference];

@@ -4,16 +4,15 @@
 use common::alone::alone;
 use common::sandbox::{QUICK, Sandbox, send};
 use common::stand_in::{LAUNCH, StandIn};
+use common::{opened, small_job, tiny_weights};
 use kiln::backend::cuda::Cuda;
 use kiln::config::{Conventions, Variant};
 use kiln::error::Result;
 use kiln::names::Layout;
-use kiln::part::PerPart;
 use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
 use kiln::tensor::DType;
 use kiln::tiny::{self, TinyModel};
-use kiln::tokenizer::Tokenizer;
 use kiln::trace::{self, Finished, MAX_EVENTS, Trace};
 use serde_json::Value;
 use std::borrow::Cow;
@@ -123,17 +122,14 @@ fn too_many_events_are_counted() {
 
 fn open() -> OpenModel {
     static MODEL: LazyLock<TinyModel> = LazyLock::new(|| tiny::model(Layout::Diffusers, DType::Bf16).unwrap());
-    let model = &*MODEL;
-    let weights = PerPart::from_fn(|part| model.weights(part).unwrap());
-    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-    OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, Conventions::klein()).unwrap()
+    opened(tiny_weights(&MODEL), Variant::Distilled, Conventions::klein())
 }
 
 /// Loads the tiny model and generates an image in three steps.
 fn generate(driver: &Rc<StandIn>) -> Result<()> {
     let cuda = Cuda::new(driver.clone(), &|_| Ok(Cow::Borrowed(&[])), Arc::default())?;
     let mut engine = Engine::load(Box::new(cuda), open(), LoadOptions::DEFAULT, &Silent)?;
-    engine.generate(&Job { steps: 3, ..common::small_job() }, &Silent, &mut |_| Ok(()))
+    engine.generate(&Job { steps: 3, ..small_job() }, &Silent, &mut |_| Ok(()))
 }
 
 #[test]

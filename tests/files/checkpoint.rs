@@ -14,13 +14,11 @@ mod real;
 mod unwritten;
 mod written;
 
+use common::header::{Described, header_of, safetensors};
 use kiln::checkpoint::Shard;
 use kiln::error::{Error, Result};
 use kiln::tensor::Bytes;
 use std::sync::Arc;
-
-/// A tensor to be written: name, element type, shape.
-type Described = (String, &'static str, Vec<usize>);
 
 fn described(name: &str, element: &'static str, shape: &[usize]) -> Described {
     (name.into(), element, shape.to_vec())
@@ -32,30 +30,9 @@ fn zeros(tensors: &[Described]) -> Vec<u8> {
     raw(&header, data)
 }
 
-/// The header of a file of these tensors, with more text at its start, and how many bytes of data follow it.
-fn header_of(tensors: &[Described], more: &str) -> (String, usize) {
-    let mut offset = 0;
-    let mut entries = Vec::new();
-    for (name, element, shape) in tensors {
-        let size = match *element {
-            "I64" => 8,
-            "F32" => 4,
-            "BF16" | "F16" | "I16" => 2,
-            _ => 1,
-        };
-        let end = offset + shape.iter().product::<usize>() * size;
-        entries.push(format!("{name:?}:{{\"dtype\":\"{element}\",\"shape\":{shape:?},\"data_offsets\":[{offset},{end}]}}"));
-        offset = end;
-    }
-    (format!("{{{more}{}}}", entries.join(",")), offset)
-}
-
 /// A file of this header, followed by `data` zero bytes.
 fn raw(header: &str, data: usize) -> Vec<u8> {
-    let mut file = vec![0; 8 + header.len() + data];
-    file[..8].copy_from_slice(&(header.len() as u64).to_le_bytes());
-    file[8..8 + header.len()].copy_from_slice(header.as_bytes());
-    file
+    safetensors(header, &vec![0; data])
 }
 
 fn shard(bytes: Vec<u8>) -> Result<Shard> {
@@ -63,7 +40,7 @@ fn shard(bytes: Vec<u8>) -> Result<Shard> {
 }
 
 /// The error and its hint in one line.
-fn message(error: &Error) -> String {
+pub fn message(error: &Error) -> String {
     assert_eq!(error.exit_code(), 3, "{error}");
     match kiln::cli::hint(error) {
         Some(hint) => format!("{} / {hint}", kiln::cli::message(error)),

@@ -5,22 +5,20 @@ use common::adapter_files::{adapters, lora_of_all};
 use common::alone::alone;
 use common::cost::{ARENA, OTHER, allocations};
 use common::quantised::{self, Content, Form, SHORT};
-use common::{cpu, engine_on, small_job};
+use common::{cpu, engine_on, opened, small_job, tiny_weights};
 use kiln::backend::GemmFormats;
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::model::transformer_manifest;
 use kiln::names::Layout;
 use kiln::noise::NoiseKind;
-use kiln::part::{Part, PerPart};
+use kiln::part::Part;
 use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel};
 use kiln::progress::Silent;
 use kiln::sequence::Pixels;
 use kiln::tensor::{ALIGN, DType, Precision};
 use kiln::tiny;
-use kiln::tokenizer::Tokenizer;
 use kiln::trace;
-use std::path::Path;
 
 /// The peak RSS of the process, in bytes.
 fn peak_resident() -> usize {
@@ -32,10 +30,7 @@ fn peak_resident() -> usize {
 /// The tiny model from f32 files, which a run of bf16 has to convert.
 fn wide_model() -> OpenModel {
     let model = tiny::model(Layout::Diffusers, DType::F32).unwrap();
-    let weights = PerPart::from_fn(|part| model.weights(part).unwrap());
-    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-    let conventions = Found::Tiny.conventions().unwrap();
-    OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, conventions).unwrap()
+    opened(tiny_weights(&model), Variant::Distilled, Found::Tiny.conventions().unwrap())
 }
 
 /// The tiny model from a file with NVFP4 layers in one of their orders.

@@ -12,7 +12,7 @@ use kiln::reference::DecodedReference;
 use std::path::{Path, PathBuf};
 
 fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+    common::root().join("tests/fixtures")
 }
 
 fn fixture(name: &str) -> Vec<u8> {
@@ -29,14 +29,6 @@ fn refusal(bytes: &[u8]) -> String {
     let error = decode(bytes).map(|_| "an image").expect_err("this must be refused");
     assert_eq!(error.exit_code(), 3, "{error}");
     error.to_string()
-}
-
-/// Byte `i` of the sequence of a seed: the top byte of SplitMix64.
-fn hashed(seed: u64, i: u64) -> u8 {
-    let z = seed.wrapping_add((i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    ((z ^ (z >> 31)) >> 56) as u8
 }
 
 /// Name and data of a chunk of a PNG.

@@ -12,12 +12,12 @@ use kiln::names::{Layout, TensorSpec, file_tensors};
 use kiln::noise::NoiseKind;
 use kiln::part::Part;
 use kiln::part::PerPart;
-use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
+use kiln::pipeline::{Configs, Engine, Job, LoadOptions, Noise, ReferenceInput};
 use kiln::progress::Silent;
 use kiln::sequence::{Grid, Pixels};
 use kiln::tensor::{DType, Precision};
 use kiln::tiny;
-use kiln::tokenizer::{Padding, Tokenizer};
+use kiln::tokenizer::Padding;
 use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
@@ -111,9 +111,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
         br#"{"name": "odd", "text_layers": [1, 2, 4], "max_text_tokens": 48, "width": 80, "height": 64, "steps": 2}"#,
     )
     .unwrap();
-    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-    let model =
-        OpenModel::check(hashed(&unusual()), PerPart::default(), tokenizer, Variant::Distilled, conventions.clone()).unwrap();
+    let model = common::opened(hashed(&unusual()), Variant::Distilled, conventions.clone());
     assert_eq!((&model.configs, model.name.as_str()), (&unusual(), "odd"));
     let job = Job {
         prompt: "a fox".into(),

@@ -2,6 +2,7 @@
 //! published fingerprints, headers and sizes to the byte; and they are opened.
 
 use super::message;
+use common::header::safetensors;
 use common::scratch::Scratch;
 use common::sha256;
 use kiln::checkpoint::Weights;
@@ -178,8 +179,7 @@ fn published_files_are_rebuilt_to_the_byte() {
         // A sparse file: the scales, which are all F32 and come first, are one, and everything else is zero.
         let path = scratch.path().join("published.safetensors");
         let mut sparse = File::create(&path).unwrap();
-        sparse.write_all(&(file.header.len() as u64).to_le_bytes()).unwrap();
-        sparse.write_all(file.header.as_bytes()).unwrap();
+        sparse.write_all(&safetensors(&file.header, &[])).unwrap();
         let scales = file.tensors.values().filter(|(dtype, _)| *dtype == "F32").count();
         sparse.write_all(&1.0_f32.to_le_bytes().repeat(scales)).unwrap();
         sparse.set_len(counts[3] as u64).unwrap();

@@ -1,6 +1,7 @@
 //! One fault in one tensor of the real models, for every tensor in turn: refused by name before any weight is read.
 
-use super::{Described, header_of};
+use super::Described;
+use common::header::write_sparse;
 use common::random::long;
 use common::scratch::Scratch;
 use kiln::checkpoint::Weights;
@@ -11,8 +12,6 @@ use kiln::names::{Layout, file_tensors};
 use kiln::part::Part;
 use kiln::pipeline::Configs;
 use rayon::prelude::*;
-use std::fs::File;
-use std::io::Write;
 use std::path::Path;
 
 /// The tensors of one part under the names of its file.
@@ -25,13 +24,8 @@ fn tensors(part: Part, configs: &Configs, layout: Layout) -> Vec<Described> {
     manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
 }
 
-/// A sparse file of these tensors: a header, and gigabytes of data that take no disk space.
 fn open(part: Part, path: &Path, tensors: &[Described]) -> Result<Weights> {
-    let (header, data) = header_of(tensors, "");
-    let mut file = File::create(path).unwrap();
-    file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
-    file.write_all(header.as_bytes()).unwrap();
-    file.set_len((8 + header.len() + data) as u64).unwrap();
+    write_sparse(path, tensors);
     Weights::open(part, path)
 }
 

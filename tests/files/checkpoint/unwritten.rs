@@ -1,17 +1,16 @@
 //! Preallocated files whose download has not finished: they end with zeros, wherever these begin, and are noticed.
 
-use super::message;
-use kiln::checkpoint::{Shard, Weights};
+use super::{message, shard};
+use kiln::checkpoint::Weights;
 use kiln::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::error::Result;
 use kiln::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::names::{self, Layout, Place, TensorSpec};
 use kiln::part::Part;
-use kiln::tensor::{Bytes, DType};
+use kiln::tensor::DType;
 use kiln::tiny;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 
 /// The files of the tiny model, each with the tensors that a run reads.
 fn parts() -> [(Part, Vec<u8>, Vec<TensorSpec>); 3] {
@@ -24,8 +23,7 @@ fn parts() -> [(Part, Vec<u8>, Vec<TensorSpec>); 3] {
 }
 
 fn opened(part: Part, bytes: &[u8]) -> Weights {
-    let shard = Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(bytes.to_vec()))).unwrap();
-    Weights::from_shards(part, vec![shard]).unwrap()
+    Weights::from_shards(part, vec![shard(bytes.to_vec()).unwrap()]).unwrap()
 }
 
 /// The check for zeros as a run does it.

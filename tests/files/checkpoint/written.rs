@@ -1,6 +1,7 @@
 //! Writes safetensors files tensor by tensor, with quantised layers in them.
 
-use super::{Described, described, header_of, shard};
+use super::{Described, described, shard};
+use common::header::{header_of, safetensors};
 use kiln::checkpoint::{Shard, Weights};
 use kiln::error::Result;
 use kiln::part::Part;
@@ -66,7 +67,7 @@ impl Written {
         let more = if notes.is_empty() { String::new() } else { format!(r#""__metadata__":{{{}}},"#, notes.join(",")) };
         let tensors: Vec<Described> = self.tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
         let (header, data) = header_of(&tensors, &more);
-        let mut file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        let mut file = safetensors(&header, &[]);
         self.tensors.iter().for_each(|(_, bytes)| file.extend(bytes));
         assert_eq!(file.len(), 8 + header.len() + data, "a tensor has another size than its shape says");
         file

@@ -1,7 +1,8 @@
 //! Hostile, damaged and foreign adapter files: each is a typed error that names the fault.
 
-use super::message;
+use crate::checkpoint::message;
 use common::adapter_files::{KOHYA, PEFT, read};
+use common::header::safetensors;
 use common::lora::{File, Tensor, pair, places_of};
 use common::scratch::Scratch;
 use kiln::adapter::{Adapter, Places};
@@ -194,7 +195,7 @@ fn damaged_files_are_refused() {
     let changed = |from: &str, to: &str| {
         let header = good().header().replacen(from, to, 1);
         assert_ne!(header, good().header(), "{from}");
-        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &good().data()].concat()
+        safetensors(header, &good().data())
     };
     for (from, to, says) in [
         ("[0,2048]", "[0,2050]", "data_offsets"),

@@ -2,6 +2,7 @@
 
 use super::hostile::tiny;
 use common::adapter_files::{KOHYA, PEFT, read};
+use common::header::safetensors;
 use common::lora::{File, Tensor, pair};
 use common::random::{Random, cases};
 use kiln::adapter::{Adapter, KroneckerFactor, Matrix, Places, Product, Term};
@@ -84,7 +85,7 @@ fn mutated(random: &mut Random) -> Vec<u8> {
         _ => {
             let mut header = file.header().into_bytes();
             random.mutate(&mut header, &WORDS);
-            return [&(header.len() as u64).to_le_bytes()[..], &header, &file.data()].concat();
+            return safetensors(header, &file.data());
         }
     }
     file.bytes()
