@@ -261,7 +261,7 @@ fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
-/// The resources of each kernel on each architecture, which tests/kernels.rs compares with kernels/resources.txt.
+/// The resources of each kernel on each architecture, which tests/static/kernels.rs compares with kernels/resources.txt.
 fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Result<String> {
     let mut table = format!("# nvcc {version} for {}\n{}\n", targets.join(" "), ptxas::HEADING);
     for kernel in kernels {

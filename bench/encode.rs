@@ -2,12 +2,9 @@
 //! With `--write` every image and its files are left in a folder, for `tools/check_encoding.py`.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
-#[path = "../tests/common/photo_like.rs"]
-mod photo_like;
-
 use clap::Parser;
+use common::photo_like::{KINDS, photo_like};
 use kiln::image::{Format, Threads};
-use photo_like::{KINDS, photo_like};
 use std::path::PathBuf;
 use std::time::Instant;
 

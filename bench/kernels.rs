@@ -4,10 +4,10 @@
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use clap::Parser;
-use kiln::backend::Backend;
-use kiln::backend::cpu::Cpu;
+use kiln::internals::backend::Backend;
+use kiln::internals::backend::cpu::Cpu;
+use kiln::internals::tensor::Precision;
 use kiln::microbench::{Protocol, Row, Scale, rows};
-use kiln::tensor::Precision;
 use std::fs::File;
 use std::io::{BufRead, Write};
 use std::path::PathBuf;

@@ -2,14 +2,14 @@
 //! those of diffusers. Weights and working memory lie at addresses that the caller gives, aligned to 1024 bytes.
 
 use super::{Handle, Message, PeerTensor, guarded, wrong};
-use kiln::backend::{Backend, GemmFormats, Plan};
-use kiln::checkpoint::Weights;
-use kiln::config::{ConfigFile, VaeConfig};
 use kiln::error::Result;
-use kiln::model::{Loader, Vae};
-use kiln::part::Part;
-use kiln::sequence::{Grid, PATCH};
-use kiln::tensor::{ALIGN, Arena, Precision, Region, Tensor};
+use kiln::internals::backend::{Backend, GemmFormats, Plan};
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::config::{ConfigFile, VaeConfig};
+use kiln::internals::model::{Loader, Vae};
+use kiln::internals::part::Part;
+use kiln::internals::sequence::{Grid, PATCH};
+use kiln::internals::tensor::{ALIGN, Arena, Precision, Region, Tensor};
 use std::ffi::{CStr, c_char};
 use std::path::Path;
 use std::ptr::null_mut;

@@ -15,13 +15,13 @@ mod peer_vae;
 
 pub use peer_vae::PeerVae;
 
-use kiln::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
-use kiln::backend::{
+use kiln::error::{Error, Result};
+use kiln::internals::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
+use kiln::internals::backend::{
     Backend, Conv, Fp8Accumulate, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm,
     Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax,
 };
-use kiln::error::{Error, Result};
-use kiln::tensor::{DType, Region, Scale, Scaling, Tensor, nvfp4};
+use kiln::internals::tensor::{DType, Region, Scale, Scaling, Tensor, nvfp4};
 use std::collections::HashMap;
 use std::f32::consts::LOG2_E;
 use std::ffi::{CStr, c_char};

@@ -1,4 +1,4 @@
-//! Parses the report of ptxas on each kernel (`-Xptxas -v`), for the build script and tests/kernels.rs.
+//! Parses the report of ptxas on each kernel (`-Xptxas -v`), for the build script and tests/static/kernels.rs.
 
 /// The heading of the resource table; all columns but the registers are in bytes.
 pub const HEADING: &str = "# file           kernel                                   arch     registers   stack   spill  shared";

@@ -1,5 +1,5 @@
 //! Reads `kernels/tiles.def`, the table of all instantiations of kernel templates, and writes the host's side of it as Rust source: the
-//! rows of the kernel table and the tiles of each kernel. nvcc reads the same rows as macros. For the build script and tests/kernels.rs.
+//! rows of the kernel table and the tiles of each kernel. nvcc reads the same rows as macros. For the build script and tests/static/kernels.rs.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;

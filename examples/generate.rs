@@ -2,7 +2,7 @@
 //! Hugging Face cache, or (the default) `tiny`, a random model that needs no files and generates noise.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
-use kiln::backend::cpu::Cpu;
+use kiln::device::Cpu;
 use kiln::progress::Silent;
 use kiln::{Engine, Job, LoadOptions, output};
 use std::path::Path;

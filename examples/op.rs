@@ -1,9 +1,9 @@
 //! Runs one op on a backend and compares it with the formula: `cargo run --example op`. Any op runs this way on any [`Backend`].
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
-use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, Op, Role};
-use kiln::tensor::{Arena, Bytes, DType, Region, WeightPart};
+use kiln::DType;
+use kiln::device::{Backend, Cpu};
+use kiln::ops::{Arena, Bytes, Op, Region, Role, WeightPart};
 use std::sync::Arc;
 
 fn main() -> kiln::Result<()> {

@@ -2,9 +2,8 @@
 //! folder, a repository in the Hugging Face cache, or (the default) `tiny`, a random model that needs no files.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
-use kiln::backend::cuda::gemm_formats;
-use kiln::sequence::Pixels;
-use kiln::{Job, LoadOptions};
+use kiln::device::gemm_formats;
+use kiln::{Job, LoadOptions, Pixels};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();

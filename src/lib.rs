@@ -103,8 +103,8 @@ pub mod internals {
         ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
     }
     open! {
-        adapter backend checkpoint config dump error files image inspect locate memory microbench model names noise output part
-        pipeline predict progress quantize reference sampler selftest sequence service tensor text threads tiny tokenizer trace words
+        adapter backend checkpoint config dump files model names noise part pipeline reference sampler sequence tensor tiny tokenizer
+        words
     }
 }
 

@@ -9,7 +9,7 @@ fp32, with nothing rounded to less; diffusers in bf16; kiln in its default preci
 L2 distance from the first: of the prompt embeddings, the reference tokens, velocity and latents of each step, and the decoded image.
 Latents of early steps are mostly the noise, which has no error; the velocity is what the transformer itself makes.
 
-The rule is that of tests/model.rs: kiln's error is at most 1.2 times that of diffusers in bf16. diffusers rounds the timestep to
+The rule is that of tests/engine/model.rs: kiln's error is at most 1.2 times that of diffusers in bf16. diffusers rounds the timestep to
 bf16, which moves the result by more than everything else; so it runs once more with exact times, and the smaller error counts.
 
 With --lora an adapter is added to the weights in fp32 before they are rounded; kiln takes its file (with --kiln-args "--lora-mode

@@ -1,11 +1,11 @@
 //! Adapter files made up by tests: values that follow from names, in the spellings of PEFT and of kohya.
 
-use kiln::adapter::{Adapter, Adapters, Places};
-use kiln::checkpoint::Shard;
 use kiln::error::Result;
-use kiln::names::TensorSpec;
-use kiln::pipeline::OpenModel;
-use kiln::tensor::{Bytes, DType};
+use kiln::internals::adapter::{Adapter, Adapters, Places};
+use kiln::internals::checkpoint::Shard;
+use kiln::internals::names::TensorSpec;
+use kiln::internals::pipeline::OpenModel;
+use kiln::internals::tensor::{Bytes, DType};
 use safetensors::tensor::{Dtype, TensorView, serialize};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -93,7 +93,7 @@ pub fn file(factors: &[Factor], dtype: DType, metadata: &[(&str, &str)]) -> Vec<
 
 /// A file that is read for a model with these layers.
 pub fn read(file: Vec<u8>, places: &Places) -> Result<Adapter> {
-    Adapter::read(&Shard::from_bytes("adapter.safetensors", Bytes::new(Arc::new(file)))?, places)
+    Adapter::read(&Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(file)))?, places)
 }
 
 /// Adapters in bf16 with their strengths, for a model.

@@ -1,9 +1,9 @@
-//! The cost of a call: CPU time and peak memory.
-#![allow(dead_code)] // each test binary uses its own part of this
-#![allow(unsafe_code)] // an allocator cannot be written without it
+//! The cost of a call: CPU time and memory, which is counted in programs whose allocator is [`Counting`].
 
+use kiln::internals::tensor::ALIGN;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// The CPU time of this thread so far; wall time where the system does not report it.
@@ -32,35 +32,95 @@ pub fn time_of(mut work: impl FnMut()) -> Duration {
     (0..5).map(|_| mean()).min().unwrap_or_default()
 }
 
-/// Counts the bytes that each thread has allocated, and their peak. No call that is measured here allocates on another thread.
-struct Counting;
+/// Bytes in use by all threads, and their peak.
+pub struct Gauge {
+    now: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Gauge {
+    const fn new() -> Self {
+        Self { now: AtomicUsize::new(0), peak: AtomicUsize::new(0) }
+    }
+
+    fn add(&self, bytes: usize) {
+        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn sub(&self, bytes: usize) {
+        self.now.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    pub fn now(&self) -> usize {
+        self.now.load(Ordering::Relaxed)
+    }
+
+    pub fn peak(&self) -> usize {
+        self.peak.load(Ordering::Relaxed)
+    }
+
+    pub fn restart(&self) {
+        self.peak.store(self.now(), Ordering::Relaxed);
+    }
+}
+
+/// Only the arena is allocated with this alignment, which distinguishes it from everything else.
+pub static ARENA: Gauge = Gauge::new();
+pub static OTHER: Gauge = Gauge::new();
+
+fn gauge(layout: Layout) -> &'static Gauge {
+    if layout.align() == ALIGN as usize { &ARENA } else { &OTHER }
+}
 
 thread_local! {
     // Signed, because a thread may free memory of another one.
     static IN_USE: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+/// The allocator of a program that counts: what each thread has allocated, and all of them together.
+pub struct Counting;
+
+impl Counting {
+    fn add(layout: Layout) {
+        gauge(layout).add(layout.size());
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
+        PEAK.set(PEAK.get().max(IN_USE.get()));
+    }
+}
 
 // SAFETY: every call is passed on unchanged to the system's allocator; counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
-        PEAK.set(PEAK.get().max(IN_USE.get()));
+        Self::add(layout);
         // SAFETY: the caller keeps the contract of `alloc`, which is the same one.
         unsafe { System.alloc(layout) }
     }
 
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        Self::add(layout);
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        gauge(layout).sub(layout.size());
         IN_USE.set(IN_USE.get().wrapping_sub_unsigned(layout.size()));
-        // SAFETY: `pointer` came from `System` by way of `alloc` above.
+        // SAFETY: `pointer` came from `System` by way of a call above.
         unsafe { System.dealloc(pointer, layout) }
     }
 }
 
-/// Runs `work` and returns the peak of memory that this thread allocated during it, beyond what it had before.
+/// How often this thread has allocated.
+pub fn allocations() -> usize {
+    ALLOCATIONS.get()
+}
+
+/// Runs `work` and returns the peak of memory that this thread allocated during it, beyond what it had before. No call that is
+/// measured here allocates on another thread.
 pub fn peak_of<T>(work: impl FnOnce() -> T) -> (T, isize) {
     let before = IN_USE.get();
     PEAK.set(before);

@@ -2,21 +2,21 @@
 
 use super::modes::{Source, reference};
 use super::{Goldens, Make, fixture, relative_l2, run, small_job, unit_image};
-use kiln::adapter::{Adapter, Adapters};
-use kiln::backend::Backend;
-use kiln::checkpoint::{Shard, Weights};
-use kiln::config::{Conventions, TextConfig, TransformerConfig, Variant};
-use kiln::dump::Record;
-use kiln::model::{text_manifest, transformer_manifest};
-use kiln::names::Layout;
-use kiln::part::{Part, PerPart};
-use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use kiln::internals::adapter::{Adapter, Adapters};
+use kiln::internals::backend::Backend;
+use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, Variant};
+use kiln::internals::dump::Record;
+use kiln::internals::model::{text_manifest, transformer_manifest};
+use kiln::internals::names::Layout;
+use kiln::internals::part::{Part, PerPart};
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use kiln::internals::sampler::{Schedule, Sigmas};
+use kiln::internals::sequence::Pixels;
+use kiln::internals::tensor::{DType, Precision};
+use kiln::internals::tiny;
+use kiln::internals::tokenizer::Tokenizer;
 use kiln::progress::Silent;
-use kiln::sampler::{Schedule, Sigmas};
-use kiln::sequence::Pixels;
-use kiln::tensor::{DType, Precision};
-use kiln::tiny;
-use kiln::tokenizer::Tokenizer;
 use std::collections::BTreeMap;
 use std::path::Path;
 

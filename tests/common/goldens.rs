@@ -1,8 +1,8 @@
 //! The whole pipeline on the tiny model against outputs recorded from diffusers, on any backend.
 
 use super::{Case, Goldens, Make, cases, engine_on, relative_l2, run, unit_image};
-use kiln::dump::Record;
-use kiln::tensor::Precision;
+use kiln::internals::dump::Record;
+use kiln::internals::tensor::Precision;
 
 struct Measured {
     prompt_embeds: f64,
@@ -18,7 +18,7 @@ fn measure(record: &Record, goldens: &Goldens, case: &Case) -> Measured {
     let embeds: Vec<f32> = record.prompt_embeds.chunks_exact(cols).step_by(16).flatten().copied().collect();
     // The first step is `latents.1 = noise + dt * velocity`.
     let grid = (case.width / 16) * (case.height / 16);
-    let dt = kiln::sampler::Schedule::new(case.steps, grid).dt(0);
+    let dt = kiln::internals::sampler::Schedule::new(case.steps, grid).dt(0);
     let velocity: Vec<f32> = record.latents[1].iter().zip(&record.latents[0]).map(|(a, b)| (a - b) / dt).collect();
     let image = unit_image(&record.image);
     let want = goldens.image(&format!("{}.image", case.name));

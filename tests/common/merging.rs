@@ -3,13 +3,13 @@
 use super::adapter_files::{Factor, adapters, lokr, lora_of_all};
 use super::quantised::{SHORT, model, plain_tensors, weights, written};
 use half::bf16;
-use kiln::adapter::{AdapterMode, Adapters, Merger};
-use kiln::backend::Backend;
-use kiln::config::TransformerConfig;
-use kiln::model::{ContextIn, Loader, Transformer, transformer_manifest};
-use kiln::names::Layout;
-use kiln::part::Part;
-use kiln::tensor::{ALIGN, Arena, DType, Precision, Region, WeightPart};
+use kiln::internals::adapter::{AdapterMode, Adapters, Merger};
+use kiln::internals::backend::Backend;
+use kiln::internals::config::TransformerConfig;
+use kiln::internals::model::{ContextIn, Loader, Transformer, transformer_manifest};
+use kiln::internals::names::Layout;
+use kiln::internals::part::Part;
+use kiln::internals::tensor::{ALIGN, Arena, DType, Precision, Region, WeightPart};
 use std::collections::HashMap;
 
 /// Where there is room for factors: behind something else.

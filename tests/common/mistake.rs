@@ -1,6 +1,6 @@
 //! One mistake and the response of the program: the exact exit code, the exact text, and no file written or changed.
 
-use crate::sandbox::{Run, Sandbox};
+use crate::sandbox::{Run, Sandbox, program};
 use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -105,7 +105,7 @@ impl Row {
         let mounts = self.setup.contains("mount");
         let mut command = sandbox.wrapped(if mounts { "unshare" } else { "sh" });
         command.args(if mounts { &["--map-root-user", "--mount", "sh"][..] } else { &[] });
-        command.args(["-c", &script, env!("CARGO_BIN_EXE_kiln")]).args(&self.args);
+        command.args(["-c", &script, program()]).args(&self.args);
         Run::of(command)
     }
 

@@ -2,23 +2,22 @@
 //! cache of references, the small decoder, the guidance embedding.
 
 pub use super::fnv::fnv1a;
-use super::{Goldens, Make, fixture, relative_l2, run, small_job, unit_image};
-use kiln::backend::{Backend, StepKey};
-use kiln::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
-use kiln::dump::Record;
-use kiln::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
-use kiln::model::{transformer_manifest, vae_manifest};
-use kiln::names::Layout;
-use kiln::part::{Part, PerPart};
-use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel, ReferenceInput};
+use super::random::splitmix;
+use super::{Goldens, Make, fixture, opened, relative_l2, run, small_job, tiny_weights, unit_image};
+use kiln::internals::backend::{Backend, StepKey};
+use kiln::internals::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
+use kiln::internals::dump::Record;
+use kiln::internals::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
+use kiln::internals::model::{transformer_manifest, vae_manifest};
+use kiln::internals::names::Layout;
+use kiln::internals::part::Part;
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, ReferenceInput};
+use kiln::internals::sampler::{Schedule, timestep_embedding};
+use kiln::internals::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
+use kiln::internals::tensor::{Arena, DType, Precision, Region};
+use kiln::internals::tiny;
 use kiln::progress::Silent;
-use kiln::sampler::{Schedule, timestep_embedding};
-use kiln::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
-use kiln::tensor::{Arena, DType, Precision, Region};
-use kiln::tiny;
-use kiln::tokenizer::Tokenizer;
 use std::collections::BTreeMap;
-use std::path::Path;
 
 #[derive(serde::Deserialize)]
 pub struct Modes {
@@ -77,10 +76,7 @@ pub fn modes() -> Modes {
 
 /// Byte `index` of the recorded input `name`.
 pub fn hashed(name: &str, index: usize) -> u8 {
-    let mut z = fnv1a(name.bytes()).wrapping_add((index as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    ((z ^ (z >> 31)) >> 56) as u8
+    (splitmix(fnv1a(name.bytes()), index as u64) >> 56) as u8
 }
 
 /// Image `i`: blocks of 8x8 pixels of one colour each, cropped around its centre to multiples of 16.
@@ -117,7 +113,7 @@ impl Case {
 
     pub fn engine(&self, backend: Box<dyn Backend>, precision: Precision) -> Engine {
         let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-        let mut weights = PerPart::from_fn(|part| model.weights(part).unwrap());
+        let mut weights = tiny_weights(&model);
         if self.small_decoder {
             let config = VaeConfig { decoder: [32, 64, 96, 96], ..VaeConfig::tiny() };
             weights.vae = tiny::weights_of(Part::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
@@ -127,8 +123,7 @@ impl Case {
             (false, true) => Variant::Distilled,
             (false, false) => Variant::Base,
         };
-        let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-        let model = OpenModel::check(weights, PerPart::default(), tokenizer, variant, Conventions::klein()).unwrap();
+        let model = opened(weights, variant, Conventions::klein());
         Engine::load(backend, model, LoadOptions { precision, references: true, ..LoadOptions::DEFAULT }, &Silent).unwrap()
     }
 
@@ -235,7 +230,7 @@ pub struct PredictionInputs<'a> {
 /// One prediction of a transformer alone.
 pub fn predict(
     be: &mut dyn Backend,
-    weights: &kiln::checkpoint::Weights,
+    weights: &kiln::internals::checkpoint::Weights,
     config: &TransformerConfig,
     precision: Precision,
     inputs: PredictionInputs<'_>,

@@ -1,5 +1,4 @@
 //! Random delays, and runs of the program in parallel.
-#![allow(dead_code)] // each test binary uses its own part of this
 
 use crate::random::Random;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,5 +1,4 @@
 //! Images such as a model generates, made by arithmetic: the same on every machine.
-#![allow(dead_code)] // not every program uses all of them
 
 use kiln::image::Image;
 

@@ -3,25 +3,23 @@
 
 pub mod goldens;
 
-use super::fixture;
 use super::fnv::fnv1a;
-use kiln::backend::Backend;
-use kiln::checkpoint::{Shard, Weights};
-use kiln::config::{Conventions, Variant};
-use kiln::names::Layout;
-use kiln::part::{Part, PerPart};
-use kiln::pipeline::{Engine, LoadOptions, OpenModel};
+use super::{fixture, opened};
+use kiln::internals::backend::Backend;
+use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::names::Layout;
+use kiln::internals::part::{Part, PerPart};
+use kiln::internals::pipeline::{Engine, LoadOptions, OpenModel};
+use kiln::internals::tensor::minifloat::to_e4m3;
+use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, encode_block, scale_bytes, scale_offset, tiles_along};
+use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout};
+use kiln::internals::tiny::{self, TinyModel};
 use kiln::progress::Silent;
-use kiln::tensor::minifloat::to_e4m3;
-use kiln::tensor::nvfp4::{BLOCK, TILE_ROWS, encode_block, scale_bytes, scale_offset, tiles_along};
-use kiln::tensor::{Bytes, DType, Nvfp4Layout};
-use kiln::tiny::{self, TinyModel};
-use kiln::tokenizer::Tokenizer;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, json};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 /// `tests/fixtures/quantised.json`.
@@ -118,7 +116,7 @@ fn tiny_model(layout: Layout) -> &'static TinyModel {
 /// The tensors of one part of the tiny model in bf16.
 pub fn plain_tensors(part: Part, layout: Layout) -> Vec<Plain> {
     let shard = Shard::from_bytes("tiny", tiny_model(layout).file(part).clone()).unwrap();
-    let tensor = |(name, entry): (&str, &kiln::checkpoint::Entry)| {
+    let tensor = |(name, entry): (&str, &kiln::internals::checkpoint::Entry)| {
         assert_eq!(entry.dtype.name, "BF16", "{name}");
         let bytes = shard.bytes(name).unwrap().to_vec();
         Plain { name: name.into(), dtype: Dtype::BF16, shape: entry.shape.clone(), bytes }
@@ -392,9 +390,7 @@ pub const SHORT: usize = 16;
 pub fn model(transformer: Weights, text_encoder: Option<Weights>, max_text_tokens: usize) -> OpenModel {
     let [own, vae] = [Part::TextEncoder, Part::Vae].map(|part| tiny_model(Layout::Bfl).weights(part).unwrap());
     let weights = PerPart { transformer, text_encoder: text_encoder.unwrap_or(own), vae };
-    let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("tiny")).unwrap();
-    let conventions = Conventions { max_text_tokens, ..Conventions::klein() };
-    OpenModel::check(weights, PerPart::default(), tokenizer, Variant::Distilled, conventions).unwrap()
+    opened(weights, Variant::Distilled, Conventions { max_text_tokens, ..Conventions::klein() })
 }
 
 /// That model on a backend.

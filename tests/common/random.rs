@@ -1,6 +1,4 @@
 //! Random cases: a generator, the number of cases, and how to reproduce a failure.
-#![allow(dead_code)] // each test binary uses its own part of this
-#![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -11,18 +9,18 @@ pub fn long() -> bool {
     std::env::var_os("KILN_TEST_LONG").is_some_and(|value| value == "1")
 }
 
-/// The seed of all cases. A short run is the same every time; a long one is new, unless `KILN_TEST_SEED` repeats another.
-fn seed() -> u64 {
+/// The seed of a run: the one that `KILN_TEST_SEED` repeats, or else a new one, or the same every time.
+pub fn seed(is_new: bool) -> u64 {
     match std::env::var("KILN_TEST_SEED") {
         Ok(text) => text.parse().expect("KILN_TEST_SEED is a number"),
-        Err(_) if long() => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
+        Err(_) if is_new => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 % 1_000_000_000,
         Err(_) => 1,
     }
 }
 
-/// Runs `case` many times, each with a generator of its own. If a case panics, its seed is printed, so that it can run first.
+/// Runs `case` many times, each with a generator of its own; a short run is the same every time. If a case panics, its seed is printed, so that it can run first.
 pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random) + Sync) {
-    let (seed, count) = (seed(), if long() { long_count } else { short });
+    let (seed, count) = (seed(long()), if long() { long_count } else { short });
     println!("{what}: {count} cases, seed {seed}");
     let start = Instant::now();
     (0..count).into_par_iter().for_each(|index| {
@@ -38,7 +36,18 @@ pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random)
     println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
 }
 
-/// SplitMix64 (Steele, Lea and Flood 2014), which is good with any seed.
+/// The step of SplitMix64.
+const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// A number of the sequence of a seed, by SplitMix64 (Steele, Lea and Flood 2014), which is good with any seed.
+pub fn splitmix(seed: u64, index: u64) -> u64 {
+    let z = seed.wrapping_add(GAMMA.wrapping_mul(index + 1));
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Such a sequence.
 pub struct Random(u64);
 
 impl Random {
@@ -49,10 +58,9 @@ impl Random {
     }
 
     pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        let number = splitmix(self.0, 0);
+        self.0 = self.0.wrapping_add(GAMMA);
+        number
     }
 
     pub fn below(&mut self, limit: usize) -> usize {

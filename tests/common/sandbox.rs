@@ -1,5 +1,4 @@
 //! Runs the real program in a temporary folder.
-#![allow(dead_code)] // each test binary uses its own part of this
 
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -7,10 +6,20 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Flags that generate an image quickly.
 pub const QUICK: [&str; 8] = ["--width", "64", "--height", "64", "--steps", "1", "--precision", "f32"];
+
+/// The program: cargo says where it is, and it is two folders above the test that runs by itself.
+pub fn program() -> &'static str {
+    static PATH: LazyLock<String> = LazyLock::new(|| {
+        let beside = || std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("kiln").to_str().unwrap().to_owned();
+        std::env::var("CARGO_BIN_EXE_kiln").unwrap_or_else(|_| beside())
+    });
+    &PATH
+}
 
 /// A temporary folder that is current folder and home of the program.
 pub struct Sandbox(pub PathBuf);
@@ -33,7 +42,7 @@ impl Sandbox {
 
     /// The program, isolated from the models of this machine. The default model is the tiny one.
     pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
-        let mut command = self.wrapped(env!("CARGO_BIN_EXE_kiln"));
+        let mut command = self.wrapped(program());
         command.args(args);
         command
     }
@@ -65,7 +74,7 @@ impl Sandbox {
     /// The program under a limit that a shell sets with `ulimit`.
     pub fn limited<S: AsRef<OsStr>>(&self, limit: &str, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.wrapped("sh");
-        command.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_kiln")]).args(args);
+        command.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\""), program()]).args(args);
         command
     }
 
@@ -86,6 +95,14 @@ impl Sandbox {
 
     pub fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
+    }
+
+    /// Writes a PNG.
+    pub fn write_png(&self, name: &str, width: u32, height: u32, pixel: impl Fn(u32, u32) -> [u8; 3]) {
+        let mut encoder = png::Encoder::new(fs::File::create(self.path(name)).unwrap(), width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        let pixels: Vec<u8> = (0..width * height).flat_map(|i| pixel(i % width, i / width)).collect();
+        encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
     }
 
     /// The names of the files and folders in it.
@@ -146,8 +163,11 @@ pub struct Png {
 
 impl Png {
     pub fn read(path: &Path) -> Self {
-        let file = std::io::BufReader::new(fs::File::open(path).unwrap());
-        let mut reader = png::Decoder::new(file).read_info().unwrap();
+        Self::decode(&fs::read(path).unwrap())
+    }
+
+    pub fn decode(file: &[u8]) -> Self {
+        let mut reader = png::Decoder::new(std::io::Cursor::new(file)).read_info().unwrap();
         let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
         let frame = reader.next_frame(&mut pixels).unwrap();
         let chunks = reader.info().utf8_text.iter();

@@ -49,11 +49,3 @@ fn compress(state: &mut [u32; 8], block: &[u8; 64], constants: &[u32; 64]) {
     }
     state.iter_mut().zip([a, b, c, d, e, f, g, h]).for_each(|(word, new)| *word = word.wrapping_add(new));
 }
-
-#[test]
-fn digests_are_those_of_the_standard() {
-    assert_eq!(hex(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-    assert_eq!(hex(b""), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-    let long = "a".repeat(1_000_000);
-    assert_eq!(hex(long.as_bytes()), "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
-}

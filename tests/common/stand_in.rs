@@ -2,8 +2,8 @@
 //! tracks the order of copies and kernels, and can make any call fail.
 
 use crate::order::Order;
-use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
 use kiln::error::{Error, Result};
+use kiln::internals::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream};
 use std::alloc::Layout as Block;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;

@@ -2,14 +2,14 @@
 
 use super::modes::hashed;
 use super::{Goldens, Make, fixture, relative_l2};
-use kiln::backend::{Backend, Plan};
-use kiln::checkpoint::Weights;
-use kiln::config::VaeConfig;
-use kiln::model::{Loader, Vae, vae_manifest};
-use kiln::part::Part;
-use kiln::sequence::Grid;
-use kiln::tensor::{Arena, DType, Precision, Region, Tensor};
-use kiln::tiny;
+use kiln::internals::backend::{Backend, Plan};
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::config::VaeConfig;
+use kiln::internals::model::{Loader, Vae, vae_manifest};
+use kiln::internals::part::Part;
+use kiln::internals::sequence::Grid;
+use kiln::internals::tensor::{Arena, DType, Precision, Region, Tensor};
+use kiln::internals::tiny;
 use std::collections::BTreeMap;
 
 #[derive(serde::Deserialize)]

@@ -1,11 +1,10 @@
 //! A backend that forwards everything to another one, in most tests the CPU backend, with hooks to observe or change results after
 //! each op.
-#![allow(dead_code)] // each test binary uses its own part of this
 
-use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, GemmFormats, Op, Role, StepKey};
 use kiln::error::Result;
-use kiln::tensor::{Tensor, WeightPart};
+use kiln::internals::backend::cpu::Cpu;
+use kiln::internals::backend::{Backend, GemmFormats, Op, Role, StepKey};
+use kiln::internals::tensor::{Tensor, WeightPart};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -6,9 +6,9 @@
 
 use crate::available;
 use crate::driver::Gpu;
-use crate::ops::outputs::{Recorded, all_pairs, record, results};
 use crate::runner::Runner;
-use kiln::backend::cuda::Kernel;
+use common::ops::outputs::{Recorded, all_pairs, record, results};
+use kiln::internals::backend::cuda::Kernel;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 

@@ -2,7 +2,7 @@
 //! the emulator's instructions do.
 
 use crate::available;
-use crate::random::Random;
+use common::random::Random;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
 use std::ops::RangeInclusive;
 

@@ -2,12 +2,12 @@
 
 use crate::available;
 use crate::driver::Gpu;
-use crate::ops::outputs::pairs;
-use crate::ops::{self, Case, SMALL, tiles};
-use crate::random::{Random, long};
 use crate::runner::{Runner, run_seed};
 use crate::selftest;
-use kiln::backend::cuda::{Choice, Kernel, Tile};
+use common::ops::outputs::pairs;
+use common::ops::{self, Case, SMALL, tiles};
+use common::random::{Random, long};
+use kiln::internals::backend::cuda::{Choice, Kernel, Tile};
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::{Duration, Instant};

@@ -1,10 +1,12 @@
 //! A CUDA driver whose device is the emulator: device memory is host memory, and kernels run on the CPU.
 //!
-//! What is queued is done in the order of the calls, which is one of the orders that streams and events allow; `tests/runtime.rs` checks
+//! What is queued is done in the order of the calls, which is one of the orders that streams and events allow; `tests/engine/runtime.rs` checks
 //! that events order everything that has to be ordered. A kernel with programmatic dependent launch overlaps with the one before it.
 
-use kiln::backend::cuda::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
 use kiln::error::{Error, Result};
+use kiln::internals::backend::cuda::driver::{
+    DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle,
+};
 use kiln_emulator::{self as emulator, DeviceMemory, Entry, TensorMap};
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};

@@ -4,10 +4,10 @@ use crate::available;
 use crate::driver::{Emulated, Gpu};
 use crate::planted::FOUND_BY_ITS_SUMS;
 use crate::runner::cuda_with;
-use kiln::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
-use kiln::backend::{Backend, Fp8Accumulate, Gemm, Linear, Op, Role};
 use kiln::error::Error;
-use kiln::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Stored, Tensor, WeightPart};
+use kiln::internals::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
+use kiln::internals::backend::{Backend, Fp8Accumulate, Gemm, Linear, Op, Role};
+use kiln::internals::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Stored, Tensor, WeightPart};
 use std::sync::Arc;
 
 const ROWS: usize = 16;

@@ -2,10 +2,10 @@
 
 use crate::available;
 use crate::driver::{Emulated, Gpu, Sabotage};
-use crate::ops::cases;
 use crate::runner::Runner;
-use kiln::backend::cuda::driver::{Driver, Launch, MapSpec, Swizzle};
-use kiln::backend::cuda::{Choice, Tile};
+use common::ops::cases;
+use kiln::internals::backend::cuda::driver::{Driver, Launch, MapSpec, Swizzle};
+use kiln::internals::backend::cuda::{Choice, Tile};
 
 /// A GEMM that the host may get wrong.
 struct Target {

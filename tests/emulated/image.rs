@@ -1,19 +1,19 @@
 //! The tiny model makes an image on an emulated GPU.
 
 use crate::available;
-use crate::common::dev::model_with;
-use crate::common::merging::backend_merges_as_the_host;
-use crate::common::{cpu, run, short_engine, short_model, small_job};
 use crate::driver::{Emulated, Gpu};
-use crate::random::long;
 use crate::runner::{cuda_with, run_seed};
-use kiln::backend::cuda::Cuda;
-use kiln::backend::{Backend, Lockstep};
-use kiln::config::{Conventions, Variant};
-use kiln::pipeline::{Engine, Job, LoadOptions};
+use common::dev::model_with;
+use common::merging::backend_merges_as_the_host;
+use common::random::long;
+use common::{cpu, run, short_engine, short_model, small_job};
+use kiln::internals::backend::cuda::Cuda;
+use kiln::internals::backend::{Backend, Lockstep};
+use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::pipeline::{Engine, Job, LoadOptions};
+use kiln::internals::tokenizer::Padding;
 use kiln::progress::Silent;
-use kiln::quantise::calibrate::{Calibration, calibrate};
-use kiln::tokenizer::Padding;
+use kiln::quantize::calibrate::{Calibration, calibrate};
 use std::rc::Rc;
 
 const OPTIONS: LoadOptions = LoadOptions::DEFAULT;

@@ -2,9 +2,9 @@
 //! an end.
 
 use crate::available;
-use crate::ops::formats::Codes;
-use crate::random::Random;
-use kiln::tensor::DType;
+use common::ops::formats::Codes;
+use common::random::Random;
+use kiln::internals::tensor::DType;
 use kiln_emulator::{DeviceMemory, Launch, TensorMap, entry, finish, launch, set_time_limit, tensor_map};
 use std::ops::Range;
 use std::process::Command;

@@ -3,7 +3,7 @@
 
 use crate::available;
 use crate::policies::abi::{KL_SWIGLU, KlGemmPart, KlGemmRows, KlGemmSm90, KlGemmStream, KlMat};
-use kiln::tensor::nvfp4;
+use kiln::internals::tensor::nvfp4;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
 use std::collections::BTreeSet;
 use std::mem::offset_of;

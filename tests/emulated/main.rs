@@ -9,14 +9,6 @@
 
 #![allow(clippy::print_stdout)] // seeds, figures and why a test was skipped, with --nocapture
 
-#[path = "../common/mod.rs"]
-mod common;
-#[path = "../common/ops/mod.rs"]
-#[allow(dead_code)] // cases run one by one here
-mod ops;
-#[path = "../common/random.rs"]
-mod random;
-
 mod agreement;
 mod block_scaled;
 mod cases;

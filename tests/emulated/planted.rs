@@ -2,9 +2,9 @@
 
 use crate::available;
 use crate::driver::Gpu;
-use crate::ops::cases;
 use crate::runner::Runner;
-use kiln::backend::cuda::{Choice, Tile};
+use common::ops::cases;
+use kiln::internals::backend::cuda::{Choice, Tile};
 use kiln_emulator::planted;
 
 /// Seeds that are tried until a bug is found: some show only in a certain order of events.

@@ -6,8 +6,8 @@
 pub mod abi;
 
 use crate::available;
-use crate::random::Random;
 use abi::{KlGemmPart, KlGemmRows, KlGemmSm90, KlGemmStream, KlTileSchedule};
+use common::random::Random;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
 use std::mem::offset_of;
 

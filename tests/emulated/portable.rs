@@ -2,16 +2,16 @@
 //! and by the kernels of compute capability 12.x.
 
 use crate::available;
-use crate::common::{cpu, run, small_job};
 use crate::driver::{Emulated, Gpu};
-use crate::random::long;
 use crate::runner::{cuda_with, run_seed};
-use kiln::backend::{Backend, Lockstep};
+use common::random::long;
+use common::{cpu, run, small_job};
+use kiln::internals::backend::{Backend, Lockstep};
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use kiln::internals::tensor::quantise::QuantisedFormat;
+use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 use kiln::locate::{LocateRequest, locate};
-use kiln::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use kiln::progress::Silent;
-use kiln::tensor::quantise::QuantisedFormat;
-use kiln::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 

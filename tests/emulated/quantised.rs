@@ -4,11 +4,11 @@
 use crate::available;
 use crate::driver::{Emulated, Gpu};
 use crate::runner::cuda_with;
-use kiln::backend::cpu::Cpu;
-use kiln::backend::cuda::Cuda;
-use kiln::backend::{Backend, Gemm, KvSegment, Linear, Modulated, Op, Role, Softmax, StepKey, Weight};
 use kiln::error::{Error, Result};
-use kiln::tensor::{
+use kiln::internals::backend::cpu::Cpu;
+use kiln::internals::backend::cuda::Cuda;
+use kiln::internals::backend::{Backend, Gemm, KvSegment, Linear, Modulated, Op, Role, Softmax, StepKey, Weight};
+use kiln::internals::tensor::{
     Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart, nvfp4, quantise,
 };
 use std::sync::Arc;

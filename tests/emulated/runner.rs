@@ -1,16 +1,15 @@
 //! Runs op cases on an emulated GPU, each with a seed that a failure prints.
 
-use crate::common::fnv::fnv1a;
 use crate::driver::{Emulated, Gpu};
-use crate::ops::{self, Case, Weights};
-use crate::random::Random;
-use kiln::backend::cuda::{Choice, Cuda};
+use common::fnv::fnv1a;
+use common::ops::{self, Case, Weights};
+use common::random::{Random, seed};
 use kiln::error::Result;
+use kiln::internals::backend::cuda::{Choice, Cuda};
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Room for the weights of small cases.
 const WEIGHT_BYTES: u64 = 32 << 20;
@@ -18,10 +17,7 @@ const WEIGHT_BYTES: u64 = 32 << 20;
 /// The seed of this run: `KILN_TEST_SEED`, or a new one.
 pub fn run_seed() -> u64 {
     static SEED: OnceLock<u64> = OnceLock::new();
-    *SEED.get_or_init(|| match std::env::var("KILN_TEST_SEED") {
-        Ok(text) => text.parse().expect("KILN_TEST_SEED is a number"),
-        Err(_) => SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64 % 1_000_000_000,
-    })
+    *SEED.get_or_init(|| seed(true))
 }
 
 /// The CUDA backend on an emulated GPU. `bug` is a module that has kernels with a planted bug.

@@ -2,14 +2,14 @@
 
 use crate::available;
 use crate::driver::{Emulated, Gpu, Sabotage};
-use crate::random::long;
 use crate::runner::cuda_with;
-use kiln::backend::cuda::Cuda;
-use kiln::backend::cuda::driver::{MapSpec, Swizzle};
-use kiln::cli::args::SelftestArgs;
-use kiln::cli::selftest_on;
+use common::random::long;
 use kiln::error::Error;
+use kiln::internals::backend::cuda::Cuda;
+use kiln::internals::backend::cuda::driver::{MapSpec, Swizzle};
 use kiln::selftest::{self, Extent, Gate, Key, Line, Outcome, Records, Shape, Size, Verdict, gate};
+use kiln_program::cli::args::SelftestArgs;
+use kiln_program::cli::selftest::test as selftest_on;
 use std::path::PathBuf;
 
 /// As much as an emulator computes in a second.

@@ -1,9 +1,9 @@
 //! Commands that only the `run` script of `tools/gpu_bundle` uses: planted bugs, a GPU with little free memory, a NaN in a weight.
 
-use kiln::backend::cuda::System;
-use kiln::backend::cuda::driver::{Driver, Launch};
-use kiln::checkpoint::Shard;
 use kiln::error::{Error, Result};
+use kiln::internals::backend::cuda::System;
+use kiln::internals::backend::cuda::driver::{Driver, Launch};
+use kiln::internals::checkpoint::Shard;
 use std::path::Path;
 use std::thread;
 use std::time::Duration;

@@ -1,12 +1,14 @@
 //! The kernels of compute capability 12.x on another GPU: `tools/gpu_bundle` compiles them with `KL_EMULATE`, which replaces block-scaled
 //! MMAs and conversions to e2m1 by software and leaves TMA, mbarriers, ldmatrix and everything else to the hardware.
 
-use kiln::backend::cuda::driver::{DeviceInfo, Driver};
-use kiln::backend::cuda::{self, Choice, Cuda, System, Tile};
-use kiln::backend::{Backend, Gemm, Linear, Op, Role};
 use kiln::error::Error;
-use kiln::tensor::nvfp4::{self, scale_offset, tiles_along};
-use kiln::tensor::{Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart};
+use kiln::internals::backend::cuda::driver::{DeviceInfo, Driver};
+use kiln::internals::backend::cuda::{self, Choice, Cuda, System, Tile};
+use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role};
+use kiln::internals::tensor::nvfp4::{self, scale_offset, tiles_along};
+use kiln::internals::tensor::{
+    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart,
+};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;

@@ -1,9 +1,9 @@
 //! Tensors so large that 32-bit offsets wrap around: the last rows of the whole must equal the same rows computed alone, bit for bit.
 
 use super::cuda;
-use kiln::backend::cuda::{Choice, Cuda};
-use kiln::backend::{Backend, Conv, Gemm, GroupNorm, KvSegment, Linear, Modulated, Op, Role, Sampling, Softmax};
-use kiln::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
+use kiln::internals::backend::cuda::{Choice, Cuda};
+use kiln::internals::backend::{Backend, Conv, Gemm, GroupNorm, KvSegment, Linear, Modulated, Op, Role, Sampling, Softmax};
+use kiln::internals::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 

@@ -18,28 +18,23 @@
 //! GPUs have in software, all tests run as on such a GPU.
 #![allow(clippy::print_stdout)]
 
-#[path = "../common/mod.rs"]
-mod common;
-#[path = "../common/ops/mod.rs"]
-mod ops;
-
 mod bundle;
 mod emulated;
 mod large;
 
-use common::{Make, cases, cpu, dev, engine_on, goldens, merging, modes, run, saving_memory_changes_nothing, tiling};
-use kiln::backend::cuda::{self, Choice, Cuda, Tile};
-use kiln::backend::{Backend, Lockstep};
-use kiln::config::Variant;
+use common::ops::tiles;
+use common::{Make, cases, cpu, dev, engine_on, goldens, merging, modes, ops, run, saving_memory_changes_nothing, tiling};
 use kiln::error::Error;
+use kiln::internals::backend::cuda::{self, Choice, Cuda, Tile};
+use kiln::internals::backend::{Backend, Lockstep};
+use kiln::internals::config::Variant;
+use kiln::internals::pipeline::{GeneratedImage, Job, OpenModel};
+use kiln::internals::sequence::Pixels;
+use kiln::internals::tensor::Precision;
 use kiln::locate::Found;
-use kiln::pipeline::{GeneratedImage, Job, OpenModel};
 use kiln::progress::Silent;
-use kiln::quantise::calibrate::{Calibration, calibrate};
+use kiln::quantize::calibrate::{Calibration, calibrate};
 use kiln::selftest::{self, Extent, Outcome};
-use kiln::sequence::Pixels;
-use kiln::tensor::Precision;
-use ops::tiles;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;

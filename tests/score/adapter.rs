@@ -7,7 +7,7 @@ use crate::report::{Share, line, save_grid};
 use crate::settings::number;
 use crate::world::{MOON, Prompt, held_out_pair};
 use crate::{fixture, moons};
-use kiln::adapter::{Adapter, Adapters};
+use kiln::internals::adapter::{Adapter, Adapters};
 use std::sync::Arc;
 
 /// So many of a list, spread evenly over it.

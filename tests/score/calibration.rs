@@ -1,19 +1,19 @@
 //! Calibration: what the linear layers of the transformer's blocks take as input, observed while a model draws.
 
-use crate::common::cpu;
-use crate::common::fnv::fnv1a;
-use crate::common::wrapped::Wrapped;
 use crate::engine::Model;
 use crate::fixture;
 use crate::render::render;
-use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, Linear, Op};
-use kiln::checkpoint::Weights;
-use kiln::config::TransformerConfig;
+use common::cpu;
+use common::fnv::fnv1a;
+use common::wrapped::Wrapped;
 use kiln::error::Result;
-use kiln::model::transformer_manifest;
-use kiln::names::TensorSpec;
-use kiln::tensor::Tensor;
+use kiln::internals::backend::cpu::Cpu;
+use kiln::internals::backend::{Backend, Linear, Op};
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::config::TransformerConfig;
+use kiln::internals::model::transformer_manifest;
+use kiln::internals::names::TensorSpec;
+use kiln::internals::tensor::Tensor;
 use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};

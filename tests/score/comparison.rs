@@ -1,19 +1,19 @@
 //! The score in FP8 and in NVFP4 against that in bf16.
 
 use crate::calibration::{block_linears, layer_name, values};
-use crate::common::quantised::{Change, Content};
-use crate::common::relative_l2;
 use crate::engine::{Format, Model, files_of, model_folder};
 use crate::fixture;
 use crate::full::{Score, Source, limit};
 use crate::quantised::{QuantisedFiles, WeightFormat, open};
 use crate::report::{COLUMNS, Share, line};
 use crate::settings::number;
-use kiln::backend::GemmFormats;
+use common::quantised::{Change, Content};
+use common::relative_l2;
+use kiln::internals::backend::GemmFormats;
+use kiln::internals::pipeline::{LoadOptions, OpenModel};
+use kiln::internals::tensor::nvfp4::BLOCK;
+use kiln::internals::tensor::{DType, Nvfp4Layout, PartScaling, Scales, Stored};
 use kiln::locate::Found;
-use kiln::pipeline::{LoadOptions, OpenModel};
-use kiln::tensor::nvfp4::BLOCK;
-use kiln::tensor::{DType, Nvfp4Layout, PartScaling, Scales, Stored};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// By how many points a column may differ from the one in bf16.

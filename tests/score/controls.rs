@@ -3,10 +3,10 @@
 use crate::edits::{EditVerdict, Task};
 use crate::fixture;
 use crate::judge::{Verdict, judge};
-use crate::random::long;
 use crate::render::{Image, render};
 use crate::report::{Share, by_kind, line, tally, tally_edits};
 use crate::world::{Edit, Object, Prompt, SIDE, Scene};
+use common::random::long;
 use rayon::prelude::*;
 
 /// Every fourth prompt, or what belongs to it, in a short run: each number of objects keeps its share.

@@ -1,24 +1,24 @@
 //! Generates images through the library.
 
-use crate::common::cpu;
-use crate::common::quantised::Content;
 use crate::quantised::{QuantisedFiles, WeightFormat};
 use crate::render::Image;
 use crate::settings::choice;
 use crate::world::SIDE;
-use kiln::adapter::{Adapter, AdapterMode, Adapters};
-use kiln::backend::cuda::Cuda;
-use kiln::backend::{Backend, Fp8Accumulate, GemmFormats};
-use kiln::config::Variant;
+use common::cpu;
+use common::quantised::Content;
+use kiln::internals::adapter::{Adapter, AdapterMode, Adapters};
+use kiln::internals::backend::cuda::Cuda;
+use kiln::internals::backend::{Backend, Fp8Accumulate, GemmFormats};
+use kiln::internals::config::Variant;
+use kiln::internals::model::{AttentionFormat, Nvfp4Math};
+use kiln::internals::noise::NoiseKind;
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
+use kiln::internals::sequence::Pixels;
+use kiln::internals::tensor::Precision;
+use kiln::internals::tensor::quantise::QuantisedFormat;
+use kiln::internals::tokenizer::Padding;
 use kiln::locate::{Found, LocateRequest, ModelFiles, locate};
-use kiln::model::{AttentionFormat, Nvfp4Math};
-use kiln::noise::NoiseKind;
-use kiln::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::progress::Silent;
-use kiln::sequence::Pixels;
-use kiln::tensor::Precision;
-use kiln::tensor::quantise::QuantisedFormat;
-use kiln::tokenizer::Padding;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -281,7 +281,7 @@ impl Model {
             adapters: self.adapters.clone(),
         };
         let mut made = None;
-        let mut keep = |output: kiln::pipeline::GeneratedImage| {
+        let mut keep = |output: kiln::internals::pipeline::GeneratedImage| {
             self.saturated += output.saturated;
             made = Some((Image::from_bytes(&output.image.pixels), output.record.unwrap().references));
             Ok(())

@@ -3,12 +3,12 @@
 use crate::edits::{EditVerdict, Task};
 use crate::engine::{Format, Model, root};
 use crate::judge::{Verdict, judge};
-use crate::random::long;
 use crate::render::{Image, render};
 use crate::report::{COLUMNS, GOALS, MUSTS, Share, by_kind, line, save_grid, table, tally, tally_edits};
 use crate::settings::number;
 use crate::world::{Edit, Fixture, Prompt};
 use crate::{fixture, read_images};
+use common::random::long;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

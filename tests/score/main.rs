@@ -6,8 +6,6 @@
 
 mod adapter;
 mod calibration;
-#[path = "../common/mod.rs"]
-mod common;
 mod comparison;
 mod controls;
 mod edits;
@@ -16,13 +14,9 @@ mod fixture;
 mod full;
 mod judge;
 mod quantised;
-#[path = "../common/random.rs"]
-mod random;
 mod regions;
 mod render;
 mod report;
-#[path = "../common/sandbox.rs"]
-mod sandbox;
 mod settings;
 mod wording;
 mod world;
@@ -48,7 +42,7 @@ fn read_fixture(name: &str) -> Fixture {
 
 /// Reads a PNG as a grid of images, row by row.
 fn read_images(path: &Path) -> Vec<Image> {
-    let file = kiln::reference::DecodedReference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let file = kiln::internals::reference::DecodedReference::open(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     let image = file.image();
     assert!(
         image.width.is_multiple_of(SIDE) && image.height.is_multiple_of(SIDE),

@@ -2,16 +2,16 @@
 //! quantised weights and a static scale of their inputs, everything else in bf16.
 
 use crate::calibration::{Largest, block_linears, calibrate, layer_name, values};
-use crate::common::quantised::{Content, Form, Layer, Plain};
 use crate::engine::{files_of, model_folder};
-use crate::sandbox::Sandbox;
-use kiln::checkpoint::Weights;
+use common::quantised::{Content, Form, Layer, Plain};
+use common::sandbox::Sandbox;
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::names::TensorSpec;
+use kiln::internals::part::Part;
+use kiln::internals::tensor::DType;
+use kiln::internals::tensor::minifloat::to_e4m3;
+use kiln::internals::tensor::nvfp4::{BLOCK, encode_block};
 use kiln::locate::{Found, ModelFiles};
-use kiln::names::TensorSpec;
-use kiln::part::Part;
-use kiln::tensor::DType;
-use kiln::tensor::minifloat::to_e4m3;
-use kiln::tensor::nvfp4::{BLOCK, encode_block};
 use safetensors::tensor::Dtype;
 use std::sync::LazyLock;
 

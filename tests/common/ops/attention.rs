@@ -4,9 +4,9 @@
 use super::cases::{BF16, Table};
 use super::oracle::{self, Rounding};
 use super::{Check, Expected, Mat, Operand, Rig, fp8_sums, stored};
-use kiln::backend::{KvSegment, Op, Softmax};
-use kiln::tensor::DType::{Bf16, E4m3};
-use kiln::tensor::{Scale, Stored, Tensor};
+use kiln::internals::backend::{KvSegment, Op, Softmax};
+use kiln::internals::tensor::DType::{Bf16, E4m3};
+use kiln::internals::tensor::{Scale, Stored, Tensor};
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 

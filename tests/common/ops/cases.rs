@@ -5,9 +5,9 @@
 use super::attention::{self, Heads, Scores, attend};
 use super::convolutions::{self, Beside};
 use super::{Case, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, low_rank_gemms, nvfp4_gemms, quantised, want};
-use kiln::backend::{GroupNorm, LatentStats, Modulated, Op, RopeStyle, Sampling, Seam};
-use kiln::tensor::DType::{self, Bf16, F16, F32, U8};
-use kiln::tensor::Stored;
+use kiln::internals::backend::{GroupNorm, LatentStats, Modulated, Op, RopeStyle, Sampling, Seam};
+use kiln::internals::tensor::DType::{self, Bf16, F16, F32, U8};
+use kiln::internals::tensor::Stored;
 
 pub const EPS: f32 = 1e-6;
 

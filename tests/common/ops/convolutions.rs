@@ -4,9 +4,9 @@
 use super::cases::{EPS, Table};
 use super::oracle::{self, Filter};
 use super::{Check, Expected, stored};
-use kiln::backend::{Conv, GroupNorm, Linear, Op, Role, Sampling, Shortcut};
-use kiln::tensor::DType::{Bf16, F32};
-use kiln::tensor::Stored;
+use kiln::internals::backend::{Conv, GroupNorm, Linear, Op, Role, Sampling, Shortcut};
+use kiln::internals::tensor::DType::{Bf16, F32};
+use kiln::internals::tensor::Stored;
 
 /// What is added to the result.
 #[derive(Clone, Copy, Debug, PartialEq)]

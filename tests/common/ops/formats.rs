@@ -1,7 +1,7 @@
 //! The formats of eight and four bits as their specifications define them, in f64 and by search: the nearest of all values, ties
 //! to the even code, out of range to the largest. Nothing here is shared with the backends.
 
-use kiln::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale, Scales, Stored, WeightPart};
+use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale, Scales, Stored, WeightPart};
 use std::sync::{Arc, LazyLock};
 
 /// Columns that share a scale in NVFP4.

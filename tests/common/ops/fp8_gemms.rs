@@ -6,9 +6,9 @@ use super::cases::{Table, Variants};
 use super::formats::Filed;
 use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results, with_low_rank};
 use super::{Fit, Mat, Rig, Sums, want};
-use kiln::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
-use kiln::tensor::DType::{Bf16, E2m1, E4m3};
-use kiln::tensor::{Scale, Stored};
+use kiln::internals::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
+use kiln::internals::tensor::DType::{Bf16, E2m1, E4m3};
+use kiln::internals::tensor::{Scale, Stored};
 
 /// Tensor cores take aligned operands, and inputs of bf16 if not of e4m3.
 pub const ALIGNED: Variants = &[(Bf16, Fit::Whole)];

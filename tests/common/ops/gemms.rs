@@ -4,9 +4,9 @@ use super::cases::{EPS, Table, WEIGHT_TYPES};
 use super::formats::Filed;
 use super::oracle::{Filter, Heads};
 use super::{Check, Operand, SMALL, want};
-use kiln::backend::{Conv, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling};
-use kiln::tensor::DType::{self, Bf16, E4m3, E5m2, F32};
-use kiln::tensor::{Nvfp4Layout, Stored};
+use kiln::internals::backend::{Conv, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling};
+use kiln::internals::tensor::DType::{self, Bf16, E4m3, E5m2, F32};
+use kiln::internals::tensor::{Nvfp4Layout, Stored};
 
 fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
     Linear::new(weight.t, bias.map(|b| b.t))

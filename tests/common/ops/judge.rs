@@ -2,7 +2,7 @@
 
 use super::formats::{self, BLOCK, Codes, Quantised};
 use super::stored;
-use kiln::tensor::{DType, Scales, Stored, Tensor};
+use kiln::internals::tensor::{DType, Scales, Stored, Tensor};
 
 /// Added to every limit, because naive arithmetic may be exact by chance.
 const FLOOR: f64 = 1e-6;

@@ -5,7 +5,7 @@ use super::Sums;
 use super::cases::Table;
 use super::fp8_gemms::{ALIGNED, Kind, gate_residual, linear, qkv, swiglu, two_streams};
 use super::quantised::{FP8, FP8_ROWS, Fused, NVFP4, PLAIN, inputs, results};
-use kiln::tensor::{Scale, Stored};
+use kiln::internals::tensor::{Scale, Stored};
 
 /// All cases.
 pub fn all(table: &mut Table) {

@@ -1,8 +1,8 @@
 //! Weights that do not fill their rows or lack scales: every backend refuses them.
 
-use kiln::backend::{Backend, Role};
 use kiln::error::Error;
-use kiln::tensor::{Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, WeightPart};
+use kiln::internals::backend::{Backend, Role};
+use kiln::internals::tensor::{Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, WeightPart};
 use std::sync::Arc;
 
 /// Checks that a backend takes whole parts and refuses incomplete ones, when it expands them to bf16.

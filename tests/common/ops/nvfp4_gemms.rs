@@ -6,7 +6,7 @@ use super::cases::Table;
 use super::formats::Filed;
 use super::fp8_gemms::{ALIGNED, Kind, gate_residual, linear, qkv, swiglu, two_streams};
 use super::quantised::{FP8, FP8_ROWS, Fused, NVFP4, PLAIN, inputs, results};
-use kiln::tensor::{Nvfp4Layout, Scale, Stored};
+use kiln::internals::tensor::{Nvfp4Layout, Scale, Stored};
 
 /// All cases.
 pub fn all(table: &mut Table) {

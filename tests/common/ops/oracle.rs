@@ -4,7 +4,7 @@
 
 use super::Mat;
 use super::fp8_sums::STEP;
-use kiln::backend::{RopeStyle, Sampling, Seam};
+use kiln::internals::backend::{RopeStyle, Sampling, Seam};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Range, Sub};
 

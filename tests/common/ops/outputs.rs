@@ -2,7 +2,7 @@
 
 use super::{Case, Weights, cases, is_within, tiles};
 use half::bf16;
-use kiln::backend::cuda::{Choice, Cuda};
+use kiln::internals::backend::cuda::{Choice, Cuda};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;

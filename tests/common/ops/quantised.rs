@@ -7,9 +7,9 @@ use super::cases::{ALL, EPS, TWO, Table, two_layer_norms};
 use super::formats::Filed;
 use super::oracle;
 use super::{Case, Check, Mat, Operand, Rig, Sums, want};
-use kiln::backend::{GatedGemm, Gemm, Linear, LowRank, Op, Projection, QkNorm, Role, Rope, RopeStyle};
-use kiln::tensor::DType::{Bf16, E4m3, E5m2, F32};
-use kiln::tensor::{Nvfp4Layout, Scale, Stored};
+use kiln::internals::backend::{GatedGemm, Gemm, Linear, LowRank, Op, Projection, QkNorm, Role, Rope, RopeStyle};
+use kiln::internals::tensor::DType::{Bf16, E4m3, E5m2, F32};
+use kiln::internals::tensor::{Nvfp4Layout, Scale, Stored};
 use std::ops::Range;
 
 pub const NVFP4: Filed = Filed::Nvfp4(Nvfp4Layout::COMFY);

@@ -1,6 +1,6 @@
 //! Which kernels a case can be run with: matrix ops have several, and tests run them with each that makes a difference.
 
-use kiln::backend::cuda::{Choice, GemmOperands, Tile};
+use kiln::internals::backend::cuda::{Choice, GemmOperands, Tile};
 
 /// Attention has no tiles to choose from, but kernels of its own for some GPUs.
 pub fn is_attention(name: &str) -> bool {

@@ -4,17 +4,17 @@
 use super::super::wrapped::Wrapped;
 use super::super::{Case, Goldens, cases, cpu, relative_l2, run, unit_image};
 use super::{Content, Form, RECORDED, RecordedCase, RecordedModel, engine, model, weights};
-use kiln::backend::cpu::Cpu;
-use kiln::backend::{Backend, GemmFormats, Op};
-use kiln::config::{Conventions, HEAD_DIM};
-use kiln::dump::Record;
-use kiln::model::AttentionFormat;
-use kiln::noise::CHANNELS;
-use kiln::part::Part;
-use kiln::pipeline::{Engine, Job, LoadOptions};
-use kiln::sampler::Schedule;
-use kiln::tensor::minifloat::{e4m3, to_e4m3};
-use kiln::tensor::{Precision, Tensor};
+use kiln::internals::backend::cpu::Cpu;
+use kiln::internals::backend::{Backend, GemmFormats, Op};
+use kiln::internals::config::{Conventions, HEAD_DIM};
+use kiln::internals::dump::Record;
+use kiln::internals::model::AttentionFormat;
+use kiln::internals::noise::CHANNELS;
+use kiln::internals::part::Part;
+use kiln::internals::pipeline::{Engine, Job, LoadOptions};
+use kiln::internals::sampler::Schedule;
+use kiln::internals::tensor::minifloat::{e4m3, to_e4m3};
+use kiln::internals::tensor::{Precision, Tensor};
 use std::f32::consts::LOG2_E;
 
 /// Makes a backend that has these quantised GEMMs and no others.

@@ -183,8 +183,10 @@ pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::device::Weight;
-    use kiln::{Arena, DType, LayerFormat, PartFormat, Region};
+    use kiln::DType;
+    use kiln::internals::backend::Weight;
+    use kiln::internals::model::{LayerFormat, PartFormat};
+    use kiln::internals::tensor::{Arena, Region};
 
     #[test]
     fn expanded_weights_are_noted_with_both_sizes() {

@@ -1,0 +1,18 @@
+//! The program: its arguments, what it prints and writes, what it refuses, and how it ends.
+
+mod arguments;
+mod bad_input;
+mod bench;
+mod comfy;
+mod completions;
+mod doctor;
+mod edits;
+mod exit_codes;
+mod generate;
+mod guard;
+mod layer_formats;
+mod lora;
+mod output;
+mod process;
+mod quantize;
+mod run;

@@ -1,0 +1,492 @@
+//! Every op of a backend against a naive f64 loop: [`cases`] is the table, [`oracle`] has the loops, and this file has the rig
+//! that places operands, runs a case and checks its results. It works on any `&mut dyn Backend`.
+//!
+//! A result has to satisfy two conditions:
+//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the same
+//!   precision, plus a floor. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
+//!   Quantised results are the oracle rounded once by the format's own rule, and each code is the one of the exact result, but
+//!   where this is so close to a tie that f32 arithmetic may take the other side.
+//!   The backend counts the values that are beyond the range of e4m3.
+//! - Every element was written (results start as NaN), and nothing else in the arena changed: padding columns of strided buffers,
+//!   gaps and inputs are read back. Padding of inputs is NaN, so that reading it shows.
+
+mod attention;
+pub mod cases;
+mod convolutions;
+pub mod formats;
+mod fp8_gemms;
+pub mod fp8_sums;
+mod gemms;
+mod judge;
+mod low_rank_gemms;
+pub mod mistakes;
+mod nvfp4_gemms;
+pub mod oracle;
+pub mod outputs;
+pub mod quantised;
+pub mod tiles;
+
+use formats::{BLOCK, Filed, NAN, Quantised};
+use half::{bf16, f16};
+pub use judge::Expected;
+use judge::{judge, judge_codes, judge_saturated};
+use kiln::internals::backend::Weight;
+use kiln::internals::backend::{Backend, Op, Role};
+use kiln::internals::tensor::{Arena, DType, Region, Scaling, Stored, Tensor, WeightPart, nvfp4};
+use oracle::Real;
+use std::collections::HashSet;
+
+/// The value of padding columns of results; exact in every dtype.
+const PADDING: f32 = 1280.0;
+/// Padding columns to the left and right of a strided operand.
+const LEFT: usize = 3;
+const RIGHT: usize = 2;
+
+/// A matrix on the host, with values that its stored format can represent.
+#[derive(Clone, Debug)]
+pub struct Mat {
+    pub rows: usize,
+    pub cols: usize,
+    pub data: Vec<f32>,
+    /// The matrices `[rank, cols]` and `[rows, rank]` whose product is added to a weight.
+    pub low_rank: Option<Box<(Mat, Mat)>>,
+}
+
+impl Mat {
+    fn new(rows: usize, cols: usize, data: Vec<f32>) -> Self {
+        Self { rows, cols, data, low_rank: None }
+    }
+
+    pub fn at<R: Real>(&self, r: usize, c: usize) -> R {
+        R::of(self.data[r * self.cols + c])
+    }
+
+    pub fn row<R: Real>(&self, r: usize) -> Vec<R> {
+        self.data[r * self.cols..(r + 1) * self.cols].iter().map(|&v| R::of(v)).collect()
+    }
+}
+
+/// A value rounded to `dtype`.
+#[inline]
+pub fn stored(value: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F32 => value,
+        DType::Bf16 => bf16::from_f32(value).to_f32(),
+        DType::F16 => f16::from_f32(value).to_f32(),
+        DType::U8 => value.clamp(0.0, 255.0).round_ties_even(),
+        DType::E4m3 | DType::E5m2 | DType::E2m1 => panic!("rounded with their scales"),
+    }
+}
+
+/// A result, and a function that computes its expectation from its format.
+pub type Check<'a> = (Tensor, Box<dyn Fn(Stored) -> Expected + 'a>);
+
+/// How naive arithmetic adds the products of a GEMM.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Sums {
+    /// One after the other, in f32.
+    F32,
+    /// As tensor cores add those of e4m3.
+    Fp8,
+}
+
+/// The expected values by an oracle function and its arguments, which may follow how naive arithmetic adds products.
+macro_rules! want {
+    ($f:ident($($arg:expr),* $(,)?)) => {
+        $crate::ops::want!($crate::ops::Sums::F32, $f($($arg),*))
+    };
+    ($sums:expr, $f:ident($($arg:expr),* $(,)?)) => {
+        Box::new(|format: kiln::internals::tensor::Stored| {
+            let exact = $crate::ops::oracle::$f::<f64>($($arg),*);
+            $crate::ops::Expected::new(format, exact, || match $sums {
+                $crate::ops::Sums::F32 => $crate::ops::oracle::$f::<f32>($($arg),*),
+                $crate::ops::Sums::Fp8 => {
+                    let values = $crate::ops::oracle::$f::<$crate::ops::fp8_sums::Fp8Sums>($($arg),*);
+                    values.into_iter().map(|value| value.0 as f32).collect()
+                }
+            })
+        })
+    };
+}
+pub(crate) use want;
+
+/// The layout of an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// Contiguous, in a buffer of its own.
+    Whole,
+    /// Strided: some columns of a wider buffer, at an odd offset and with an odd padding; of NVFP4 whole tiles of scales.
+    Slice,
+}
+
+/// One entry of the table.
+pub struct Case {
+    pub name: String,
+    /// Dtype of activations.
+    pub storage: DType,
+    pub fit: Fit,
+    pub body: Box<dyn Fn(&mut Rig<'_>)>,
+}
+
+/// A tensor and its values on the host.
+pub struct Operand {
+    pub t: Tensor,
+    pub host: Mat,
+}
+
+/// Places the operands of one case, runs its op and checks the results.
+pub struct Rig<'a> {
+    backend: &'a mut dyn Backend,
+    weights: &'a mut Arena,
+    arena: Arena,
+    storage: DType,
+    fit: Fit,
+    seed: u32,
+    /// All of the arena: the whole buffer of each operand, and its content before the op. Those of quantised operands are bytes.
+    buffers: Vec<(Tensor, Vec<f32>)>,
+    verify: bool,
+    /// The results of the op.
+    results: Vec<Vec<f32>>,
+    faults: Vec<String>,
+}
+
+impl Rig<'_> {
+    /// Values in -1..1, different for every operand.
+    fn noise(&mut self, len: usize) -> Vec<f32> {
+        self.seed += 1;
+        let mut state = self.seed.wrapping_mul(0x9e37_79b9);
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..len).map(|_| next()).collect()
+    }
+
+    fn place(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
+        let (left, right) = if self.fit == Fit::Slice { (LEFT, RIGHT) } else { (0, 0) };
+        let whole = self.arena.alloc(rows, left + cols + right, dtype).unwrap();
+        // There is no NaN in U8, so a result that was not written shows by this value.
+        let kept = |v: f32| if dtype == DType::U8 { stored(if v.is_nan() { 77.0 } else { v }, dtype) } else { v };
+        let mut held = vec![kept(padding); whole.len()];
+        for r in 0..rows {
+            (0..cols).for_each(|c| held[r * whole.cols + left + c] = kept(value(r * cols + c)));
+        }
+        self.buffers.push((whole, held));
+        whole.cols(left..left + cols)
+    }
+
+    fn operand(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, f: impl Fn(f32) -> f32) -> Operand {
+        let data: Vec<f32> = self.noise(rows * cols).into_iter().map(|v| stored(f(v), dtype)).collect();
+        let t = self.place(rows, cols, dtype, padding, |i| data[i]);
+        Operand { t, host: Mat::new(rows, cols, data) }
+    }
+
+    /// A quantised matrix: its elements and scales, or NaN. The padding is NaN as well.
+    fn place_codes(&mut self, rows: usize, cols: usize, format: Stored, data: Option<&Quantised>) -> Tensor {
+        let (left, right) = match (self.fit, format.dtype) {
+            (Fit::Whole, _) => (0, 0),
+            (Fit::Slice, DType::E2m1) => (nvfp4::TILE_COLS, 2 * nvfp4::TILE_COLS),
+            (Fit::Slice, _) => (LEFT, RIGHT),
+        };
+        let whole = self.arena.alloc_stored(rows, left + cols + right, format).unwrap();
+        let t = whole.cols(left..left + cols);
+        let first = self.buffers.len();
+        self.buffers.extend(whole.as_bytes().map(|view| (view, vec![f32::from(NAN); view.len()])));
+        if let Some(data) = data {
+            let width = t.dtype.bytes(cols);
+            let bytes = if t.dtype == DType::E2m1 { formats::pack(&data.codes, true) } else { data.codes.clone() };
+            let (view, held) = &mut self.buffers[first];
+            for (row, bytes) in bytes.chunks_exact(width).enumerate() {
+                let at = row * view.cols + (t.offset - view.offset) as usize;
+                held[at..at + width].iter_mut().zip(bytes).for_each(|(to, byte)| *to = f32::from(*byte));
+            }
+            for (place, &scale) in scale_bytes(t).zip(&data.scales) {
+                let (view, held) = &mut self.buffers[first + 1];
+                held[(place - view.offset) as usize] = f32::from(scale);
+            }
+        }
+        t
+    }
+
+    /// Input activations in this format: `f` of values in -1..1.
+    pub fn input_stored(&mut self, format: Stored, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
+        if !format.dtype.is_quantised() {
+            return self.input_as(format.dtype, rows, cols, f);
+        }
+        let values = self.noise(rows * cols).into_iter().map(|v| f64::from(f(v)));
+        let data = formats::quantise(values, format);
+        let t = self.place_codes(rows, cols, format, Some(&data));
+        Operand { t, host: Mat::new(rows, cols, formats::dequantise(&data, format)) }
+    }
+
+    /// A result in this format, NaN until written.
+    pub fn output_stored(&mut self, format: Stored, rows: usize, cols: usize) -> Tensor {
+        match format.dtype.is_quantised() {
+            true => self.place_codes(rows, cols, format, None),
+            false => self.output_as(format.dtype, rows, cols),
+        }
+    }
+
+    /// The format of activations in this case.
+    pub fn plain(&self) -> Stored {
+        Stored::plain(self.storage)
+    }
+
+    /// Input activations: `f` of values in -1..1.
+    pub fn input(&mut self, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
+        self.operand(rows, cols, self.storage, f32::NAN, f)
+    }
+
+    /// The same in another dtype.
+    pub fn input_as(&mut self, dtype: DType, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
+        self.operand(rows, cols, dtype, f32::NAN, f)
+    }
+
+    /// Activations that the op updates in place.
+    pub fn updated(&mut self, rows: usize, cols: usize) -> Operand {
+        self.updated_as(self.storage, rows, cols)
+    }
+
+    /// The same in another dtype.
+    pub fn updated_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Operand {
+        self.operand(rows, cols, dtype, PADDING, |v| 2.0 * v)
+    }
+
+    /// A result in the dtype of the case, NaN until written.
+    pub fn output(&mut self, rows: usize, cols: usize) -> Tensor {
+        self.output_as(self.storage, rows, cols)
+    }
+
+    /// The same in another dtype.
+    pub fn output_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Tensor {
+        self.place(rows, cols, dtype, PADDING, |_| f32::NAN)
+    }
+
+    /// Parts of a weight as a file stores them, and their values. Parts of a file may be at any address, so every second one is
+    /// misaligned here.
+    fn parts(&mut self, parts: &[(usize, Filed)], cols: usize, scale: f32) -> (Vec<WeightPart>, Vec<f32>) {
+        let mut values = Vec::new();
+        let store = |(i, &(rows, format)): (usize, &(usize, Filed))| {
+            let mut noise = self.noise(rows * cols);
+            noise.iter_mut().for_each(|v| *v *= scale);
+            if !matches!(format, Filed::Plain(_)) {
+                // Parts, rows and blocks of different magnitudes have different scales. A gate and its up would be multiplied to almost
+                // the same by scales that were exchanged, if SiLU was almost linear there: the first part is larger.
+                let of_part = if i % 2 == 0 { 2.0 } else { 0.25 };
+                let of_row = |row: usize| [1.0, 0.375, 0.75][row % 3];
+                let of_block = |block: usize| [1.0, 0.5, 0.125, 0.75, 0.0625][block * 7 / 3 % 5];
+                for (row, values) in noise.chunks_mut(cols).enumerate() {
+                    for (block, values) in values.chunks_mut(BLOCK).enumerate() {
+                        values.iter_mut().for_each(|v| *v *= of_part * of_row(row) * of_block(block));
+                    }
+                }
+            }
+            let (part, decoded) = format.store(&noise, cols, i % 2);
+            values.extend(decoded);
+            part
+        };
+        (parts.iter().enumerate().map(store).collect(), values)
+    }
+
+    /// A weight of dtype `to` whose rows a file stores in parts of these formats.
+    pub fn expanded(&mut self, role: Role, parts: &[(usize, Filed)], cols: usize, to: DType) -> Operand {
+        let rows = parts.iter().map(|part| part.0).sum();
+        // The scale keeps the result of a GEMM near one.
+        let scale = if role == Role::Vector { 1.0 } else { 1.5 / (cols as f32).sqrt() };
+        let (parts, values) = self.parts(parts, cols, scale);
+        let t = self.weights.alloc(rows, cols, to).unwrap();
+        self.backend.upload(t, role, &parts).unwrap();
+        // Rounding to the same dtype again changes nothing.
+        Operand { t, host: Mat::new(rows, cols, values.into_iter().map(|v| stored(v, to)).collect()) }
+    }
+
+    /// A weight of dtype `to` whose rows a file stores as `from`, in parts of so many rows.
+    pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
+        let parts: Vec<_> = parts.iter().map(|&rows| (rows, Filed::Plain(from))).collect();
+        self.expanded(role, &parts, cols, to)
+    }
+
+    /// 3x3 filters behind an upsampling by two, which a file stores in bf16.
+    pub fn up_filters(&mut self, rows: usize, channels: usize, to: DType) -> Operand {
+        // Sums of taps are larger than taps: this keeps the result near one.
+        let (parts, values) = self.parts(&[(rows, Filed::Plain(DType::Bf16))], 9 * channels, 0.5 / (channels as f32).sqrt());
+        let t = self.weights.alloc(rows, 16 * channels, to).unwrap();
+        self.backend.upload(t, Role::UpConv, &parts).unwrap();
+        Operand { t, host: Mat::new(rows, 9 * channels, values) }
+    }
+
+    /// A weight whose parts keep the formats in which a file stores them.
+    pub fn kept(&mut self, parts: &[(usize, Filed)], cols: usize) -> (Weight, Mat) {
+        let (parts, values) = self.parts(parts, cols, 1.5 / (cols as f32).sqrt());
+        let upload = |part: &WeightPart| {
+            let t = self.weights.alloc_stored(part.rows, cols, part.stored()).unwrap();
+            self.backend.upload(t, Role::Linear, std::slice::from_ref(part)).unwrap();
+            t
+        };
+        let tensors: Vec<Tensor> = parts.iter().map(upload).collect();
+        let weight = Weight::stack(&tensors).unwrap();
+        (weight, Mat::new(weight.rows(), cols, values))
+    }
+
+    /// A norm weight, bias or statistic.
+    pub fn vector(&mut self, cols: usize) -> Operand {
+        self.weight(Role::Vector, &[1], cols, DType::F32, DType::F32)
+    }
+
+    /// Runs the op and checks its results.
+    pub fn run(&mut self, op: Op<'_>, checks: &[Check<'_>]) {
+        // What is stored past the end of the last operand shows here.
+        let behind = self.arena.alloc(1, 4096, DType::F32).unwrap();
+        self.buffers.push((behind, vec![PADDING; behind.len()]));
+        self.backend.reserve(self.arena.peak()).unwrap();
+        for (t, held) in &self.buffers {
+            self.backend.write(*t, held).unwrap();
+        }
+        self.backend.take_saturated().unwrap();
+        self.backend.run(op).unwrap();
+        let saturated = self.backend.take_saturated().unwrap();
+        let mut quantised = Vec::new();
+        for (out, want) in checks {
+            let out = *out;
+            let mut got = vec![0.0; out.len()];
+            self.backend.read(out, &mut got).unwrap();
+            if self.verify {
+                let want = want(out.stored());
+                self.faults.extend(judge(out, &got, &want));
+                if out.dtype.is_quantised() {
+                    let codes = self.codes(out);
+                    self.faults.extend(judge_codes(out, &got, &codes, &want));
+                    quantised.push((out, want));
+                }
+            }
+            self.results.push(got);
+        }
+        if self.verify {
+            self.faults.extend(judge_saturated(saturated, &quantised));
+            let written: Vec<Tensor> = checks.iter().map(|c| c.0).collect();
+            self.check_surroundings(&written);
+        }
+    }
+
+    /// The elements and the block scales of a quantised result.
+    fn codes(&mut self, t: Tensor) -> Quantised {
+        let mut views = t.as_bytes().map(|view| {
+            let mut bytes = vec![0; view.len()];
+            self.backend.read_bytes(view, &mut bytes).unwrap();
+            bytes
+        });
+        let bytes = views.next().unwrap();
+        let codes = match t.dtype {
+            DType::E2m1 => bytes.iter().flat_map(|byte| [byte >> 4, byte & 15]).collect(),
+            _ => bytes,
+        };
+        let tiles = views.next();
+        // The view has the tiles along a row without the gap between rows of tiles.
+        let blocks = t.cols / BLOCK;
+        let scale = |tiles: &Vec<u8>, i: usize| tiles[formats::tiled(i / blocks, i % blocks, blocks)];
+        let scales = tiles.map_or_else(Vec::new, |tiles| (0..t.rows * blocks).map(|i| scale(&tiles, i)).collect());
+        Quantised { codes, scales }
+    }
+
+    /// Checks that nothing but the results changed.
+    fn check_surroundings(&mut self, written: &[Tensor]) {
+        // Of the tiles of block scales a result is only what belongs to blocks, not the padding.
+        let scales: HashSet<u64> = written.iter().copied().flat_map(scale_bytes).collect();
+        let elements: Vec<Tensor> = written.iter().map(|&w| Tensor { scaling: Scaling::Unscaled, ..w }).collect();
+        for (whole, before) in &self.buffers {
+            let mut after = vec![0.0; whole.len()];
+            self.backend.read(*whole, &mut after).unwrap();
+            let changed = |i: usize| before[i].to_bits() != after[i].to_bits() && !(before[i].is_nan() && after[i].is_nan());
+            let element = |i: usize| whole.rows(i / whole.cols..i / whole.cols + 1).cols(i % whole.cols..i % whole.cols + 1);
+            let expected = |e: Tensor| elements.iter().any(|w| w.overlaps(e)) || scales.contains(&e.offset);
+            if let Some(i) = (0..after.len()).filter(|&i| changed(i)).find(|&i| !expected(element(i))) {
+                let (r, c) = (i / whole.cols, i % whole.cols);
+                self.faults.push(format!("[{r}, {c}] of {whole:?} is no result and went from {} to {}", before[i], after[i]));
+            }
+        }
+    }
+}
+
+/// Where the block scales of a tensor are stored, in row-major order.
+fn scale_bytes(t: Tensor) -> impl Iterator<Item = u64> {
+    let Tensor { rows, cols, stride, .. } = t;
+    let (first, rows) = if let Scaling::Blocks16 { scales, .. } = t.scaling { (scales, rows) } else { (0, 0) };
+    let place = move |row, block| first + formats::tiled(row, block, stride / BLOCK) as u64;
+    (0..rows).flat_map(move |row| (0..cols / BLOCK).map(move |block| place(row, block)))
+}
+
+/// The weights of the cases that a backend has run so far: placed one after the other until half of the memory is used, so that
+/// few cases allocate.
+pub struct Weights {
+    arena: Arena,
+    bytes: u64,
+}
+
+impl Default for Weights {
+    /// Enough for every case.
+    fn default() -> Self {
+        Self::with_bytes(512 << 20)
+    }
+}
+
+impl Weights {
+    /// Room for cases that need no more than half of it.
+    pub fn with_bytes(bytes: u64) -> Self {
+        Self { arena: Arena::new(Region::Weights), bytes }
+    }
+
+    fn prepare(&mut self, backend: &mut dyn Backend) -> &mut Arena {
+        if self.arena.peak() == 0 || self.arena.peak() > self.bytes / 2 {
+            self.arena = Arena::new(Region::Weights);
+            backend.reserve_weights(self.bytes).unwrap();
+        }
+        &mut self.arena
+    }
+}
+
+/// Runs one case and returns its results. `verify` compares them with the oracle; failures are added to `faults`.
+pub fn run(be: &mut dyn Backend, weights: &mut Weights, case: &Case, verify: bool, faults: &mut Vec<String>) -> Vec<Vec<f32>> {
+    let weights = weights.prepare(be);
+    let mut rig = Rig {
+        backend: be,
+        weights,
+        arena: Arena::new(Region::Arena),
+        storage: case.storage,
+        fit: case.fit,
+        seed: 0,
+        buffers: Vec::new(),
+        verify,
+        results: Vec::new(),
+        faults: Vec::new(),
+    };
+    (case.body)(&mut rig);
+    faults.extend(rig.faults.iter().map(|fault| format!("{}: {fault}", case.name)));
+    rig.results
+}
+
+/// Checks the cases of the table that `wanted` selects by name.
+pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
+    check(backend, cases::all().into_iter().filter(|case| wanted(&case.name)));
+}
+
+/// Checks some cases.
+pub fn check(backend: &mut dyn Backend, cases: impl Iterator<Item = Case>) {
+    let (mut weights, mut faults, mut count) = (Weights::default(), Vec::new(), 0);
+    for case in &cases.collect::<Vec<_>>() {
+        run(backend, &mut weights, case, true, &mut faults);
+        count += 1;
+    }
+    assert!(count > 0, "no case has such a name");
+    let name = backend.name();
+    assert!(faults.is_empty(), "{} of {count} cases fail on {name}:\n{}", faults.len(), faults.join("\n"));
+}
+
+/// The largest number in the names of cases that run under compute-sanitizer, which slows kernels down a hundredfold.
+pub const SMALL: usize = 256;
+
+/// Whether no number in the name of a case is above `limit`, except for the head dimension, which is that of the model, and the
+/// length of rows, by which their kernels are selected.
+pub fn is_within(limit: usize, name: &str) -> bool {
+    let name = [" heads of ", " rows of "].iter().find_map(|of| name.split_once(of)).map_or(name, |(shape, _)| shape);
+    name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= limit)
+}

@@ -1,0 +1,129 @@
+//! Plain weights, quantised as the checkpoint writer and `--quantize` do.
+
+use super::nvfp4::{input, scales_in_rows};
+use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantised, scale, shape};
+use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes};
+use kiln::internals::tensor::quantise::{encode, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
+use kiln::internals::tensor::{DType, Scale, Scales, Stored, WeightPart};
+
+const PLAIN: [DType; 3] = [DType::Bf16, DType::F32, DType::F16];
+
+fn plain(values: &[f32], dtype: DType, rows: usize) -> WeightPart {
+    WeightPart::plain(bytes(dtype.encoded(values)), dtype, rows)
+}
+
+/// Values of many magnitudes, all of which f16 and bf16 hold.
+fn values(count: usize) -> Vec<f32> {
+    let mut state = 1_u32;
+    let value = |_| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let magnitude = (state >> 24) as f32 / 256.0 * (-((state >> 20 & 15) as f32)).exp2();
+        if state >> 19 & 1 == 0 { magnitude } else { -magnitude }
+    };
+    (0..count).map(value).collect()
+}
+
+#[test]
+fn fp8_weights_equal_those_of_other_programs() {
+    for case in &fp8_vectors().cases {
+        let ([rows, _], name) = (shape(case, "shape"), &case["name"]);
+        let part = WeightPart::plain(bytes(memory(case, "input_bf16_hex")), DType::Bf16, rows);
+        let found = fp8_scale(largest_magnitude(std::slice::from_ref(&part))).unwrap();
+        assert_eq!(found, scale(case, "weight_scale_f32"), "{name}");
+        let mut codes = vec![0xaa; part.bytes.len() / 2];
+        encode_fp8(&part, 0..rows, found, &mut codes);
+        assert_eq!(codes, memory(case, "q_from_bf16_cuda_hex"), "{name}");
+        // A range of rows has the bytes it has in the whole.
+        let (inside, row) = (1..rows - 1, codes.len() / rows);
+        let mut some = vec![0xaa; inside.len() * row];
+        encode_fp8(&part, inside.clone(), found, &mut some);
+        assert_eq!(some, codes[inside.start * row..inside.end * row], "{name}");
+    }
+}
+
+#[test]
+fn nvfp4_weights_equal_those_of_other_programs() {
+    for case in &nvfp4_vectors().cases {
+        let ([rows, cols], values, name) = (shape(case, "padded_shape"), input(case), &case["name"]);
+        let part = plain(&values, DType::Bf16, rows);
+        let tensor = nvfp4_scale(largest_magnitude(std::slice::from_ref(&part))).unwrap();
+        assert_eq!(tensor, scale(case, "weight_scale_2_f32"), "{name}");
+        let (mut codes, mut scales) = (vec![0xaa; rows * cols / 2], vec![0xaa; scale_bytes(rows, cols)]);
+        encode_nvfp4(&part, 0..rows, tensor, &mut codes, &mut scales);
+        assert_eq!(codes, memory(case, "packed_hi_first_hex"), "{name}");
+        assert_eq!(scales, memory(case, "weight_scale_swizzled_hex"), "{name}");
+    }
+}
+
+/// Whole tiles of rows, each by itself, are the bytes of the whole, for every plain type, and for rows that are longer than what
+/// is decoded at a time.
+#[test]
+fn tiles_of_rows_are_quantised_by_themselves() {
+    let (rows, cols) = (2 * TILE_ROWS + 5, 1024 + 5 * BLOCK);
+    let values = values(rows * cols);
+    for dtype in PLAIN {
+        let part = plain(&values, dtype, rows);
+        let largest = largest_magnitude(std::slice::from_ref(&part));
+        assert_eq!(largest, values.iter().fold(0.0, |most, value| value.abs().max(most)), "{dtype:?}");
+        let (one, tensor) = (fp8_scale(largest).unwrap(), nvfp4_scale(largest).unwrap());
+
+        let [fp8] = &quantised(&values, cols, Stored::fp8(one))[..] else { panic!("no scales in memory") };
+        let mut codes = vec![0xaa; rows * cols];
+        encode_fp8(&part, 0..rows, one, &mut codes);
+        assert!(codes == *fp8, "{dtype:?}");
+
+        let [nvfp4, tiles] = &quantised(&values, cols, Stored::nvfp4(tensor))[..] else { panic!("no scales") };
+        let expected = scales_in_rows(tiles, rows, cols);
+        for first in (0..rows).step_by(TILE_ROWS) {
+            let range = first..rows.min(first + TILE_ROWS);
+            let (mut codes, mut scales) = (vec![0xaa; range.len() * cols / 2], vec![0xaa; scale_bytes(range.len(), cols)]);
+            encode_nvfp4(&part, range.clone(), tensor, &mut codes, &mut scales);
+            assert!(codes == nvfp4[first * cols / 2..][..codes.len()], "{dtype:?} {range:?}");
+            let found = scales_in_rows(&scales, range.len(), cols);
+            assert!(found == expected[first * cols / BLOCK..][..found.len()], "{dtype:?} {range:?}");
+        }
+    }
+}
+
+/// Values whose scale underflows are zero in every format. Just above them the scale is the smallest number that there is, and far
+/// from the exact quotient: such values are clamped, and none becomes NaN.
+#[test]
+fn values_of_almost_zero() {
+    for (bits, is_zero) in [(1, true), (200, true), (300, false), (600, false)] {
+        let value = f32::from_bits(bits);
+        let part = plain(&[value; 2 * BLOCK], DType::F32, 2);
+        let (mut codes, mut scales) = ([0xaa; 2 * BLOCK], [0xaa; 8]);
+        assert!(encode(&part, 0..2, Stored { dtype: DType::E4m3, scales: Scales::Rows }, &mut codes, &mut scales));
+        let want = if is_zero { (Scale::ONE, 0) } else { (Scale::new(f32::from_bits(1)).unwrap(), codes[0]) };
+        assert_eq!(fp8_scale(value), Some(want.0), "{bits}");
+        assert_eq!(scales.as_chunks::<4>().0, &[want.0.get().to_le_bytes(); 2], "{bits}");
+        assert_eq!((codes, codes[0] == 0, codes[0] < 0x7f), ([want.1; 2 * BLOCK], is_zero, true), "{bits}");
+
+        assert_eq!(nvfp4_scale(value), Some(Scale::ONE), "{bits}");
+        let (mut codes, mut scales) = ([0xaa; BLOCK], vec![0xaa; scale_bytes(2, BLOCK)]);
+        encode_nvfp4(&part, 0..2, Scale::ONE, &mut codes, &mut scales);
+        assert!(codes == [0; BLOCK] && scales.iter().all(|&scale| scale == 0), "{bits}");
+    }
+}
+
+#[test]
+fn scales_that_there_are_not() {
+    for scale in [fp8_scale, nvfp4_scale] {
+        assert_eq!(scale(0.0), Some(Scale::ONE));
+        for largest in [f32::NAN, f32::INFINITY] {
+            assert_eq!(scale(largest), None, "{largest}");
+        }
+    }
+    assert_eq!(largest_magnitude(&[]), 0.0);
+    // What no scale fits is found in any part, and at any place.
+    for value in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for (part, at) in [(0, 0), (1, 3000), (1, 4095)] {
+            let mut parts = [vec![1.0; 1024], vec![-2.0; 4096]];
+            assert_eq!(largest_magnitude(&parts.each_ref().map(|values| plain(values, DType::F32, 16))), 2.0);
+            parts[part][at] = value;
+            for dtype in PLAIN {
+                assert!(largest_magnitude(&parts.each_ref().map(|values| plain(values, dtype, 16))).is_nan(), "{value}");
+            }
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! What is said of GPUs that are not here: what runs how, and predicted times: that they obey the limits of the hardware and are consistent, how far they are from what was measured, and that
+//! docs/kernels.md has the tables which the code makes. `KILN_UPDATE_PREDICTIONS=1` writes them there.
+
+use common::sandbox::Sandbox;
+use kiln::internals::adapter::Adapters;
+use kiln::internals::backend::GemmFormats;
+use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::pipeline::{Configs, Estimate, Job, LoadOptions, estimate, estimate_timed};
+use kiln::internals::sequence::Pixels;
+use kiln::internals::tensor::DType;
+use kiln::internals::tensor::quantise::QuantisedFormat;
+use kiln::predict::{CARDS, Card, KernelFamily, Prediction, Predictor};
+use kiln::progress::Phase;
+use serde_json::Value;
+use std::cell::Cell;
+use std::fmt::Write as _;
+use std::rc::Rc;
+
+fn models() -> [(&'static str, Configs); 2] {
+    [("klein 4B", Configs::klein_4b()), ("klein 9B", Configs::klein_9b())]
+}
+
+const FORMATS: [(&str, Option<QuantisedFormat>); 3] =
+    [("bf16", None), ("FP8", Some(QuantisedFormat::Fp8)), ("NVFP4", Some(QuantisedFormat::Nvfp4))];
+
+fn job(side: usize) -> Job {
+    let job = Job::new("", 0, &Conventions::klein(), Variant::Distilled).unwrap();
+    Job { size: Pixels::new(side, side).unwrap(), ..job }
+}
+
+fn options(quantise: Option<QuantisedFormat>) -> LoadOptions {
+    LoadOptions { quantise, ..LoadOptions::DEFAULT }
+}
+
+fn predict(
+    configs: &Configs,
+    quantise: Option<QuantisedFormat>,
+    side: usize,
+    card: &Card,
+    family: KernelFamily,
+) -> (Prediction, Estimate) {
+    let predictor = Predictor::new(card, family).unwrap();
+    let time = Some(predictor.op_time());
+    let gemms = gemm_formats(card, family);
+    let estimate =
+        estimate_timed((configs, &Adapters::default()), Variant::Distilled, options(quantise), gemms, &job(side), time).unwrap();
+    (Prediction::of(&estimate), estimate)
+}
+
+fn step(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> f64 {
+    predict(configs, quantise, side, card, card.family()).0.step().unwrap()
+}
+
+/// The formats of kernels of this family.
+fn gemm_formats(card: &Card, family: KernelFamily) -> GemmFormats {
+    GemmFormats { w4a4: family == KernelFamily::Sm120, ..card.gemm_formats() }
+}
+
+/// The vendor's peak of the fastest instruction that a format's ops have.
+fn peak(card: &Card, family: KernelFamily, quantise: Option<QuantisedFormat>) -> f64 {
+    let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| card.tensor_flops(dtype));
+    let block_scaled = e2m1.filter(|_| family == KernelFamily::Sm120);
+    let peak = match quantise {
+        None => bf16,
+        // With scales of blocks e4m3 has half the rate of e2m1.
+        Some(QuantisedFormat::Fp8) => block_scaled.map(|e2m1| e2m1 / 2.0).or(e4m3).or(bf16),
+        Some(QuantisedFormat::Nvfp4) => block_scaled.or(bf16),
+    };
+    peak.unwrap()
+}
+
+/// No op is faster than the vendor's peaks of tensor cores and memory.
+#[test]
+fn no_op_exceeds_the_hardware() {
+    for card in &CARDS {
+        for (_, quantise) in FORMATS {
+            for family in [card.family(), KernelFamily::Portable] {
+                let predictor = Predictor::new(card, family).unwrap();
+                let peak = peak(card, family, quantise);
+                let (card_bandwidth, ops) = (card.bandwidth as f64, Rc::new(Cell::new(0)));
+                let seen = ops.clone();
+                let check = Rc::new(move |op: &kiln::internals::backend::Op<'_>| {
+                    let mut bytes = 0;
+                    op.operands(&mut |tensor, _| bytes += tensor.bytes());
+                    // A causal mask halves the work, which is counted as dense.
+                    let flops = op.flops() as f64 / if op.name() == "attention_causal" { 2.0 } else { 1.0 };
+                    let seconds = predictor.seconds(op);
+                    assert!(seconds >= flops / peak && seconds >= bytes as f64 / card_bandwidth && seconds.is_finite(), "{op:?}");
+                    seen.set(seen.get() + 1);
+                    seconds
+                });
+                let configs = Configs::klein_4b();
+                let gemms = gemm_formats(card, family);
+                estimate_timed(
+                    (&configs, &Adapters::default()),
+                    Variant::Distilled,
+                    options(quantise),
+                    gemms,
+                    &job(512),
+                    Some(check),
+                )
+                .unwrap();
+                assert!(ops.get() > 500, "only {} ops", ops.get());
+            }
+        }
+    }
+}
+
+#[test]
+fn more_work_takes_longer() {
+    let (small, large) = (Configs::klein_4b(), Configs::klein_9b());
+    for card in &CARDS {
+        let bf16 = [256, 512, 1024, 2048].map(|side| step(&small, None, side, card));
+        assert!(bf16.windows(2).all(|pair| pair[0] < pair[1]), "{}: {bf16:?}", card.name);
+        assert!(step(&large, None, 1024, card) > 1.5 * bf16[2], "{}", card.name);
+        // Expanding weights costs time; FP8 and FP4 tensor cores save more than that.
+        let [fp8, nvfp4] = [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4].map(|format| step(&small, Some(format), 1024, card));
+        assert_eq!(nvfp4 < bf16[2], card.gemm_formats().w4a4, "{}", card.name);
+        assert_eq!(nvfp4 < fp8, card.gemm_formats().w4a4 || !card.gemm_formats().w8a8, "{}", card.name);
+        assert_eq!(fp8 < bf16[2], card.gemm_formats().w8a8, "{}", card.name);
+        // More SMs, a higher clock and faster memory are each faster or the same.
+        let more = Card { multiprocessors: card.multiprocessors + 16, ..card.clone() };
+        let faster = Card { clock: card.clock + 100_000, ..card.clone() };
+        let wider = Card { bandwidth: 2 * card.bandwidth, ..card.clone() };
+        for better in [more, faster, wider] {
+            assert!(step(&small, None, 1024, &better) < bf16[2], "{better:?}");
+        }
+    }
+}
+
+/// Memory is that of the plan, which knows nothing of times.
+#[test]
+fn predicting_changes_nothing_of_the_plan() {
+    for card in &CARDS {
+        for (_, quantise) in FORMATS {
+            let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, card, card.family());
+            let gemms = card.gemm_formats();
+            let plain = estimate(&Configs::klein_4b(), Variant::Distilled, options(quantise), gemms, &job(512)).unwrap();
+            assert!(plain.seconds.is_empty() && timed.seconds.len() == plain.stages.len());
+            assert_eq!(Estimate { seconds: Vec::new(), ..timed }, plain);
+        }
+    }
+    let none =
+        Prediction::of(&estimate(&Configs::klein_4b(), Variant::Distilled, options(None), GemmFormats::NONE, &job(256)).unwrap());
+    assert_eq!((none.step(), none.stage(Phase::Decode)), (None, None));
+}
+
+#[test]
+fn where_nothing_is_known_nothing_is_predicted() {
+    for capability in [(7, 5), (10, 0), (10, 3), (12, 1)] {
+        let card = Card { capability, ..CARDS[0].clone() };
+        assert!(Predictor::new(&card, KernelFamily::Portable).is_none(), "{capability:?}");
+    }
+    // Nor of kernels that a card does not have.
+    assert!(Predictor::new(Card::named("4090").unwrap(), KernelFamily::Sm120).is_none());
+}
+
+/// What was measured on an H200; the sources are in docs/kernels.md.
+struct Measured {
+    family: KernelFamily,
+    /// Places in [`models`] and [`FORMATS`].
+    model: usize,
+    format: usize,
+    side: usize,
+    /// Of encoding the prompt, a step and decoding.
+    ms: [Option<f64>; 3],
+}
+
+impl Measured {
+    fn predicted(&self) -> [f64; 3] {
+        let card = Card::named("H200").unwrap();
+        stages(&predict(&models()[self.model].1, FORMATS[self.format].1, self.side, card, self.family).0)
+    }
+}
+
+fn measured() -> [Measured; 9] {
+    use KernelFamily::{Hopper, Portable};
+    let of = |family, model, format, side, ms| Measured { family, model, format, side, ms };
+    [
+        of(Portable, 0, 0, 1024, [Some(10.8), Some(93.2), None]),
+        of(Hopper, 0, 0, 512, [Some(7.6), Some(15.0), Some(4.55)]),
+        of(Hopper, 0, 0, 1024, [Some(7.3), Some(52.5), Some(16.7)]),
+        of(Hopper, 0, 0, 2048, [Some(6.5), Some(278.7), Some(78.2)]),
+        of(Hopper, 0, 1, 512, [None, Some(9.3), None]),
+        of(Hopper, 0, 1, 1024, [Some(9.2), Some(32.6), None]),
+        of(Hopper, 0, 2, 512, [None, Some(17.0), None]),
+        of(Hopper, 0, 2, 1024, [Some(10.0), Some(53.1), None]),
+        of(Hopper, 1, 1, 1024, [None, Some(68.0), None]),
+    ]
+}
+
+/// Milliseconds of encoding the prompt, a step and decoding.
+fn stages(prediction: &Prediction) -> [f64; 3] {
+    [prediction.stage(Phase::Encode), prediction.step(), prediction.stage(Phase::Decode)].map(|seconds| 1e3 * seconds.unwrap())
+}
+
+/// The portable kernels are those that other cards run. What the card's power limit takes from the Hopper kernels is not in the model.
+#[test]
+fn predictions_are_near_what_was_measured() {
+    for row in measured() {
+        let limit = if row.family == KernelFamily::Portable { 1.10 } else { 1.35 };
+        let ratio = row.ms[1].unwrap() / row.predicted()[1];
+        assert!(ratio < limit && ratio > 0.95, "{:?} {} {}: {ratio}", row.family, FORMATS[row.format].0, row.side);
+    }
+}
+
+/// The tables of docs/kernels.md.
+fn tables() -> String {
+    let cards: Vec<&Card> = CARDS.iter().filter(|card| card.family() != KernelFamily::Hopper).collect();
+    let short =
+        |card: &&Card| card.name.trim_start_matches("GeForce ").trim_end_matches(" Blackwell Workstation Edition").to_owned();
+    let names: Vec<String> = cards.iter().map(short).collect();
+    let mut text = format!("| a step, and peak memory | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
+    for (name, configs) in &models() {
+        for side in [512, 1024] {
+            for (format, quantise) in FORMATS {
+                let cells: Vec<String> = cards.iter().map(|card| cell(configs, quantise, side, card)).collect();
+                let _ = writeln!(text, "| {name}, {side}x{side}, {format} | {} |", cells.join(" | "));
+            }
+        }
+    }
+    let _ = write!(text, "\n| ms | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
+    for (name, configs) in &models() {
+        for (format, quantise) in FORMATS {
+            let cells = cards.iter().map(|card| predict(configs, quantise, 1024, card, card.family()).0);
+            let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[0])).collect();
+            let _ = writeln!(text, "| {name}, encoding a prompt, {format} | {} |", cells.join(" | "));
+        }
+    }
+    for side in [512, 1024] {
+        let cells = cards.iter().map(|card| predict(&Configs::klein_4b(), None, side, card, card.family()).0);
+        let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[2])).collect();
+        let _ = writeln!(text, "| decoding {side}x{side} | {} |", cells.join(" | "));
+    }
+    text.push_str("\n| H200, ms measured / predicted | encoding a prompt | a step | decoding |\n| --- | --- | --- | --- |\n");
+    for row in measured() {
+        let cell = |(measured, predicted): (Option<f64>, f64)| {
+            measured.map_or(String::new(), |ms| format!("{ms:.1} / {predicted:.1} = {:.2}", ms / predicted))
+        };
+        let cells: Vec<String> = row.ms.into_iter().zip(row.predicted()).map(cell).collect();
+        let kernels = if row.family == KernelFamily::Portable { "portable" } else { "Hopper" };
+        let (model, format, side) = (models()[row.model].0, FORMATS[row.format].0, row.side);
+        let _ = writeln!(text, "| {kernels} kernels, {model}, {side}x{side}, {format} | {} |", cells.join(" | "));
+    }
+    text
+}
+
+/// A step and memory on a card; memory with the transformer in the text encoder's place if both do not fit.
+fn cell(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> String {
+    let (prediction, estimate) = predict(configs, quantise, side, card, card.family());
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let (all, low) = (estimate.weight_bytes + estimate.arena_bytes, estimate.low_memory_weight_bytes + estimate.arena_bytes);
+    // The driver and the desktop take some of it.
+    let room = card.memory / 16 * 15;
+    let memory = match (all <= room, low <= room) {
+        (true, _) => format!("{:.1} GiB", gib(all)),
+        (false, true) => format!("{:.1} GiB *", gib(low)),
+        (false, false) => return "does not fit".into(),
+    };
+    format!("{:.0} ms, {memory}", 1e3 * prediction.step().unwrap())
+}
+
+#[test]
+fn the_documents_have_the_tables() {
+    const MARKS: [&str; 2] = ["<!-- tests/engine/predictions.rs writes these tables -->\n", "<!-- up to here -->\n"];
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/kernels.md");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let [start, end] = MARKS.map(|mark| text.find(mark).unwrap_or_else(|| panic!("docs/kernels.md has no {mark}")));
+    let (before, tables_there, after) = (&text[..start + MARKS[0].len()], &text[start + MARKS[0].len()..end], &text[end..]);
+    let made = tables();
+    if std::env::var_os("KILN_UPDATE_PREDICTIONS").is_some() {
+        std::fs::write(&path, format!("{before}{made}{after}")).unwrap();
+        return;
+    }
+    assert_eq!(tables_there, made, "if this is meant: KILN_UPDATE_PREDICTIONS=1 cargo test --test engine predictions::");
+}
+
+/// A plan is for a GPU that it names, with predictions where there is a row of numbers for it.
+#[test]
+fn plans_name_their_gpu() {
+    let sandbox = Sandbox::new();
+    let plan = |args: &[&str]| sandbox.run([&["plan", "--klein", "4b"], args].concat()).good();
+    let table = plan(&["--card", "rtx 4090"]).text().to_owned();
+    assert!(table.contains("\ngpu                  GeForce RTX 4090\n"), "{table}");
+    let predicted =
+        table.lines().find_map(|line| line.strip_prefix("predicted            ")).unwrap_or_else(|| panic!("{table}"));
+    assert!(predicted.starts_with("encoding text ") && predicted.ends_with(" ms; not measured"), "{predicted}");
+    let seconds = |args: &[&str]| {
+        let json = plan(&[&["--json"], args].concat()).json().remove(0);
+        let rows = json["predicted"].as_array().unwrap();
+        rows.iter().map(|row: &Value| row["seconds"].as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    let [fast, slow] = ["4090", "3090"].map(|card| seconds(&["--card", card]));
+    assert!(fast.len() == 3 && fast.iter().zip(&slow).all(|(fast, slow)| fast < slow), "{fast:?} {slow:?}");
+    assert!(seconds(&["--card", "4090", "--precision", "f32"]).is_empty(), "f32 is not for tensor cores");
+    // Formats are those of the card: only Hopper has a choice how to add up.
+    for (card, formats) in [("4090", "(w8a8, exact sums)"), ("H200", "(w8a8, promoted sums)"), ("3090", "(w8a16: ")] {
+        let table = plan(&["--card", card, "--quantize", "fp8"]).text().to_owned();
+        assert!(table.contains(formats), "{table}");
+    }
+}
+
+#[test]
+fn the_doctor_says_what_would_run_how_on_a_card() {
+    let sandbox = Sandbox::new();
+    let doctor = |card: &str| sandbox.run(["doctor", "--model", "tiny", "--card", card]).good().text().to_owned();
+    let text = doctor("RTX 3090");
+    assert!(text.contains("\ncard      GeForce RTX 3090, compute 8.6, 82 multiprocessors, 24.0 GiB; asked for"), "{text}");
+    let why =
+        "weights stay as they are and are expanded to bf16 before each GEMM: compute capability 8.6 has no FP8 tensor cores";
+    assert!(text.contains(&format!("\n          FP8 transformer: {why}\n")) && !text.contains("\ndriver"), "{text}");
+    let text = doctor("4090");
+    assert!(text.contains("\n          FP8 transformer: FP8 by FP8 on tensor cores (mma.sync, "), "{text}");
+    let text = doctor("RTX PRO 6000");
+    assert!(text.contains("\n          NVFP4 transformer: NVFP4 by NVFP4 on tensor cores ("), "{text}");
+}

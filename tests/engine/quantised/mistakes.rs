@@ -1,0 +1,130 @@
+//! Files with a deliberate mistake: the recorded outputs must notice it. Wrong input scales are in `linears.rs`, because only
+//! single layers tell them.
+
+use super::linears::other_stream;
+use common::modes::{PredictionInputs, predict};
+use common::quantised::goldens::{Golden, PLAIN_INPUTS};
+use common::quantised::{Change, Content, Form, Layer, engine, model, weights};
+use common::wrapped::Wrapped;
+use common::{Goldens, cpu, run, small_job};
+use kiln::internals::backend::GemmFormats;
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::config::{Conventions, TransformerConfig};
+use kiln::internals::dump::Record;
+use kiln::internals::part::Part;
+use kiln::internals::pipeline::{Job, LoadOptions};
+use kiln::internals::tensor::{Nvfp4Layout, Precision};
+use std::sync::LazyLock;
+
+/// A run of the first step, whose prompt embeddings and noise are those of all transformers in the same case.
+static RUN: LazyLock<Record> = LazyLock::new(|| {
+    let model = model(transformer(Content::of("nvfp4"), Form::BFL), None, Conventions::klein().max_text_tokens);
+    let job = Job { steps: 1, ..Golden::named("nvfp4.square").job() };
+    run(&mut engine(Box::new(cpu()), model, LoadOptions::DEFAULT), &job).unwrap().record.unwrap()
+});
+
+/// How a model is run, and which of the recorded errors it is held to.
+#[derive(Clone, Copy)]
+struct Rule {
+    case: &'static str,
+    gemms: GemmFormats,
+    kind: &'static str,
+}
+
+impl Rule {
+    /// The error of the first step's velocity with these weights of the transformer, from the inputs of a whole run.
+    fn error(self, golden: &Golden, own: &Weights) -> f64 {
+        let config = TransformerConfig::detect(own, None).unwrap();
+        let (size, features, noise) = (golden.job().size, &RUN.prompt_embeds[..], &RUN.latents[0][..]);
+        let inputs = PredictionInputs { size, features, noise, time: 1.0, guidance: 1.0 };
+        let mut backend = Wrapped::new(cpu()).with_formats(self.gemms);
+        let velocity = predict(&mut backend, own, &config, Precision::Bf16, inputs);
+        let truth = if self.kind == "quantised" { self.kind } else { "wide" };
+        golden.velocity_error(&velocity, truth, &Goldens::named("quantised.safetensors"))
+    }
+
+    /// Fails unless the recorded outputs accept the transformer of this file.
+    fn accepts(self, file: &str) {
+        let golden = Golden::named(self.case);
+        let error = self.error(&golden, &transformer(Content::of(file), Form::BFL));
+        assert!(error <= 1.2 * golden.bf16_error(self.kind, "velocity"), "{}: {error:.2e}", self.case);
+    }
+
+    /// Fails unless the recorded outputs refuse a transformer.
+    fn refuses(self, what: &str, wrong: &Weights) {
+        let golden = Golden::named(self.case);
+        refuse(&golden, what, self.kind, "velocity", self.error(&golden, wrong));
+    }
+}
+
+/// Fails if an error is within the limit.
+fn refuse(golden: &Golden, what: &str, kind: &str, stage: &str, error: f64) {
+    let allowed = 1.2 * golden.bf16_error(kind, stage);
+    println!("{} {kind} {stage}, {what}: {error:.2e}, allowed {allowed:.2e}", golden.name());
+    // An error that is no number is that of an output which is none.
+    assert!(error.is_nan() || error > allowed, "{}: {what} is not noticed", golden.name());
+}
+
+fn transformer(content: &Content, form: Form) -> Weights {
+    weights(Part::Transformer, content.file(form))
+}
+
+fn inverse_scale(layer: &mut Layer, _: &[Layer]) {
+    layer.scale = 1.0 / layer.scale;
+}
+
+fn scale_of_other_stream(layer: &mut Layer, all: &[Layer]) {
+    layer.scale = other_stream(&layer.name, all).map_or(layer.scale, |other| other.scale);
+}
+
+#[test]
+fn wrong_fp8_weights_are_noticed() {
+    let rule = Rule { case: "fp8.square", gemms: PLAIN_INPUTS, kind: "expanded" };
+    rule.accepts("fp8");
+    let changed = |change: Change| transformer(&Content::of("fp8").changed(change), Form::BFL);
+    rule.refuses("inverse scales", &changed(inverse_scale));
+    rule.refuses("scales of the other stream", &changed(scale_of_other_stream));
+}
+
+#[test]
+fn wrong_nvfp4_weights_are_noticed() {
+    let rule = Rule { case: "nvfp4_w4a16.square", gemms: PLAIN_INPUTS, kind: "wide" };
+    rule.accepts("nvfp4");
+    let right = Content::of("nvfp4");
+    let order = |nvfp4| transformer(right, Form { nvfp4, ..Form::BFL });
+    rule.refuses("low nibble first", &order(Nvfp4Layout::MODELOPT_SINGLE));
+    rule.refuses("plain scales read as tiles", &order(Nvfp4Layout { tiled: false, ..Nvfp4Layout::COMFY }));
+    rule.refuses("inverse scales", &transformer(&right.changed(inverse_scale), Form::BFL));
+    rule.refuses("scales of the other stream", &transformer(&right.changed(scale_of_other_stream), Form::BFL));
+    // Of these only the first is larger than the error of quantised inputs.
+    let rule = Rule { case: "nvfp4.square", gemms: GemmFormats::ALL, kind: "quantised" };
+    rule.refuses("low nibble first", &order(Nvfp4Layout::MODELOPT_SINGLE));
+}
+
+/// Layers that are multiplied together have scales of their own: here they get that of the first one of the same format.
+fn scale_of_first(layer: &mut Layer, all: &[Layer]) {
+    for group in [&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"][..], &["mlp.gate_proj", "mlp.up_proj"]] {
+        let Some(stem) = group.iter().find_map(|part| layer.name.strip_suffix(part)) else { continue };
+        let parts = group.iter().filter_map(|part| all.iter().find(|other| other.name == format!("{stem}{part}")));
+        let mut alike = parts.filter(|other| other.blocks.is_some() == layer.blocks.is_some());
+        layer.scale = alike.next().unwrap().scale;
+    }
+}
+
+#[test]
+fn a_wrong_text_encoder_is_noticed() {
+    let (right, golden) = (Content::of("fp8mixed"), Golden::named("mixed.square"));
+    let goldens = Goldens::named("quantised.safetensors");
+    for (what, wrong) in [
+        ("low nibble first", right.file(Form { nvfp4: Nvfp4Layout::MODELOPT_SINGLE, ..Form::COMFY })),
+        ("one scale for q, k, v", right.changed(scale_of_first).file(Form::COMFY)),
+    ] {
+        let encoder = weights(Part::TextEncoder, wrong);
+        let model = model(transformer(Content::of("fp8"), Form::BFL), Some(encoder), Conventions::klein().max_text_tokens);
+        // Prompt embeddings do not depend on the image.
+        let job = Job { size: small_job().size, steps: 1, ..golden.job() };
+        let record = run(&mut engine(Box::new(cpu()), model, LoadOptions::DEFAULT), &job).unwrap().record.unwrap();
+        let error = golden.error(&record, "wide", "prompt_embeds", &goldens);
+        refuse(&golden, what, "wide", "prompt_embeds", error);
+    }
+}

@@ -1,0 +1,217 @@
+//! The service: one engine for many jobs, on the CPU backend and on the CUDA backend with a stand-in for the driver.
+
+use common::stand_in::StandIn;
+use common::wrapped::Wrapped;
+use common::{cpu, short_model, small_job};
+use kiln::error::{Error, Result};
+use kiln::internals::backend::cpu::Cpu;
+use kiln::internals::backend::cuda::Cuda;
+use kiln::internals::backend::{Backend, Op};
+use kiln::internals::config::Variant;
+use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise};
+use kiln::internals::sequence::Pixels;
+use kiln::internals::tensor::Region;
+use kiln::progress::Silent;
+use kiln::service::{Event, Service, Ticket};
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+const OPTIONS: LoadOptions = LoadOptions { references: true, ..LoadOptions::DEFAULT };
+
+fn engine(backend: Box<dyn Backend>, variant: Variant) -> Result<Engine> {
+    Engine::load(backend, short_model(variant), OPTIONS, &Silent)
+}
+
+fn service(make: impl FnOnce() -> Box<dyn Backend> + Send + 'static, variant: Variant) -> Service {
+    Service::start(move || Ok((engine(make(), variant)?, ()))).unwrap().0
+}
+
+fn submit(service: &Service, job: &Job) -> Ticket {
+    service.submit(job.clone(), Arc::new(Silent))
+}
+
+fn one(images: Result<Vec<GeneratedImage>>) -> Vec<u8> {
+    let mut images = images.unwrap();
+    assert_eq!(images.len(), 1);
+    images.remove(0).image.pixels
+}
+
+fn cuda(stop: &Arc<AtomicBool>) -> Cuda {
+    Cuda::new(StandIn::new(80 << 30), &|_| Ok(Cow::Borrowed(&[])), stop.clone()).unwrap()
+}
+
+/// A service whose engine keeps encoded prompts and references in so many bytes, and what counts how often they are used.
+fn keeping(bytes: u64) -> (Service, Arc<AtomicUsize>) {
+    let used = Arc::<AtomicUsize>::default();
+    let counter = used.clone();
+    let build = move || {
+        let count = move |_, op: Op<'_>, _: &mut Cpu| {
+            counter.fetch_add(usize::from(matches!(op, Op::Copy { x, .. } if x.region == Region::Kept)), Ordering::Relaxed);
+            Ok(())
+        };
+        let mut engine = engine(Box::new(Wrapped::after_op(cpu(), count)), Variant::Kv)?;
+        engine.keep_results(bytes, &small_job())?;
+        Ok((engine, ()))
+    };
+    (Service::start(build).unwrap().0, used)
+}
+
+/// What an engine keeps between jobs, tables and dry runs, encoded prompts and references, never shows: every image is that of an engine
+/// that has made no other.
+#[test]
+fn an_engine_makes_the_images_of_a_new_one() {
+    let modes = common::modes::modes();
+    let edit = modes.cases.iter().find(|case| case.kv).unwrap().job(&modes.images);
+    let small = small_job();
+    let edit = Job { size: small.size, steps: 1, record: false, ..edit };
+    let jobs = [
+        small.clone(),
+        Job { steps: 2, ..small.clone() },
+        Job { size: Pixels::new(96, 64).unwrap(), ..small.clone() },
+        edit.clone(),
+        Job { prompt: "a longer prompt than before".into(), ..small.clone() },
+        Job { references: edit.references[..1].to_vec(), ..edit.clone() },
+        Job { seeds: vec![8], ..small.clone() },
+    ];
+    let (service, used) = keeping(64 << 20);
+    // Twice, so that everything is found in what was kept; the second time in another order.
+    let images: Vec<Vec<u8>> = jobs.iter().map(|job| one(submit(&service, job).wait())).collect();
+    // One prompt was there four times, another twice, and so was a reference.
+    assert_eq!(used.swap(0, Ordering::Relaxed), 3 + 1 + 1);
+    let again: Vec<Vec<u8>> = jobs.iter().rev().map(|job| one(submit(&service, job).wait())).collect();
+    let references = 2 + 1;
+    let config = short_model(Variant::Kv).configs.transformer;
+    let keys_and_values = 2 * 2 * (config.double_blocks + config.single_blocks);
+    assert_eq!(used.load(Ordering::Relaxed), jobs.len() + references + keys_and_values);
+    // A job that fails leaves nothing.
+    let not_finite = Job { noise: Noise::Given(vec![f32::NAN; 16 * 128]), ..small.clone() };
+    assert!(submit(&service, &not_finite).wait().is_err());
+    used.store(0, Ordering::Relaxed);
+    one(submit(&service, &small).wait());
+    assert_eq!(used.load(Ordering::Relaxed), 0);
+    // Where there is little room, one takes the place of another.
+    let (little, used) = keeping(200 << 10);
+    for (job, image) in jobs.iter().zip(&images).chain(jobs.iter().zip(&images)) {
+        assert!(one(submit(&little, job).wait()) == *image);
+    }
+    let used = used.load(Ordering::Relaxed);
+    assert!((1..2 * jobs.len()).contains(&used), "{used}");
+    for ((job, image), again) in jobs.iter().zip(&images).zip(again.iter().rev()) {
+        let alone = common::run(&mut engine(Box::new(cpu()), Variant::Kv).unwrap(), job).unwrap();
+        assert!(alone.image.pixels == *image && image == again, "{} {:?} {}", job.prompt, job.size, job.steps);
+    }
+    // Two seeds in one job are the same images, the noise of the second of which is drawn while the first is made.
+    let both = submit(&service, &Job { seeds: vec![5, 8], ..small }).wait().unwrap();
+    assert!(both[0].image.pixels == images[0] && both[1].image.pixels == images[6] && images[0] != images[6]);
+}
+
+/// A CPU backend that stops behind an op, tells so, and goes on when it is told to.
+fn halting(at: usize, reached: Sender<()>, go_on: Receiver<()>) -> Wrapped<Cpu> {
+    Wrapped::after_op(cpu(), move |number, _: Op<'_>, _: &mut Cpu| {
+        if number == at {
+            reached.send(()).unwrap();
+            go_on.recv().unwrap();
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_cancelled_job_ends_alone() {
+    let ((reached, at_op), (go, go_on)) = (channel(), channel());
+    let service = service(move || Box::new(halting(20, reached, go_on)), Variant::Distilled);
+    let job = small_job();
+    let [running, waiting, dropped, last] = [(); 4].map(|()| submit(&service, &job));
+    at_op.recv().unwrap();
+    running.cancel();
+    waiting.cancel();
+    drop(dropped);
+    go.send(()).unwrap();
+    for ticket in [running, waiting] {
+        assert!(matches!(ticket.next(), Event::Done(Err(Error::Interrupted))));
+    }
+    assert_eq!(
+        one(last.wait()),
+        common::run(&mut engine(Box::new(cpu()), Variant::Distilled).unwrap(), &job).unwrap().image.pixels
+    );
+}
+
+#[test]
+fn a_failed_job_ends_alone() {
+    let service = service(|| Box::new(cpu()), Variant::Distilled);
+    let job = small_job();
+    let wrong = Job { noise: Noise::Given(vec![0.0; 3]), ..job.clone() };
+    let not_finite = Job { noise: Noise::Given(vec![f32::NAN; 16 * 128]), ..job.clone() };
+    let tickets = [&wrong, &not_finite, &job].map(|job| submit(&service, job));
+    let [wrong, not_finite, good] = tickets.map(Ticket::wait);
+    assert!(matches!(wrong, Err(Error::Op { op: "write", .. })));
+    assert!(matches!(not_finite, Err(Error::NotFinite { .. })));
+    one(good);
+}
+
+/// On the CUDA backend the flag of a job, and that of the process, end jobs before the next op is launched.
+#[test]
+fn jobs_on_a_gpu_end_when_asked_to() {
+    let stop = Arc::<AtomicBool>::default();
+    let own = stop.clone();
+    let service = service(move || Box::new(cuda(&own)), Variant::Distilled);
+    let job = Job { steps: 3, ..small_job() };
+    one(submit(&service, &job).wait());
+    let cancelled = Job { seeds: (0..10_000).collect(), ..job.clone() };
+    let ticket = submit(&service, &cancelled);
+    assert!(matches!(ticket.next(), Event::Image(_)));
+    ticket.cancel();
+    assert!(matches!(ticket.wait(), Err(Error::Interrupted)));
+    one(submit(&service, &job).wait());
+    stop.store(true, Ordering::Relaxed);
+    for _ in 0..2 {
+        assert!(matches!(submit(&service, &job).wait(), Err(Error::Interrupted)));
+    }
+    stop.store(false, Ordering::Relaxed);
+    one(submit(&service, &job).wait());
+}
+
+#[test]
+fn dropping_the_service_ends_its_thread() {
+    let ((reached, at_op), (go, go_on)) = (channel(), channel());
+    let service = service(move || Box::new(halting(5, reached, go_on)), Variant::Distilled);
+    let tickets = [(); 3].map(|()| submit(&service, &small_job()));
+    at_op.recv().unwrap();
+    // The flag is set by the time the backend goes on, or the jobs would be done: the drop below waits for the thread.
+    let closing = std::thread::spawn(move || drop(service));
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    go.send(()).unwrap();
+    closing.join().unwrap();
+    assert!(tickets.map(Ticket::wait).iter().all(|result| matches!(result, Err(Error::Interrupted))));
+}
+
+#[test]
+fn a_panic_is_an_error_for_everyone() {
+    let service = service(
+        || {
+            let mut jobs = 0;
+            Box::new(Wrapped::before_write(cpu(), move |_, values| {
+                // The noise of the second job.
+                jobs += usize::from(values.len() == 16 * 128);
+                assert!(jobs < 2, "planted");
+            }))
+        },
+        Variant::Distilled,
+    );
+    let [good, bad, waiting] = [(); 3].map(|()| submit(&service, &small_job()));
+    one(good.wait());
+    for result in [bad.wait(), waiting.wait(), submit(&service, &small_job()).wait()] {
+        let error = result.unwrap_err();
+        assert!(error.exit_code() == 70 && error.to_string().contains("planted"), "{error}");
+    }
+}
+
+#[test]
+fn errors_of_building_are_returned() {
+    let built = Service::start::<()>(|| Err(Error::Interrupted));
+    assert!(matches!(built.map(drop), Err(Error::Interrupted)));
+    let built = Service::start::<()>(|| panic!("planted"));
+    assert!(built.map(drop).unwrap_err().to_string().contains("planted"));
+}

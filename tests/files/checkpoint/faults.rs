@@ -1,0 +1,198 @@
+//! One fault in one tensor, for every tensor of the tiny model in turn: refused by name.
+
+use super::{Described, described, message, shard, zeros};
+use kiln::error::{Error, Result};
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig, check_fit};
+use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::internals::names::{Layout, TensorSpec, file_tensors};
+use kiln::internals::part::Part;
+use kiln::internals::tensor::DType;
+use kiln::internals::tiny;
+
+/// The tensors of a tiny part as a file of `layout` has them.
+fn tensors(part: Part, layout: Layout) -> Vec<Described> {
+    let manifest = manifest(part);
+    manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
+}
+
+fn manifest(part: Part) -> Vec<TensorSpec> {
+    match part {
+        Part::Transformer => transformer_manifest(&TransformerConfig::tiny()),
+        Part::TextEncoder => text_manifest(&TextConfig::tiny()),
+        Part::Vae => vae_manifest(&VaeConfig::tiny()),
+    }
+}
+
+fn open(part: Part, tensors: &[Described]) -> Result<Weights> {
+    Weights::from_shards(part, vec![shard(zeros(tensors))?])
+}
+
+/// The checks before a run: detect the configuration, check all tensors, compare with the text encoder.
+fn accept(tensors: &[Described]) -> Result<()> {
+    let weights = open(Part::Transformer, tensors)?;
+    let config = TransformerConfig::detect(&weights, None)?;
+    weights.check(&transformer_manifest(&config))?;
+    check_fit(&config, &TextConfig::tiny())
+}
+
+#[test]
+fn every_fault_in_every_transformer_tensor_is_refused_by_name() {
+    for layout in [Layout::Bfl, Layout::Diffusers] {
+        let whole = tensors(Part::Transformer, layout);
+        assert_eq!(whole.len(), if layout == Layout::Bfl { 41 } else { 49 });
+        accept(&whole).unwrap();
+        for i in 0..whole.len() {
+            let (name, _, shape) = whole[i].clone();
+            let with = |change: &dyn Fn(&mut Vec<Described>)| {
+                let mut changed = whole.clone();
+                change(&mut changed);
+                accept(&changed).expect_err(&name)
+            };
+
+            let error = with(&|t| drop(t.remove(i)));
+            assert!(matches!(&error, Error::TensorMissing { name: n, want, .. } if *n == name && *want == shape), "{error}");
+            let error = with(&|t| t[i].0.push_str("_x"));
+            assert!(matches!(&error, Error::TensorMissing { name: n, .. } if *n == name), "{error}");
+            let error = with(&|t| t.push((format!("{name}.bias"), "BF16", vec![1])));
+            assert!(matches!(&error, Error::TensorUnknown { name: n, .. } if *n == format!("{name}.bias")), "{error}");
+            let error = with(&|t| t[i].1 = "I16");
+            assert!(matches!(&error, Error::TensorType { name: n, got, .. } if *n == name && got == "I16"), "{error}");
+            let error = with(&|t| t[i].1 = "I8");
+            assert!(matches!(&error, Error::Quantised { name: n, format, .. } if *n == name && *format == "INT8"), "{error}");
+            for dim in 0..shape.len() {
+                let error = with(&|t| t[i].2[dim] += 128);
+                // This dimension is that of the prompt embeddings, so it has to match the text encoder.
+                if dim == 1 && (name == "txt_in.weight" || name == "context_embedder.weight") {
+                    assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+                    continue;
+                }
+                let named = matches!(&error, Error::TensorShape { name: n, got, want, .. }
+                    if *n == name && *want == shape && got[dim] == shape[dim] + 128);
+                assert!(named, "{name} {dim}: {error}");
+            }
+            let error = with(&|t| t[i].2.push(1));
+            assert!(matches!(&error, Error::TensorShape { name: n, .. } if *n == name), "{error}");
+        }
+    }
+}
+
+#[test]
+fn every_missing_or_misshapen_tensor_elsewhere_is_refused_by_name() {
+    for (part, layout) in [(Part::TextEncoder, Layout::Diffusers), (Part::Vae, Layout::Diffusers), (Part::Vae, Layout::Bfl)] {
+        let whole = tensors(part, layout);
+        let expected = manifest(part);
+        assert!(open(part, &whole).unwrap().check(&expected).unwrap().is_empty());
+        for i in 0..whole.len() {
+            let mut changed = whole.clone();
+            let (name, _, shape) = changed.remove(i);
+            let error = open(part, &changed).unwrap().check(&expected).unwrap_err();
+            let named = matches!(&error, Error::TensorMissing { name: n, want, .. } if *n == name && *want == shape);
+            assert!(named, "{name}: {error}");
+            changed.push((name.clone(), "BF16", [&[shape[0] + 1], &shape[1..]].concat()));
+            let error = open(part, &changed).unwrap().check(&expected).unwrap_err();
+            assert!(matches!(&error, Error::TensorShape { name: n, .. } if *n == name), "{name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn extras_outside_the_transformer_are_returned_and_known_ones_passed_over() {
+    let mut text = tensors(Part::TextEncoder, Layout::Diffusers);
+    for unused in ["lm_head.weight", "model.norm.weight", "model.layers.27.mlp.up_proj.weight", "model.layers.35.self_attn.x"] {
+        text.push(described(unused, "BF16", &[1]));
+    }
+    text.push(described("tekken_model", "U8", &[3]));
+    text.push(described("spiece_model", "U8", &[3]));
+    let weights = open(Part::TextEncoder, &text).unwrap();
+    assert_eq!(weights.check(&manifest(Part::TextEncoder)).unwrap(), ["spiece_model"]);
+
+    let mut vae = tensors(Part::Vae, Layout::Bfl);
+    vae.push(described("bn.num_batches_tracked", "I64", &[]));
+    vae.push(described("loss.logvar", "BF16", &[1]));
+    assert_eq!(open(Part::Vae, &vae).unwrap().check(&manifest(Part::Vae)).unwrap(), ["loss.logvar"]);
+}
+
+#[test]
+fn two_spellings_of_one_weight_are_refused() {
+    for (first, second) in [
+        ("img_in.weight", "x_embedder.weight"),
+        ("double_blocks.0.img_attn.qkv.weight", "transformer_blocks.0.attn.to_k.weight"),
+        ("norm_out.linear.weight", "final_layer.adaLN_modulation.1.weight"),
+        ("single_blocks.0.norm.key_norm.scale", "single_blocks.0.norm.key_norm.weight"),
+    ] {
+        let error = open(Part::Transformer, &[described(first, "BF16", &[2]), described(second, "BF16", &[2])]).unwrap_err();
+        let text = message(&error);
+        assert!(text.starts_with("duplicate tensor (x.safetensors)"), "{text}");
+        assert!(text.contains(first) && text.contains(second), "{text}");
+    }
+}
+
+#[test]
+fn both_layouts_hold_the_same_weights() {
+    for dtype in [DType::Bf16, DType::F16, DType::F32] {
+        let diffusers = tiny::model(Layout::Diffusers, dtype).unwrap();
+        let original = tiny::model(Layout::Bfl, dtype).unwrap();
+        for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+            let (a, b) = (diffusers.weights(part).unwrap(), original.weights(part).unwrap());
+            for weights in [&a, &b] {
+                assert!(weights.check(&manifest(part)).unwrap().is_empty());
+            }
+            if part != Part::TextEncoder {
+                assert_eq!((a.layout(), b.layout()), (Layout::Diffusers, Layout::Bfl));
+            }
+            for spec in manifest(part) {
+                let rows = |weights: &Weights| {
+                    let parts = weights.weight(&spec).unwrap().parts;
+                    assert!(parts.iter().all(|p| p.dtype == dtype));
+                    let rows = if spec.shape.len() > 1 { spec.shape[0] } else { 1 };
+                    assert_eq!(parts.iter().map(|p| p.rows).sum::<usize>(), rows);
+                    parts.iter().map(|p| &p.bytes[..]).collect::<Vec<_>>().concat()
+                };
+                assert!(rows(&a) == rows(&b), "{}", spec.name);
+                assert_eq!(rows(&a).len(), dtype.bytes(spec.shape.iter().product()));
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_are_stacked_and_swapped_as_the_layouts_say() {
+    let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
+    let weights = model.weights(Part::Transformer).unwrap();
+    let file = |name: &str| weights.shards()[0].bytes(name).unwrap();
+    let h = TransformerConfig::tiny().hidden;
+    let parts = weights.weight(&TensorSpec::new("final_layer.adaLN_modulation.1.weight", &[2 * h, h])).unwrap().parts;
+    let stored = file("norm_out.linear.weight");
+    let (scale, shift) = stored.split_at(stored.len() / 2);
+    assert!(parts[0].bytes[..] == *shift && parts[1].bytes[..] == *scale);
+    let parts = weights.weight(&TensorSpec::new("double_blocks.1.txt_attn.qkv.weight", &[3 * h, h])).unwrap().parts;
+    for (part, name) in parts.iter().zip(["add_q_proj", "add_k_proj", "add_v_proj"]) {
+        assert!(part.bytes[..] == file(&format!("transformer_blocks.1.attn.{name}.weight"))[..]);
+    }
+    // Whole shapes are compared where the caller does not know the parts.
+    assert!(matches!(
+        weights.weight(&TensorSpec::new("double_blocks.1.txt_attn.qkv.weight", &[2 * h, h])),
+        Err(Error::TensorShape { .. })
+    ));
+    assert!(matches!(weights.weight(&TensorSpec::new("nothing.weight", &[1])), Err(Error::TensorMissing { .. })));
+}
+
+#[test]
+fn prefixes_of_all_in_one_files_are_seen_through() {
+    let mut all: Vec<Described> = Vec::new();
+    for (part, layout, prefix) in [
+        (Part::Transformer, Layout::Bfl, "model.diffusion_model."),
+        (Part::TextEncoder, Layout::Diffusers, "text_encoders.qwen3_4b.transformer."),
+        (Part::Vae, Layout::Bfl, "vae."),
+    ] {
+        all.extend(tensors(part, layout).into_iter().map(|(name, element, shape)| (format!("{prefix}{name}"), element, shape)));
+    }
+    for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+        assert!(open(part, &all).unwrap().check(&manifest(part)).unwrap().is_empty());
+    }
+    let lost = all.iter().position(|(name, ..)| name.ends_with("single_blocks.1.linear2.weight")).unwrap();
+    let (name, ..) = all.remove(lost);
+    let error = open(Part::Transformer, &all).unwrap().check(&manifest(Part::Transformer)).unwrap_err();
+    assert!(error.to_string().contains(&format!("`{name}`")), "{error}");
+}

@@ -1,0 +1,137 @@
+//! Manifests of the real models: counts, bytes, and the exact sizes of the published files.
+
+use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
+use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::internals::names::{Layout, TensorSpec, file_tensors};
+use kiln::internals::part::Part;
+
+fn elements(specs: &[TensorSpec]) -> u64 {
+    specs.iter().map(|spec| spec.shape.iter().product::<usize>() as u64).sum()
+}
+
+fn in_layout(part: Part, layout: Layout, specs: &[TensorSpec]) -> Vec<TensorSpec> {
+    specs.iter().flat_map(|spec| file_tensors(part, layout, spec)).collect()
+}
+
+/// Length of the header that the reference writer gives a file of these tensors, all in bf16: compact, in order of name, and
+/// padded to a multiple of 8.
+fn header_length(mut specs: Vec<TensorSpec>) -> u64 {
+    specs.sort_by(|a, b| a.name.cmp(&b.name));
+    let mut offset = 0;
+    let entries: Vec<String> = specs
+        .iter()
+        .map(|spec| {
+            let end = offset + 2 * spec.shape.iter().product::<usize>();
+            let shape = format!("{:?}", spec.shape).replace(' ', "");
+            let entry = format!(r#""{}":{{"dtype":"BF16","shape":{shape},"data_offsets":[{offset},{end}]}}"#, spec.name);
+            offset = end;
+            entry
+        })
+        .collect();
+    (entries.join(",").len() as u64 + 2).next_multiple_of(8)
+}
+
+#[test]
+fn transformers_match_the_published_files() {
+    for (config, original, diffusers, bytes, header, file) in [
+        (TransformerConfig::klein_4b(), 149, 169, 7_751_089_152u64, 16_552, 7_751_105_712u64),
+        (TransformerConfig::klein_9b(), 201, 233, 18_157_162_496, 22_664, 18_157_185_168),
+    ] {
+        let manifest = transformer_manifest(&config);
+        assert_eq!(2 * elements(&manifest), bytes);
+        let renamed = in_layout(Part::Transformer, Layout::Diffusers, &manifest);
+        assert_eq!((renamed.len(), elements(&renamed)), (diffusers, elements(&manifest)));
+        let same = in_layout(Part::Transformer, Layout::Bfl, &manifest);
+        assert_eq!(same.len(), original);
+        assert_eq!(header_length(same), header);
+        assert_eq!(8 + header + bytes, file);
+    }
+}
+
+#[test]
+fn text_encoders_match_the_published_files() {
+    for (config, layers, embedding, head, file) in [
+        (TextConfig::klein_4b(), 5_450_264_064u64, 777_912_320, false, 8_044_982_048u64),
+        (TextConfig::klein_9b(), 10_419_107_328, 1_244_659_712, true, 16_381_517_176),
+    ] {
+        let used = text_manifest(&config);
+        assert_eq!(used.len(), 1 + 27 * 8);
+        assert_eq!((2 * elements(&used[..1]), 2 * elements(&used[1..])), (embedding, layers));
+        // The whole file: all layers, the final norm, and the output head where it is not tied.
+        let mut whole = text_manifest(&TextConfig { taps: [9, 18, config.layers], ..config.clone() });
+        whole.push(TensorSpec::new("model.norm.weight", &[config.hidden]));
+        if head {
+            whole.push(TensorSpec::new("lm_head.weight", &[config.vocab, config.hidden]));
+        }
+        let tensors = in_layout(Part::TextEncoder, Layout::Diffusers, &whole);
+        assert_eq!(tensors.len(), if head { 399 } else { 398 });
+        let bytes = 2 * elements(&tensors);
+        assert_eq!(8 + header_length(tensors) + bytes, file);
+    }
+}
+
+#[test]
+fn autoencoders_match_the_published_counts() {
+    let full = vae_manifest(&VaeConfig::klein_4b());
+    // The 251st is a counter that nothing reads.
+    assert_eq!(full.len(), 250);
+    assert_eq!(elements(&full), 84_046_371);
+    let small = VaeConfig { decoder: [96, 192, 384, 384], ..VaeConfig::klein_4b() };
+    assert_eq!(elements(&vae_manifest(&small)), 62_373_347);
+    for (config, expected) in [(VaeConfig::klein_4b(), 49_620_259), (small, 27_947_235)] {
+        let is_decoder = |spec: &TensorSpec| spec.name.starts_with("decoder.") || spec.name.starts_with("post_quant_conv.");
+        let decoder: Vec<TensorSpec> = vae_manifest(&config).into_iter().filter(is_decoder).collect();
+        assert_eq!(elements(&decoder), expected);
+    }
+    let original = in_layout(Part::Vae, Layout::Bfl, &full);
+    assert_eq!((original.len(), elements(&original)), (250, elements(&full)));
+    let attention = original.iter().find(|spec| spec.name == "decoder.mid.attn_1.proj_out.weight").unwrap();
+    assert_eq!(attention.shape, [512, 512, 1, 1]);
+    let shortcuts: Vec<&str> = original.iter().map(|s| s.name.as_str()).filter(|n| n.ends_with("nin_shortcut.weight")).collect();
+    assert_eq!(
+        shortcuts,
+        [
+            "encoder.down.1.block.0.nin_shortcut.weight",
+            "encoder.down.2.block.0.nin_shortcut.weight",
+            "decoder.up.1.block.0.nin_shortcut.weight",
+            "decoder.up.0.block.0.nin_shortcut.weight",
+        ]
+    );
+}
+
+#[test]
+fn tensors_are_listed_in_the_order_in_which_missing_ones_are_named() {
+    let config = TransformerConfig { guidance_embed: true, ..TransformerConfig::tiny() };
+    let transformer = transformer_manifest(&config);
+    let vae = vae_manifest(&VaeConfig::tiny());
+    let names = |specs: &[TensorSpec]| specs.iter().map(|spec| spec.name.clone()).collect::<Vec<_>>().join(" ");
+    assert_eq!(
+        names(&transformer[..12]),
+        "img_in.weight txt_in.weight time_in.in_layer.weight time_in.out_layer.weight double_stream_modulation_img.lin.weight \
+         double_stream_modulation_txt.lin.weight single_stream_modulation.lin.weight final_layer.adaLN_modulation.1.weight \
+         final_layer.linear.weight guidance_in.in_layer.weight guidance_in.out_layer.weight double_blocks.0.img_attn.qkv.weight"
+    );
+    assert_eq!(
+        names(&transformer[transformer.len() - 4..]),
+        "single_blocks.1.linear1.weight single_blocks.1.linear2.weight single_blocks.1.norm.query_norm.scale \
+         single_blocks.1.norm.key_norm.scale"
+    );
+    let place = |name: &str| vae.iter().position(|spec| spec.name == name).unwrap();
+    let flow = [
+        "encoder.conv_in.weight",
+        "encoder.down_blocks.0.resnets.0.norm1.weight",
+        "encoder.mid_block.attentions.0.group_norm.weight",
+        "encoder.mid_block.attentions.0.to_q.weight",
+        "encoder.conv_out.bias",
+        "quant_conv.weight",
+        "post_quant_conv.weight",
+        "decoder.conv_in.weight",
+        "decoder.mid_block.resnets.1.conv2.bias",
+        "decoder.up_blocks.0.resnets.0.norm1.weight",
+        "decoder.conv_norm_out.weight",
+        "decoder.conv_out.bias",
+        "bn.running_mean",
+        "bn.running_var",
+    ];
+    assert!(flow.map(place).is_sorted(), "{:?}", flow.map(place));
+}

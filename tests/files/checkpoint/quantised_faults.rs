@@ -1,0 +1,405 @@
+//! Faults in quantised files: each is refused with a message that names the tensor and a hint that says what to do.
+
+use super::message;
+use super::written::Written;
+use common::ops::formats::tiled;
+use kiln::error::Result;
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::names::TensorSpec;
+use kiln::internals::part::Part;
+use kiln::internals::tensor::Nvfp4Layout;
+
+const LAYER: &str = "double_blocks.0.img_attn.proj";
+const FP8: &str = r#"{"format": "float8_e4m3fn"}"#;
+const NVFP4: &str = r#"{"format": "nvfp4"}"#;
+const SIZE: [usize; 2] = [144, 80];
+const DAMAGED: &str = "the file is damaged, or quantised in a way of its own; download it again, or use another one";
+const ORDER: &str = "if the file stores NVFP4 in another order, name it with --nvfp4-layout";
+
+fn name(suffix: &str) -> String {
+    format!("{LAYER}.{suffix}")
+}
+
+/// The weight of the layer.
+pub fn spec() -> TensorSpec {
+    TensorSpec::new(name("weight"), &SIZE)
+}
+
+/// A file with one FP8 layer.
+pub fn fp8() -> Written {
+    let mut file = Written::default();
+    file.declare(&[(LAYER, FP8)]);
+    file.add(&name("weight"), "F8_E4M3", &SIZE, vec![0x38; SIZE[0] * SIZE[1]]);
+    file.scale(&name("weight_scale"), 0.5);
+    file.scale(&name("input_scale"), 0.5);
+    file
+}
+
+/// A file with one NVFP4 layer, whose block scales have padding in both directions.
+pub fn nvfp4() -> Written {
+    let mut file = Written::default();
+    file.declare(&[(LAYER, NVFP4)]);
+    let mut scales = vec![0; 256 * 8];
+    (0..SIZE[0] * 5).for_each(|i| scales[at(i / 5, i % 5)] = 0x38);
+    file.nvfp4(LAYER, SIZE, &vec![0x2a; SIZE[0] * SIZE[1] / 2], &scales, 0.5);
+    file.scale(&name("input_scale"), 0.5);
+    file
+}
+
+/// Where the scale of a block is.
+fn at(row: usize, block: usize) -> usize {
+    tiled(row, block, SIZE[1] / 16)
+}
+
+/// Everything that a run checks of the layer.
+fn load(weights: &Weights) -> Result<()> {
+    weights.weight(&spec())?;
+    weights.check(&[spec()])?;
+    weights.check_scales(&spec().name)
+}
+
+fn refused(file: &Written) -> String {
+    message(&file.open(Part::Transformer).and_then(|weights| load(&weights)).unwrap_err())
+}
+
+/// A way to damage a file, and the message about it.
+type Fault<'a> = (&'a dyn Fn(&mut Written), String, &'a str);
+
+fn check(file: &Written, faults: &[Fault<'_>]) {
+    load(&file.open(Part::Transformer).unwrap()).unwrap();
+    for (change, what, hint) in faults {
+        let mut file = file.clone();
+        change(&mut file);
+        assert_eq!(refused(&file), format!("{what} / {hint}"));
+    }
+}
+
+fn invalid(detail: &str) -> String {
+    format!("invalid quantisation (x.safetensors): {detail}")
+}
+
+/// The message about a tensor beside the weight.
+fn tensor(suffix: &str, what: &str) -> String {
+    invalid(&format!("tensor `{LAYER}.{suffix}` {what}"))
+}
+
+fn set(file: &mut Written, suffix: &str, value: f32) {
+    file.tensor(&name(suffix)).1 = value.to_le_bytes().to_vec();
+}
+
+#[test]
+fn single_scales_are_positive_and_finite() {
+    for (file, suffixes) in [(fp8(), &["weight_scale", "input_scale"][..]), (nvfp4(), &["weight_scale_2", "input_scale"])] {
+        for suffix in suffixes {
+            for (value, shown) in
+                [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf"), (0.0, "0"), (-0.0, "-0"), (-2.5, "-2.5")]
+            {
+                let what = tensor(suffix, &format!("is {shown}, a scale is positive and finite"));
+                check(&file, &[(&|file| set(file, suffix, value), what, DAMAGED)]);
+            }
+            let shape: &dyn Fn(&mut Written) = &|file| *file.tensor(&name(suffix)) = ((name(suffix), "F32", vec![2]), vec![0; 8]);
+            let single = if *suffix == "weight_scale" { "one scale, or one for each of 144 rows" } else { "a single scale" };
+            let dtype: &dyn Fn(&mut Written) = &|file| *file.tensor(&name(suffix)) = ((name(suffix), "I16", vec![]), vec![1; 2]);
+            check(
+                &file,
+                &[
+                    (shape, tensor(suffix, &format!("is [2], needed is {single}")), DAMAGED),
+                    (dtype, tensor(suffix, "is I16, needed is F32"), DAMAGED),
+                ],
+            );
+        }
+    }
+}
+
+#[test]
+fn scales_of_rows_are_positive_and_finite() {
+    let mut file = fp8();
+    let rows: Vec<u8> = 0.5_f32.to_le_bytes().repeat(SIZE[0]);
+    *file.tensor(&name("weight_scale")) = ((name("weight_scale"), "F32", vec![SIZE[0], 1]), rows);
+    let put = |value: f32| {
+        move |file: &mut Written| file.tensor(&name("weight_scale")).1[4 * 7..][..4].copy_from_slice(&value.to_le_bytes())
+    };
+    let what = |shown: &str| tensor("weight_scale", &format!("is {shown} in row 7, a scale is positive and finite"));
+    check(
+        &file,
+        &[
+            (&put(f32::NAN), what("NaN"), DAMAGED),
+            (&put(0.0), what("0"), DAMAGED),
+            (&put(-1.0), what("-1"), DAMAGED),
+            (&put(f32::INFINITY), what("inf"), DAMAGED),
+            (
+                &|file| *file.tensor(&name("weight_scale")) = ((name("weight_scale"), "BF16", vec![SIZE[0]]), vec![1; 288]),
+                tensor("weight_scale", "is BF16, needed is F32"),
+                DAMAGED,
+            ),
+        ],
+    );
+}
+
+/// Whatever a scale is, the file is refused, or the largest elements times the largest block scale are finite.
+#[test]
+fn scales_so_large_that_values_overflow_are_refused() {
+    let (mut fp8, mut nvfp4) = (fp8(), nvfp4());
+    fp8.tensor(&name("weight")).1.fill(0x7e);
+    nvfp4.tensor(&name("weight")).1.fill(0x7f);
+    nvfp4.tensor(&name("weight_scale")).1.iter_mut().filter(|scale| **scale != 0).for_each(|scale| *scale = 0x7e);
+    let mut rows = fp8.clone();
+    *rows.tensor(&name("weight_scale")) = ((name("weight_scale"), "F32", vec![SIZE[0]]), 0.5_f32.to_le_bytes().repeat(SIZE[0]));
+    for (file, suffix, place) in [(fp8, "weight_scale", ""), (rows, "weight_scale", " in row 0"), (nvfp4, "weight_scale_2", "")] {
+        let accepted = |scale: f32| {
+            let mut file = file.clone();
+            file.tensor(&name(suffix)).1[..4].copy_from_slice(&scale.to_le_bytes());
+            let weights = file.open(Part::Transformer).unwrap();
+            match load(&weights) {
+                Ok(()) => {
+                    let (weight, mut row) = (weights.weight(&spec()).unwrap(), vec![0.0; SIZE[1]]);
+                    weight.parts[0].decode(0, &mut row);
+                    assert!(row.iter().all(|value| value.is_finite() && *value != 0.0), "{suffix} {scale}: {row:?}");
+                    true
+                }
+                Err(error) => {
+                    let what = tensor(suffix, &format!("is {scale}{place}, too large for a scale"));
+                    assert_eq!(message(&error), format!("{what} / {DAMAGED}"));
+                    false
+                }
+            }
+        };
+        let powers = (0..128).map(|power| 2_f32.powi(power)).filter(|&scale| accepted(scale)).count();
+        assert!(powers > 20, "{suffix}: {powers}");
+        assert!([f32::MAX, f32::MAX / 6.0, f32::MAX / 448.0].iter().all(|&scale| !accepted(scale)), "{suffix}");
+    }
+}
+
+#[test]
+fn missing_and_superfluous_scales() {
+    let weight = name("weight");
+    let plain = |file: &mut Written| {
+        file.metadata.clear();
+        *file.tensor(&name("weight")) = ((name("weight"), "BF16", SIZE.to_vec()), vec![0; 2 * SIZE[0] * SIZE[1]]);
+    };
+    check(
+        &fp8(),
+        &[
+            (&|file| file.remove(&name("weight_scale")), tensor("weight", "is FP8, but has no tensor with its scale"), DAMAGED),
+            (
+                &|file| file.scale(&name("weight_scale_2"), 1.0),
+                tensor("weight", &format!("is FP8 (E4M3), but has a scale `{LAYER}.weight_scale_2`")),
+                DAMAGED,
+            ),
+            (&plain, invalid(&format!("tensor `{LAYER}.weight_scale` scales `{weight}`, which is BF16")), DAMAGED),
+            (
+                &|file| file.scale("double_blocks.7.img_attn.proj.input_scale", 1.0),
+                invalid(
+                    "tensor `double_blocks.7.img_attn.proj.input_scale` scales `double_blocks.7.img_attn.proj.weight`, which is \
+                     not there",
+                ),
+                DAMAGED,
+            ),
+        ],
+    );
+    check(
+        &nvfp4(),
+        &[
+            (
+                &|file| file.remove(&name("weight_scale")),
+                tensor("weight", "is NVFP4, but has no tensor with block scales"),
+                DAMAGED,
+            ),
+            (
+                &|file| file.remove(&name("weight_scale_2")),
+                tensor("weight", "is NVFP4, but has no tensor with the scale of the whole"),
+                DAMAGED,
+            ),
+        ],
+    );
+    let mut file = fp8();
+    file.scale(&name("scale_weight"), 1.0);
+    let twice =
+        format!("duplicate tensor (x.safetensors): `{LAYER}.scale_weight` and `{LAYER}.weight_scale` belong to one weight");
+    assert_eq!(refused(&file), twice);
+}
+
+#[test]
+fn declarations_that_do_not_fit() {
+    let metadata =
+        |text: &'static str| move |file: &mut Written| file.metadata = vec![("_quantization_metadata".into(), text.into())];
+    let broken = |detail: &str| invalid(&format!("metadata `_quantization_metadata`: {detail}"));
+    let settings = |text: &'static str| {
+        move |file: &mut Written| {
+            file.metadata.clear();
+            file.settings(LAYER, text);
+        }
+    };
+    let twice = invalid(&format!("layer `{LAYER}` is declared twice, with different settings"));
+    check(
+        &fp8(),
+        &[
+            (
+                &|file| file.note("nvfp4_layout", "tiled"),
+                invalid("metadata `nvfp4_layout` is `tiled`, which is not known"),
+                DAMAGED,
+            ),
+            (&metadata("{"), broken("EOF while parsing an object at line 1 column 1"), DAMAGED),
+            (&metadata("{}"), broken("missing field `layers` at line 1 column 2"), DAMAGED),
+            (&metadata(r#"{"layers": 3}"#), broken("invalid type: integer `3`, expected an object at line 1 column 12"), DAMAGED),
+            (
+                &metadata(r#"{"layers": {"x": 3}}"#),
+                broken("invalid type: integer `3`, expected struct Settings at line 1 column 18"),
+                DAMAGED,
+            ),
+            (&metadata(r#"{"layers": {"x": {}, "x": {}}}"#), broken("`x` is there twice at line 1 column 29"), DAMAGED),
+            (
+                &|file| file.metadata[0].1 = file.metadata[0].1.replace(LAYER, "double_blocks.9.img_attn.proj"),
+                invalid("layer `double_blocks.9.img_attn.proj` is declared as FP8 (E4M3), but has no weight"),
+                DAMAGED,
+            ),
+            (
+                &|file| file.metadata[0].1 = file.metadata[0].1.replace("e4m3fn", "e5m2"),
+                tensor("weight", "is F8_E4M3, but declared as FP8 (E5M2)"),
+                DAMAGED,
+            ),
+            (
+                &|file| file.metadata[0].1 = file.metadata[0].1.replace("float8_e4m3fn", "nvfp4"),
+                tensor("weight", "is F8_E4M3, but declared as NVFP4"),
+                DAMAGED,
+            ),
+            (&|file| file.settings(LAYER, NVFP4), twice.clone(), DAMAGED),
+            (
+                &|file| file.settings(LAYER, r#"{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}"#),
+                twice.clone(),
+                DAMAGED,
+            ),
+            (&settings("fp8"), invalid(&format!("tensor `{LAYER}.comfy_quant`: expected ident at line 1 column 2")), DAMAGED),
+            (
+                &settings(""),
+                invalid(&format!("tensor `{LAYER}.comfy_quant`: EOF while parsing a value at line 1 column 0")),
+                DAMAGED,
+            ),
+            (
+                &|file| {
+                    file.metadata.clear();
+                    file.add(&name("comfy_quant"), "U8", &[5000], [b' '; 5000]);
+                },
+                invalid(&format!("tensor `{LAYER}.comfy_quant`: settings of 5000 bytes, limit 4096")),
+                DAMAGED,
+            ),
+        ],
+    );
+    let plain = |file: &mut Written| {
+        *file.tensor(&name("weight")) = ((name("weight"), "BF16", SIZE.to_vec()), vec![0; 2 * SIZE[0] * SIZE[1]]);
+    };
+    check(&nvfp4(), &[(&plain, tensor("weight", "is BF16, but declared as NVFP4"), DAMAGED)]);
+    // A marker makes every layer with a scale FP8.
+    let mut file = fp8();
+    file.metadata.clear();
+    file.add("scaled_fp8", "F8_E4M3", &[0], []);
+    check(&file, &[(&plain, tensor("weight", "is BF16, but declared as FP8 (E4M3)"), DAMAGED)]);
+}
+
+#[test]
+fn shapes_that_do_not_fit() {
+    let other = "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]";
+    let weight = |rows: usize, bytes: usize| {
+        move |file: &mut Written| {
+            *file.tensor(&name("weight")) = ((name("weight"), "U8", vec![rows, bytes]), vec![0; rows * bytes])
+        }
+    };
+    let wrong = |got: &str| format!("wrong shape (x.safetensors): tensor `{LAYER}.weight` is {got}, this model needs [144, 80]");
+    let scales = |element: &'static str, rows: usize, blocks: usize| {
+        move |file: &mut Written| {
+            let size = if element == "F32" { 4 } else { 1 };
+            *file.tensor(&name("weight_scale")) =
+                ((name("weight_scale"), element, vec![rows, blocks]), vec![0x38; rows * blocks * size]);
+        }
+    };
+    let fits = "a weight of 144 x 80 has block scales of [256, 8]";
+    check(
+        &nvfp4(),
+        &[
+            // Rows and columns that a quantiser padded.
+            (&weight(160, 40), wrong("[160, 80]"), other),
+            (&weight(144, 48), wrong("[144, 96]"), other),
+            (&scales("F8_E4M3", 144, 8), tensor("weight_scale", &format!("is [144, 8], {fits}")), DAMAGED),
+            (
+                &scales("F8_E4M3", 144, 5),
+                tensor("weight_scale", &format!("is [144, 5], {fits}; this is the shape of row-major ones")),
+                ORDER,
+            ),
+            (&scales("F32", 256, 8), tensor("weight_scale", "is F32, needed is F8_E4M3"), DAMAGED),
+        ],
+    );
+    // The other way round.
+    let mut file = nvfp4();
+    scales("F8_E4M3", 144, 5)(&mut file);
+    let weights = file.open(Part::Transformer).unwrap().with_nvfp4_layout(Some(Nvfp4Layout::MODELOPT));
+    load(&weights).unwrap();
+    let weights = nvfp4().open(Part::Transformer).unwrap().with_nvfp4_layout(Some(Nvfp4Layout::MODELOPT));
+    let text = message(&load(&weights).unwrap_err());
+    let what = "is [256, 8], a weight of 144 x 80 has block scales of [144, 5]; this is the shape of tiled ones";
+    assert_eq!(text, format!("{} / {ORDER}", tensor("weight_scale", what)));
+
+    // A model whose layer has no whole number of blocks.
+    let mut file = nvfp4();
+    weight(144, 36)(&mut file);
+    let odd = file.open(Part::Transformer).unwrap().weight(&TensorSpec::new(name("weight"), &[144, 72])).unwrap_err();
+    let what = tensor("weight", "has 72 columns, NVFP4 needs a multiple of 16");
+    assert_eq!(message(&odd), format!("{what} / {DAMAGED}"));
+    // Only matrices have block scales.
+    let mut file = Written::default();
+    file.settings("single_blocks.0.norm.query_norm", NVFP4);
+    file.add("single_blocks.0.norm.query_norm.weight", "U8", &[128], [0; 128]);
+    file.add("single_blocks.0.norm.query_norm.weight_scale", "U8", &[128], [0; 128]);
+    file.scale("single_blocks.0.norm.query_norm.weight_scale_2", 1.0);
+    let norm = TensorSpec::new("single_blocks.0.norm.query_norm.scale", &[128]);
+    let text = message(&file.open(Part::Transformer).unwrap().weight(&norm).unwrap_err());
+    assert!(text.contains("tensor `single_blocks.0.norm.query_norm.weight` is NVFP4, but not a matrix"), "{text}");
+}
+
+#[test]
+fn block_scales_are_checked_one_by_one() {
+    let put = |row: usize, block: usize, scale: u8| {
+        move |file: &mut Written| file.tensor(&name("weight_scale")).1[at(row, block)] = scale
+    };
+    for (row, block) in [(0, 0), (31, 4), (97, 2), (127, 3), (143, 4), (128, 0)] {
+        let what = |what: &str| tensor("weight_scale", &format!("{what}, at block {block} of row {row}"));
+        check(
+            &nvfp4(),
+            &[
+                (&put(row, block, 0x7f), what("is NaN"), DAMAGED),
+                (&put(row, block, 0xff), what("is NaN"), DAMAGED),
+                (&put(row, block, 0xb8), what("is negative"), DAMAGED),
+                (&put(row, block, 0x80), what("is negative"), DAMAGED),
+                (&put(row, block, 0x00), what("is zero over elements that are not"), ORDER),
+            ],
+        );
+        // Elements that are zero, and the largest ones, which a quantiser writes where the scale underflows.
+        for code in [0x00, 0x08, 0x88, 0xf7, 0x70] {
+            let mut file = nvfp4();
+            put(row, block, 0)(&mut file);
+            file.tensor(&name("weight")).1[row * 40 + block * 8..][..8].fill(code);
+            load(&file.open(Part::Transformer).unwrap()).unwrap();
+        }
+    }
+    for (row, block) in [(0, 5), (127, 7), (144, 0), (255, 7), (200, 3)] {
+        let what = format!("is not zero in its padding, at block {block} of row {row}");
+        check(&nvfp4(), &[(&put(row, block, 1), tensor("weight_scale", &what), DAMAGED)]);
+    }
+    // Padding that looks like scales: all of it, and only whole rows. The first one in memory is named.
+    for (first_row, named) in [(0, "block 5 of row 0"), (SIZE[0], "block 0 of row 160")] {
+        let fill = |file: &mut Written| {
+            let scales = &mut file.tensor(&name("weight_scale")).1;
+            let places = (first_row..256).flat_map(|row| (0..8).map(move |block| (row, block)));
+            places.filter(|(row, block)| *row >= SIZE[0] || *block >= 5).for_each(|(row, block)| scales[at(row, block)] = 0x38);
+        };
+        check(&nvfp4(), &[(&fill, tensor("weight_scale", &format!("is not zero in its padding, at {named}")), DAMAGED)]);
+    }
+    // Row-major scales have no padding; the first fault is named, whichever thread finds one first.
+    let mut file = Written::default();
+    let (rows, cols) = (4096, 1024);
+    let mut scales = vec![0x38; rows * cols / 16];
+    scales[70 * 64 + 5] = 0x7f;
+    scales[3000 * 64 + 1] = 0xff;
+    file.nvfp4("transformer_blocks.0.attn.to_out.0", [rows, cols], &vec![0x11; rows * cols / 2], &scales, 1.0);
+    let text = message(&file.open(Part::Transformer).unwrap().check_scales(&spec().name).unwrap_err());
+    assert!(text.contains("is NaN, at block 5 of row 70 /"), "{text}");
+}

@@ -1,0 +1,148 @@
+//! One fault in one tensor of the real models, for every tensor in turn: refused by name before any weight is read.
+
+use super::Described;
+use common::header::write_sparse;
+use common::random::long;
+use common::scratch::Scratch;
+use kiln::error::{Error, Result};
+use kiln::internals::checkpoint::Weights;
+use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, check_fit};
+use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::internals::names::{Layout, file_tensors};
+use kiln::internals::part::Part;
+use kiln::internals::pipeline::Configs;
+use rayon::prelude::*;
+use std::path::Path;
+
+/// The tensors of one part under the names of its file.
+fn tensors(part: Part, configs: &Configs, layout: Layout) -> Vec<Described> {
+    let manifest = match part {
+        Part::Transformer => transformer_manifest(&configs.transformer),
+        Part::TextEncoder => text_manifest(&configs.text_encoder),
+        Part::Vae => vae_manifest(&configs.vae),
+    };
+    manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
+}
+
+fn open(part: Part, path: &Path, tensors: &[Described]) -> Result<Weights> {
+    write_sparse(path, tensors);
+    Weights::open(part, path)
+}
+
+/// A model of which one part may be changed.
+struct Model<'a> {
+    scratch: Scratch,
+    configs: &'a Configs,
+}
+
+impl<'a> Model<'a> {
+    fn new(configs: &'a Configs) -> Self {
+        Self { scratch: Scratch::new(), configs }
+    }
+
+    /// The checks before a run, with another file for one part: detect its configuration, compare it with the other parts, check
+    /// all tensors. Returns unknown tensors.
+    fn with(&self, part: Part, tensors: &[Described]) -> Result<Vec<String>> {
+        let weights = open(part, &self.scratch.path().join("changed"), tensors)?;
+        let Configs { mut transformer, mut text_encoder, .. } = self.configs.clone();
+        let manifest = match part {
+            Part::Transformer => {
+                transformer = TransformerConfig::detect(&weights, None)?;
+                transformer_manifest(&transformer)
+            }
+            Part::TextEncoder => {
+                text_encoder = TextConfig::detect(&weights, None, &Conventions::klein())?;
+                text_manifest(&text_encoder)
+            }
+            Part::Vae => vae_manifest(&VaeConfig::detect(&weights, None)?),
+        };
+        check_fit(&transformer, &text_encoder)?;
+        weights.check(&manifest)
+    }
+}
+
+/// A change of a list of tensors.
+type Change<'a> = dyn Fn(&mut Vec<Described>) + 'a;
+
+/// Whether a tensor is in the sample of a short run: those outside of blocks and those of the first, second and tenth block or
+/// layer of each kind, because all blocks of a kind have the same tensors.
+fn is_sampled(name: &str) -> bool {
+    let mut numbers = name.split('.').filter_map(|word| word.parse::<usize>().ok());
+    numbers.next().is_none_or(|block| [0, 1, 9].contains(&block))
+}
+
+/// Tries every fault in every tensor of one part, and returns how many there were.
+fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
+    assert!(model.with(part, whole).unwrap().is_empty());
+    let mut count = 0;
+    for (i, (name, _, shape)) in whole.iter().enumerate().filter(|(_, (name, ..))| long() || is_sampled(name)) {
+        let with = |change: &Change<'_>| {
+            let mut changed = whole.to_vec();
+            change(&mut changed);
+            model.with(part, &changed)
+        };
+        let refused = |change: &Change<'_>| with(change).expect_err(name);
+
+        let missing: [&Change<'_>; 2] = [&|t| drop(t.remove(i)), &|t| t[i].0.push_str("_x")];
+        for change in missing {
+            let error = refused(change);
+            let named = matches!(&error, Error::TensorMissing { name: n, want, .. } if n == name && want == shape);
+            assert!(named, "{name}: {error}");
+        }
+        let extra = format!("{name}.bias");
+        match with(&|t| t.push((extra.clone(), "BF16", vec![1]))) {
+            // Only the transformer may not have unknown tensors; files of the other parts also serve other programs.
+            Err(Error::TensorUnknown { name: n, .. }) if part == Part::Transformer => assert_eq!(n, extra),
+            Ok(unknown) if part != Part::Transformer => assert_eq!(unknown, [extra]),
+            other => panic!("{name}: {other:?}"),
+        }
+        let error = refused(&|t| t[i].1 = "I16");
+        assert!(matches!(&error, Error::TensorType { name: n, got, .. } if n == name && got == "I16"), "{name}: {error}");
+        for dim in 0..shape.len() {
+            let error = refused(&|t| t[i].2[dim] += 128);
+            count += 1;
+            let named = match &error {
+                // A matrix may be wanted as a 1x1 convolution, and the other way round.
+                Error::TensorShape { name: n, got, want, .. } => {
+                    n == name && shape.starts_with(want) && got[dim] == shape[dim] + 128
+                }
+                // This dimension is that of the prompt embeddings, so it has to match the text encoder.
+                Error::Mismatch { .. } => dim == 1 && (name == "txt_in.weight" || name == "context_embedder.weight"),
+                _ => false,
+            };
+            assert!(named, "{name} {dim}: {error}");
+        }
+        count += 4;
+    }
+    count
+}
+
+#[test]
+fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
+    let configs = [Configs::klein_4b(), Configs::klein_9b()];
+    let layouts = [Layout::Diffusers, Layout::Bfl];
+    let parts = configs.iter().flat_map(|configs| Part::ALL.map(|part| (configs, part)));
+    let jobs: Vec<_> = parts.flat_map(|(configs, part)| layouts.map(|layout| (configs, part, layout))).collect();
+    let counts = jobs.into_par_iter().map(|(configs, part, layout)| {
+        // The text encoder has only one layout.
+        if part == Part::TextEncoder && layout == Layout::Bfl {
+            return 0;
+        }
+        faults(&Model::new(configs), part, &tensors(part, configs, layout))
+    });
+    let count: usize = counts.sum();
+    assert!(count > if long() { 10_000 } else { 2500 }, "{count}");
+}
+
+#[test]
+fn the_encoder_of_the_other_size_is_refused_by_name() {
+    let [small, large] = [Configs::klein_4b(), Configs::klein_9b()];
+    for (configs, other, expected) in [
+        (&small, &large, "klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
+        (&large, &small, "klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),
+    ] {
+        let error =
+            Model::new(configs).with(Part::TextEncoder, &tensors(Part::TextEncoder, other, Layout::Diffusers)).unwrap_err();
+        assert_eq!(error.to_string(), format!("text encoder does not fit the transformer: {expected}"));
+    }
+}

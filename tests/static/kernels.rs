@@ -1,0 +1,549 @@
+//! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and those of
+//! one architecture consist of the instructions they were written for. And the table of their instantiations,
+//! `kernels/tiles.def`.
+
+#![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
+
+use kiln::internals::backend::cuda::Kernel;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+#[path = "../../build/ptxas.rs"]
+mod ptxas;
+#[path = "../../build/tiles.rs"]
+mod tiles;
+
+#[allow(missing_docs, dead_code)]
+mod built {
+    include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
+}
+
+const HEADINGS: [&str; 4] = ["registers", "bytes of stack", "bytes of spills", "bytes of shared memory"];
+
+/// A table of resources: the compiler, and a row for each file, kernel and architecture.
+#[derive(Clone)]
+struct Table {
+    nvcc: String,
+    archs: String,
+    rows: BTreeMap<String, [u32; 4]>,
+}
+
+impl Table {
+    fn parse(text: &str) -> Self {
+        let first = text.lines().next().and_then(|line| line.strip_prefix("# nvcc ")?.split_once(" for "));
+        let (nvcc, archs) = first.expect("the first line names the compiler and the architectures");
+        let row = |line: &str| {
+            let words: Vec<_> = line.split_whitespace().collect();
+            let (name, numbers) = words.split_at_checked(3).unwrap_or_else(|| panic!("`{line}` is no row"));
+            let numbers: Vec<u32> = numbers.iter().map(|n| n.parse().unwrap_or_else(|_| panic!("`{line}`: `{n}`"))).collect();
+            (name.join(" "), numbers.try_into().unwrap_or_else(|_| panic!("`{line}` has not four numbers")))
+        };
+        let rows = text.lines().filter(|line| !line.starts_with('#')).map(row).collect();
+        Self { nvcc: nvcc.into(), archs: archs.into(), rows }
+    }
+
+    /// The kernels of a file that is for one architecture: the name and numbers of each.
+    fn of_file(&self, file: &str) -> Vec<(&str, [u32; 4])> {
+        let rows = self.rows.iter().filter_map(|(name, numbers)| Some((name.strip_prefix(file)?.strip_prefix(' ')?, *numbers)));
+        rows.filter_map(|(rest, numbers)| Some((rest.split(' ').next()?, numbers))).collect()
+    }
+
+    /// The persistent kernels that have a stack or spills, which would stall the tensor cores: no table may allow that.
+    fn persistent_spills(&self) -> Vec<String> {
+        let kernels = persistent_files().flat_map(|file| self.of_file(file));
+        kernels
+            .filter(|(_, [_, stack, spills, _])| stack + spills > 0)
+            .map(|(kernel, [_, stack, spills, _])| format!("{kernel}: {stack} bytes of stack, {spills} of spills, may have none"))
+            .collect()
+    }
+}
+
+/// The files whose kernels use `wgmma`.
+const SM90_FILES: [&str; 5] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "attention_sm90", "attention_wide_sm90"];
+/// The GEMMs of compute capability 12.x, and their MMA.
+const SM120_GEMMS: [(&str, &str); 3] = [
+    ("gemm_nvfp4_sm120", "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X"),
+    ("gemm_fp8_sm120", "QMMA.SF.16832.F32.E4M3.E4M3.E8"),
+    ("gemm_bf16_sm120", "HMMA.16816.F32.BF16"),
+];
+
+fn persistent_files() -> impl Iterator<Item = &'static str> {
+    SM90_FILES.into_iter().chain(SM120_GEMMS.into_iter().map(|(file, _)| file))
+}
+
+/// Where a build exceeds the table.
+fn faults(built: &Table, allowed: &Table) -> Vec<String> {
+    let mut faults = Vec::new();
+    for (name, numbers) in &built.rows {
+        let Some(limits) = allowed.rows.get(name) else {
+            faults.push(format!("{name}: not in the table"));
+            continue;
+        };
+        for ((number, limit), what) in numbers.iter().zip(limits).zip(HEADINGS) {
+            if number > limit {
+                faults.push(format!("{name}: {number} {what}, the table allows {limit}"));
+            }
+        }
+    }
+    faults.extend(built.persistent_spills());
+    // A build for fewer architectures has no rows for the others.
+    if built.archs == allowed.archs {
+        let gone = allowed.rows.keys().filter(|name| !built.rows.contains_key(*name));
+        faults.extend(gone.map(|name| format!("{name}: in the table, but there is no such kernel")));
+    }
+    faults
+}
+
+#[test]
+fn kernels_take_no_more_than_the_table_allows() {
+    let Some(built_path) = Some(env!("KILN_KERNEL_RESOURCES")).filter(|path| !path.is_empty()) else {
+        println!("skipped: built without kernels");
+        return;
+    };
+    let table_path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");
+    let built_text = std::fs::read_to_string(built_path).unwrap();
+    let built = Table::parse(&built_text);
+    let allowed = Table::parse(&std::fs::read_to_string(&table_path).unwrap());
+    if std::env::var_os("KILN_UPDATE_RESOURCES").is_some() {
+        // Only a build for all architectures has PTX.
+        assert!(built.archs.contains("compute_"), "this build is for {} alone: unset KILN_CUDA_ARCHS", built.archs);
+        std::fs::write(&table_path, built_text).unwrap();
+        return;
+    }
+    if built.nvcc != allowed.nvcc {
+        println!("skipped: built by nvcc {}, the table is for {}", built.nvcc, allowed.nvcc);
+        return;
+    }
+    let faults = faults(&built, &allowed);
+    assert!(
+        faults.is_empty(),
+        "{}\n\nif this is meant: KILN_UPDATE_RESOURCES=1 cargo test --test static kernels, and say why in the change",
+        faults.join("\n")
+    );
+}
+
+#[test]
+fn persistent_kernels_do_not_spill() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");
+    let mut table = Table::parse(&std::fs::read_to_string(path).unwrap());
+    assert!(persistent_files().all(|file| !table.of_file(file).is_empty()), "the table has none of these kernels");
+    assert!(table.persistent_spills().is_empty(), "{:?}", table.persistent_spills());
+
+    table.rows.insert("gemm_bf16_sm90 kl_gemm_bf16_sm90_1x1 sm_90a".into(), [168, 8, 16, 0]);
+    let spills = "kl_gemm_bf16_sm90_1x1: 8 bytes of stack, 16 of spills, may have none";
+    assert_eq!(faults(&table, &table), [spills], "though the table allows it");
+}
+
+/// The instructions of each kernel in a listing of cuobjdump, with their addresses: `HGMMA.64x128x16.F32.BF16 R24, ...` of
+/// `/*1ad0*/ @P0 HGMMA.64x128x16.F32.BF16 R24, ... ;`.
+fn addressed_instructions(listing: &str) -> BTreeMap<&str, Vec<(u64, &str)>> {
+    fn instruction(line: &str) -> Option<(u64, &str)> {
+        let (address, rest) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
+        let (address, text) = (u64::from_str_radix(address, 16).ok()?, rest.split_once(';')?.0.trim());
+        Some((address, if text.starts_with('@') { text.split_once(' ')?.1.trim_start() } else { text }))
+    }
+    let kernels = listing.split("Function : ").skip(1).map(|part| part.split_once('\n').unwrap_or((part, "")));
+    kernels.map(|(kernel, code)| (kernel.trim(), code.lines().filter_map(instruction).collect())).collect()
+}
+
+/// The same without addresses.
+fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
+    let kernels = addressed_instructions(listing).into_iter();
+    kernels.map(|(kernel, codes)| (kernel, codes.into_iter().map(|(_, code)| code).collect())).collect()
+}
+
+/// The shortest loop around an instruction that begins with `mma`, from where a branch goes back to up to the branch. Of several, the one that
+/// has most of them: terms of low rank are added by a loop of their own.
+fn loop_around<'a>(codes: &[(u64, &'a str)], mma: &str) -> Vec<&'a str> {
+    let loops = codes.iter().filter_map(|&(from, code)| {
+        let to = code.strip_prefix("BRA")?.rsplit_once("0x").and_then(|(_, to)| u64::from_str_radix(to.trim_end(), 16).ok())?;
+        (to <= from).then_some(to..=from)
+    });
+    let loops: Vec<_> = loops.collect();
+    let mmas: Vec<u64> = codes.iter().filter(|(_, code)| code.starts_with(mma)).map(|(address, _)| *address).collect();
+    let around = |at: &u64| loops.iter().filter(|range| range.contains(at)).min_by_key(|range| range.end() - range.start());
+    let most = mmas.iter().filter_map(around).max_by_key(|range| mmas.iter().filter(|at| range.contains(at)).count());
+    let most = most.unwrap_or_else(|| panic!("{mma} is in no loop"));
+    codes.iter().filter(|(address, _)| most.contains(address)).map(|(_, code)| *code).collect()
+}
+
+/// The opcodes of each kernel, such as `HGMMA`.
+fn opcodes(listing: &str) -> BTreeMap<&str, BTreeSet<&str>> {
+    let opcode = |code: &'_ str| -> usize { code.find(['.', ' ']).unwrap_or(code.len()) };
+    instructions(listing)
+        .into_iter()
+        .map(|(kernel, codes)| (kernel, codes.into_iter().map(|code| &code[..opcode(code)]).collect()))
+        .collect()
+}
+
+/// Exponentials that are computed between the wait for Q K^T and the wait for the P V of the block before, in the loop over KV blocks.
+/// The compiler may move the second wait to the front, which is correct but slow.
+fn exp2_during_mma(codes: &[&str]) -> usize {
+    // The P V of the loop comes before that of the last KV block. Only V is transposed.
+    let values = |code: &str| code.starts_with("HGMMA") && code.contains(".tnspB");
+    let first = codes.iter().position(|code| values(code));
+    let after = &codes[first.unwrap_or(codes.len())..];
+    let mut waits = after.split(|code| code.starts_with("WARPGROUP.DEPBAR"));
+    waits.nth(1).map_or(0, |between| between.iter().filter(|code| code.starts_with("MUFU.EX2")).count())
+}
+
+/// Whether kernels were built for an architecture, and can be disassembled: cuobjdump calls nvdisasm.
+fn can_list(arch: &str) -> bool {
+    if !built::ARCHS.contains(&arch) {
+        println!("skipped: built without kernels for {arch}");
+        return false;
+    }
+    let tools = Path::new(env!("KILN_KERNEL_TOOLS"));
+    let missing = ["cuobjdump", "nvdisasm"].into_iter().find(|tool| !tools.join(tool).is_file());
+    if let Some(missing) = missing {
+        let required = std::env::var("KILN_REQUIRE_CUDA").is_ok_and(|value| !["", "0"].contains(&value.as_str()));
+        assert!(!required, "KILN_REQUIRE_CUDA=1, but there is no {missing} with nvcc; tools/get_nvcc installs one");
+        println!("skipped: no {missing} with nvcc");
+    }
+    missing.is_none()
+}
+
+/// The machine code of a file's kernels for an architecture.
+fn listing(file: &str, arch: &str) -> String {
+    let image = Path::new(env!("OUT_DIR")).join(format!("{file}.fatbin"));
+    let cuobjdump = Path::new(env!("KILN_KERNEL_TOOLS")).join("cuobjdump");
+    let output = Command::new(cuobjdump).args(["-sass", "-arch", arch]).arg(image).output().unwrap();
+    assert!(output.status.success(), "cuobjdump: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn sm90_kernels_use_wgmma() {
+    if !can_list("sm_90") {
+        return;
+    }
+    let built = Table::parse(&std::fs::read_to_string(env!("KILN_KERNEL_RESOURCES")).unwrap());
+
+    for file in SM90_FILES {
+        let listing = listing(file, "sm_90a");
+        let kernels = opcodes(&listing);
+        assert!(kernels.keys().copied().eq(built.of_file(file).iter().map(|(kernel, _)| *kernel)), "{:?}", kernels.keys());
+        for (kernel, opcodes) in &kernels {
+            let mma = if file == "gemm_fp8_sm90" { "QGMMA" } else { "HGMMA" };
+            assert!(opcodes.contains(mma), "{kernel} has no wgmma on its type");
+            assert!(!opcodes.contains("LDL") && !opcodes.contains("STL"), "{kernel} uses local memory");
+        }
+        if file == "attention_sm90" {
+            // A warpgroup has 64 queries by 128 keys, which is 64 logits for each thread.
+            for (kernel, codes) in instructions(&listing) {
+                let count = exp2_during_mma(&codes);
+                assert!(count >= 64, "{kernel}: {count} exponentials are computed while an MMA is in flight");
+                // Q K^T over a head of 128 is eight MMAs of bf16 or four of e4m3, P V over 128 keys eight of bf16. Each is there
+                // twice, in the loop and for the first or the last KV block.
+                let mmas = ["QGMMA", "HGMMA"].map(|mma| codes.iter().filter(|code| code.starts_with(mma)).count());
+                assert_eq!(mmas, if kernel.ends_with("_e4m3") { [8, 16] } else { [0, 32] }, "{kernel}: MMAs of e4m3 and of bf16");
+            }
+        }
+        if file == "attention_wide_sm90" {
+            for (kernel, codes) in instructions(&listing) {
+                // 64 queries by 64 keys are 32 logits for each thread.
+                let count = exp2_during_mma(&codes);
+                assert!(count >= 32, "{kernel}: {count} exponentials are computed while an MMA is in flight");
+                // Q K^T over two stages is eight MMAs, P V over 128 keys as many. Each is there twice, in the loop and for the first or the
+                // last KV block.
+                let mmas = codes.iter().filter(|code| code.starts_with("HGMMA")).count();
+                assert_eq!(mmas, 32, "{kernel}");
+            }
+        }
+    }
+
+    // The listing of a kernel without wgmma shows none, so the check can fail.
+    let portable = listing("gemm_mma", "sm_90");
+    let portable = &opcodes(&portable)["kl_gemm_mma_256"];
+    assert!(portable.contains("HMMA") && !portable.contains("HGMMA"), "{portable:?}");
+    let spills = built.rows["gemm_mma kl_gemm_mma_256 sm_90"][2] > 0;
+    assert_eq!(portable.contains("LDL") && portable.contains("STL"), spills, "{portable:?}");
+}
+
+/// The main loop of a GEMM by mma.sync: what a warp does with a k-block, which is two steps along K.
+#[test]
+fn sm120_main_loops_multiply_all_the_time() {
+    if !can_list("sm_120f") {
+        return;
+    }
+    for (file, mma) in SM120_GEMMS {
+        let listing = listing(file, "sm_120f");
+        let kernels = addressed_instructions(&listing);
+        assert_eq!(kernels.keys().copied().collect::<Vec<_>>(), ["128x128", "256x128"].map(|tile| format!("kl_{file}_{tile}")));
+        for (kernel, codes) in &kernels {
+            let count =
+                |codes: &[&str], opcode: &str| codes.iter().filter(|code| code.split(['.', ' ']).next() == Some(opcode)).count();
+            let all: Vec<&str> = codes.iter().map(|(_, code)| *code).collect();
+            for opcode in ["LDL", "STL", "CALL"] {
+                assert_eq!(count(&all, opcode), 0, "{kernel}: {opcode}");
+            }
+            // Operands come by TMA, and scales of blocks by bulk copies.
+            assert!(count(&all, "UTMALDG") > 0, "{kernel} has no TMA loads");
+            let nvfp4 = file == "gemm_nvfp4_sm120";
+            assert_eq!(count(&all, "UBLKCP") > 0, nvfp4, "{kernel}: bulk copies");
+            // Sixteen fragments of eight columns for each of the warp's sixteen rows; four matrices a load. The scales of A are a
+            // word for each step, and those of B a pair of words for each half of the columns.
+            let tiles = if kernel.ends_with("_256x128") { 2 } else { 1 };
+            let main_loop = loop_around(codes, mma);
+            let mmas = main_loop.iter().filter(|code| code.starts_with(mma)).count();
+            assert_eq!([mmas, count(&main_loop, "LDSM")], [2 * 16 * tiles, 2 * (8 + tiles)], "{kernel}: MMAs and loads");
+            let pairs = main_loop.iter().filter(|code| code.starts_with("LDS.64 ")).count();
+            let loads = [count(&main_loop, "LDS") - pairs, pairs];
+            assert_eq!(loads, if nvfp4 { [2, 4] } else { [0, 0] }, "{kernel}: loads of scales");
+        }
+    }
+}
+
+#[test]
+fn a_loop_is_found_in_a_listing() {
+    let codes = [
+        (0x00, "MOV R0, R1"),
+        (0x10, "LDSM.16.M88.4 R4, [R2]"),
+        (0x20, "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3"),
+        (0x30, "BRA 0x20"),
+        (0x40, "OMMA.SF.16864 R4, R8, R12, R4, R16, R17, URZ"),
+        (0x50, "OMMA.SF.16864 R4, R8, R12, R4, R16, R17, URZ"),
+        (0x60, "BRA.U UP0, 0x10"),
+        (0x70, "BRA 0x0"),
+        (0x80, "BRA 0x80"),
+    ];
+    let found = loop_around(&codes, "OMMA");
+    assert_eq!((found.len(), found[0], found[5]), (6, codes[1].1, codes[6].1));
+    assert_eq!(loop_around(&codes, "LDSM"), found);
+    assert_eq!(loop_around(&codes, "MOV").len(), 8);
+    let two = [(0x00, "HMMA 1"), (0x10, "BRA 0x0"), (0x20, "HMMA 2"), (0x30, "HMMA 3"), (0x40, "BRA 0x20"), (0x50, "BRA 0x0")];
+    assert_eq!(loop_around(&two, "HMMA"), ["HMMA 2", "HMMA 3", "BRA 0x20"]);
+}
+
+#[test]
+fn sass_listings_are_parsed() {
+    let listing = "\
+\tcode for sm_90a
+\t\tFunction : kl_one
+\t.headerflags\t@\"EF_CUDA_SM90\"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */
+                                                                       /* 0x000fe20000000800 */
+        /*0060*/              @!P1 STL.64 [R1], R2 ;                   /* 0x0000000201007387 */
+                                                                       /* 0x000fea0003800000 */
+\t\t..........
+
+\t\tFunction : kl_two
+        /*1ad0*/              @UP0 HGMMA.64x160x16.F32.BF16 R24, gdesc[UR12], R24, UP0 ; /* 0x026000000c1879f0 */
+        /*1ae0*/                   EXIT ;                              /* 0x000000000000794d */
+";
+    let read = opcodes(listing);
+    assert_eq!(read.keys().copied().collect::<Vec<_>>(), ["kl_one", "kl_two"]);
+    assert_eq!(read["kl_one"], BTreeSet::from(["LDC", "STL"]));
+    assert_eq!(read["kl_two"], BTreeSet::from(["EXIT", "HGMMA"]));
+    assert_eq!(instructions(listing)["kl_two"], ["HGMMA.64x160x16.F32.BF16 R24, gdesc[UR12], R24, UP0", "EXIT"]);
+}
+
+#[test]
+fn a_wait_that_comes_too_early_is_noticed() {
+    let qk = "HGMMA.64x128x16.F32.BF16 R88, gdesc[UR8], R88";
+    let pv = "HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR4].tnspB, R24";
+    let (barrier, wait, exp2) = ("BAR.ARV R9, 0x100", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R4, R4");
+    let first = [qk, barrier, wait, exp2, exp2];
+    let count = |rest: &[&str]| exp2_during_mma(&[&first, rest].concat());
+    assert_eq!(count(&[qk, pv, barrier, wait, exp2, exp2, exp2, wait]), 3);
+    assert_eq!(count(&[qk, pv, barrier, wait, wait, exp2, exp2, exp2]), 0);
+    assert_eq!(count(&[]), 0);
+}
+
+#[test]
+fn the_table_is_for_the_pinned_compiler() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+    let table = Table::parse(&std::fs::read_to_string(folder.join("resources.txt")).unwrap());
+    let pinned = std::fs::read_to_string(folder.join("toolchain.txt")).unwrap();
+    let line = format!("nvidia-cuda-nvcc=={}", table.nvcc);
+    assert!(pinned.lines().any(|pin| pin == line), "kernels/toolchain.txt has no line `{line}`");
+}
+
+#[test]
+fn every_excess_is_reported() {
+    let rows = "norm kl_norm sm_80 40 0 0 512\nnorm kl_norm sm_90 38 16 8 512\n";
+    let allowed = Table::parse(&format!("# nvcc 13.0.88 for sm_80 sm_90\n{}\n{rows}", ptxas::HEADING));
+    let with = |name: &str, numbers: [u32; 4]| {
+        let mut built = allowed.clone();
+        built.rows.insert(name.into(), numbers);
+        faults(&built, &allowed)
+    };
+    let none: [&str; 0] = [];
+    assert_eq!(faults(&allowed, &allowed), none);
+    assert_eq!(with("norm kl_norm sm_90", [36, 0, 0, 0]), none, "less is fine");
+    assert_eq!(with("norm kl_norm sm_90", [39, 16, 8, 512]), ["norm kl_norm sm_90: 39 registers, the table allows 38"]);
+    assert_eq!(
+        with("norm kl_norm sm_80", [40, 8, 16, 512]),
+        [
+            "norm kl_norm sm_80: 8 bytes of stack, the table allows 0",
+            "norm kl_norm sm_80: 16 bytes of spills, the table allows 0"
+        ]
+    );
+    assert_eq!(with("norm kl_other sm_80", [8, 0, 0, 0]), ["norm kl_other sm_80: not in the table"]);
+
+    let mut built = allowed.clone();
+    built.rows.remove("norm kl_norm sm_80");
+    assert_eq!(faults(&built, &allowed), ["norm kl_norm sm_80: in the table, but there is no such kernel"]);
+    built.archs = "sm_90".into();
+    assert_eq!(faults(&built, &allowed), none, "a build for sm_90 alone");
+}
+
+#[test]
+fn ptxas_reports_are_parsed() {
+    let report = "\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'kl_two' for 'sm_100f'
+ptxas info    : Function properties for kl_two
+    488 bytes stack frame, 572 bytes spill stores, 560 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 488 bytes cumulative stack size, 424 bytes cmem[0]
+ptxas info    : Compile time = 24.626 ms
+ptxas info    : Function properties for not_inlined
+    16 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+ptxas info    : Compiling entry function 'kl_one' for 'sm_80'
+ptxas info    : Function properties for kl_one
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 14 registers, used 1 barriers, 256 bytes smem, 424 bytes cmem[0]
+";
+    let rows: Vec<_> = ptxas::usages(report).unwrap().iter().map(|usage| usage.row("file")).collect();
+    let numbers = |row: &str| row.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert_eq!(numbers(&rows[0]), "file kl_one sm_80 14 0 0 256");
+    assert_eq!(numbers(&rows[1]), "file kl_two sm_100f 32 504 1140 0");
+    assert!(report.lines().all(ptxas::is_information), "nothing in it is an error");
+    assert!(ptxas::usages("Compiling entry function 'kl_one' for 'sm_80'").is_err(), "a report that ends early");
+    assert!(!report.lines().any(ptxas::is_loss), "nothing in it is a loss");
+    let losses = "\
+ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized due to program dependence on \
+compiler-inserted WG.AR in divergent path in the function 'kl_one'
+ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.
+ptxas info    : setmaxnreg ignored to maintain minimum register requirements.
+";
+    assert!(losses.lines().all(ptxas::is_loss));
+}
+
+#[test]
+fn images_are_fat_binaries() {
+    for (name, image) in built::IMAGES {
+        assert_eq!(image.get(..4), Some(&0xba55_ed50_u32.to_le_bytes()[..]), "{name}");
+    }
+    assert_eq!(built::NVCC.is_empty(), built::ARCHS.is_empty());
+    assert_eq!(built::NVCC.is_empty(), env!("KILN_KERNEL_RESOURCES").is_empty());
+}
+
+/// The kernels that the host launches are those that were compiled.
+#[test]
+fn every_kernel_is_in_the_table_of_resources() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");
+    let table = Table::parse(&std::fs::read_to_string(path).unwrap());
+    let compiled: BTreeSet<_> =
+        table.rows.keys().filter_map(|name| name.rsplit_once(' ')).map(|(kernel, _)| kernel.to_owned()).collect();
+    let launched: BTreeSet<_> = Kernel::ALL.iter().map(|kernel| format!("{} {}", kernel.file(), kernel.symbol())).collect();
+    assert_eq!(launched.len(), Kernel::ALL.len(), "a kernel is named twice");
+    // The other test may not have written the table yet.
+    if std::env::var_os("KILN_UPDATE_RESOURCES").is_none() {
+        assert_eq!(launched, compiled);
+    }
+}
+
+/// What the build script writes for the committed table of instantiations, with another row at its end.
+fn with_row(row: &str) -> Result<String, String> {
+    let folder = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap();
+    let stem = |path: PathBuf| Some(path.file_stem()?.to_str()?.to_owned());
+    let files: Vec<_> = folder
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+        .filter_map(stem)
+        .collect();
+    tiles::generate("tiles.def", &format!("{}{row}\n", include_str!("../../kernels/tiles.def")), &files)
+        .map(|source| source.kernels + &source.tiles)
+}
+
+#[test]
+fn a_row_is_all_that_a_new_tile_takes() {
+    let before = with_row("").unwrap();
+    let after = with_row("// For tests.\nKL_GEMM_SM90(gemm_bf16_sm90, 64, 16, 64, 1, 8, MulticastB, 256, 90000, 110)").unwrap();
+    let added: Vec<_> = after.lines().filter(|line| !before.lines().any(|old| old == *line)).map(str::trim).collect();
+    assert_eq!(
+        added,
+        [
+            "GemmSm90_64x16 = \"gemm_bf16_sm90\" \"kl_gemm_bf16_sm90_64x16\" (KlGemmSm90) 256, shared 90000, \
+             overlap in clusters of abi::KL_SM90_CLUSTER;",
+            "#[doc = \"64 rows by 16 columns. For tests.\"] Sm90_64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 64, \
+             ctas_per_sm: 1, consumers: 1, cluster: Some(ClusterMode::MulticastB), operands: GemmOperands::Bf16, longest_sum: None, \
+             kernel: Kernel::GemmSm90_64x16, relative_cost: 110 };",
+        ]
+    );
+    // The same of the other families.
+    let has = |row: &str, parts: &[&str]| {
+        let after = with_row(row).unwrap();
+        parts.iter().for_each(|part| assert!(!before.contains(part) && after.contains(part), "{row}: no {part}"));
+    };
+    has(
+        "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 64, 16, 128, 1, 8, MulticastB, 1, 256, 90000, 110)",
+        &["kl_gemm_fp8_sm90_64x16_promoted", "Fp8Promoted64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 128,"],
+    );
+    has(
+        "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 64, 16, 64, 1, 8, MulticastA, 256, 90000, 110)",
+        &["kl_gemm_mixed_sm90_64x16", "Mixed64x16 = TileConfig { block_m: 64"],
+    );
+    has(
+        "KL_GEMM_MMA(gemm_mma, 32, 128, 64, 4, 3, 5, 128, 61440, 500)",
+        &["kl_gemm_mma_32", "Mma32x128 = ", "ctas_per_sm: 5, consumers: 0"],
+    );
+    has(
+        "KL_CONV_MMA(conv_mma, 64, 128, 64, 4, 3, 3, 128, 73728)",
+        &["kl_conv_mma_64", "block_m: 64, block_n: 128, kernel: Kernel::Conv"],
+    );
+    has(
+        "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_alone, Alone, 3, 4, bf16, 1, 0, 384, 1)",
+        &["AttentionSm90Alone = ", "clusters of 4;"],
+    );
+    has("KL_ATTENTION_WIDE(attention_wide_mma, 16, 64, 3, 70000)", &["kl_attention_wide_16", "WideAttention { block_q: 16"]);
+    has(
+        "KL_ROW_NORM(norm_rows, 16384, 512, 4, 1, 1)",
+        &[
+            "kl_layer_norm_16384",
+            "kl_layer_norm_e4m3_16384",
+            "kl_layer_norm_e2m1_16384",
+            "kl_rms_norm_16384",
+            "max_columns: 16384",
+        ],
+    );
+}
+
+#[test]
+fn faults_of_the_table_of_instantiations_are_named() {
+    let line = include_str!("../../kernels/tiles.def").lines().count() + 1;
+    let fault = |row: &str| with_row(row).unwrap_err().strip_prefix(&format!("tiles.def:{line}: ")).unwrap().to_owned();
+    let sm90 = |changed: &str, to: &str| {
+        let row = "KL_GEMM_SM90(gemm_bf16_sm90, 64, 16, 64, 1, 8, MulticastB, 256, 90000, 110)";
+        assert!(row.contains(changed));
+        fault(&row.replace(changed, to))
+    };
+    assert_eq!(
+        sm90(", 110", ""),
+        "KL_GEMM_SM90 has 9 arguments, expected 10: file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, \
+         relative cost"
+    );
+    assert_eq!(sm90("MulticastB", "Both"), "cluster mode is `Both`, expected one of MulticastA, MulticastB, SplitK");
+    assert_eq!(sm90("64, 16", "128, 192"), {
+        let text = include_str!("../../kernels/tiles.def");
+        let other = text.lines().position(|line| line.contains("(gemm_bf16_sm90, 128, 192,")).unwrap() + 1;
+        format!("`kl_gemm_bf16_sm90_128x192` is already in line {other}")
+    });
+    assert_eq!(sm90("gemm_bf16_sm90", "gemm_f16_sm90"), "there is no kernels/gemm_f16_sm90.cu");
+    assert_eq!(sm90("256", "0"), "threads is `0`, expected a positive number");
+    assert_eq!(sm90("256", "2 * 128"), "threads is `2 * 128`, expected a positive number");
+    assert_eq!(sm90("MulticastB", ""), "cluster mode is ``, expected an identifier");
+    assert_eq!(sm90("64, 1,", "64, 3,"), "64 rows cannot be divided among 3 consumer warpgroups, expected a multiple of 192");
+    assert_eq!(sm90(")", ""), "expected a row `MACRO(argument, ...)`, a comment or a directive");
+    assert!(sm90("KL_GEMM_SM90", "KL_GEMM").starts_with("`KL_GEMM` is none of KL_GEMM_SM90, KL_GEMM_FP8_SM90, "));
+    assert_eq!(fault("KL_ROW_NORM(norm_rows, 8000, 512, 2, 1, 1)"), "8000 columns after 8192, expected more");
+    let attention = "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_two, Two, 3, 1, e4m3, 1, 0, 384, 1)";
+    assert_eq!(fault(&attention.replace("e4m3, 1", "e4m3, 2")), "running maximum is `2`, expected 0 or 1");
+    assert_eq!(fault(&attention.replace("e4m3", "e5m2")), "type of queries and keys is `e5m2`, expected one of bf16, e4m3");
+    assert_eq!(
+        tiles::generate("tiles.def", "", &[]).err().unwrap(),
+        "tiles.def: there is no row of KL_GEMM_SM90, expected at least one"
+    );
+}
