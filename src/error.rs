@@ -380,9 +380,7 @@ impl Error {
             }
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
             Self::Calibration { .. } => Some("calibrate with other prompts, or leave this layer as it is".into()),
-            Self::Op { .. } | Self::Lockstep { .. } => {
-                Some("this is a bug in kiln; please report it with the command line".into())
-            }
+            Self::Op { .. } | Self::Lockstep { .. } => Some(Remedy::ReportBug),
             _ => None,
         }
     }

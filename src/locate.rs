@@ -29,7 +29,7 @@ pub const TINY: &str = "tiny";
 const TINY_SIDE: usize = 256;
 
 /// Repositories that are searched for in the cache if no model is named, in order of preference.
-pub const KNOWN_REPOSITORIES: [&str; 6] = [
+const KNOWN_REPOSITORIES: [&str; 6] = [
     "black-forest-labs/FLUX.2-klein-4B",
     "black-forest-labs/FLUX.2-klein-9B",
     "black-forest-labs/FLUX.2-klein-base-4B",

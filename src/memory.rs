@@ -30,7 +30,7 @@ pub fn is_fallible() -> bool {
 }
 
 /// Whether an allocation of this size succeeds at the moment, by trying it.
-pub fn can_allocate(bytes: usize) -> bool {
+pub(crate) fn can_allocate(bytes: usize) -> bool {
     let mut memory = Vec::<u8>::new();
     let answer = fallible(|| memory.try_reserve_exact(bytes));
     // Otherwise the compiler may remove the allocation.

@@ -88,7 +88,7 @@ pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
 }
 
 /// Creates a folder with everything that `fill` writes to the folder it is given, or nothing. An empty folder may already exist.
-pub fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+pub(crate) fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let error = |source| write_error(path, source);
     let there = match fs::canonicalize(path) {
         Ok(there) => Some(there),

@@ -86,7 +86,7 @@ impl Progress for Silent {
 
 /// Hands all reports on, and records phases and their steps in the trace, if there is one. Phases that an error left open end when this
 /// is dropped.
-pub struct Traced<'a> {
+pub(crate) struct Traced<'a> {
     to: &'a dyn Progress,
     open: RefCell<Vec<OpenPhase>>,
 }

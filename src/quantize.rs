@@ -19,7 +19,10 @@ mod source;
 pub use crate::checkpoint::Identity;
 pub use crate::tensor::quantise::QuantisedFormat;
 pub use copies::{Copied, calibration_inputs, copies};
-pub use layout::{Content, FileLayout, LayerSpec, WeightLayout};
+pub use layout::WeightLayout;
+#[cfg(feature = "internals")]
+pub use layout::{Content, FileLayout, LayerSpec};
+#[cfg(feature = "internals")]
 pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
 pub use source::PartSource;
@@ -36,6 +39,10 @@ use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
 use journal::{CopyRecord, FileRecord, Journal, Record};
+#[cfg(not(feature = "internals"))]
+use layout::{Content, FileLayout, LayerSpec};
+#[cfg(not(feature = "internals"))]
+use policy::{Policy, constant_scale};
 use source::{SourceLayer, text_encoder_layers, transformer_layers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;

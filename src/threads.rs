@@ -23,7 +23,7 @@ pub fn cores() -> usize {
 
 /// Number of worker threads for a request, where 0 means one per core. It is at most the number of cores, because more threads
 /// would only wait for each other.
-pub fn worker_count(asked: usize, cores: usize) -> usize {
+fn worker_count(asked: usize, cores: usize) -> usize {
     if asked == 0 { cores } else { asked.min(cores) }
 }
 

@@ -122,7 +122,7 @@ impl Drop for Span {
 }
 
 /// A track of what a device does, whose times its user finds out.
-pub struct Track(usize);
+pub(crate) struct Track(usize);
 
 impl Track {
     /// A new track; none if no trace is being recorded.

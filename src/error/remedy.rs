@@ -56,6 +56,8 @@ pub enum Remedy {
     RepairGpu(Box<Remedy>),
     /// List the GPUs of this machine and name one of them.
     ListGpus,
+    /// Report a bug in kiln, with what was asked for.
+    ReportBug,
     /// Allow existing files to be replaced, or choose another name.
     Overwrite,
     /// Discard what an earlier run left unfinished, or choose another name.
@@ -133,6 +135,7 @@ impl fmt::Display for Remedy {
             Self::CpuBackendIfAgain => f.write_str("if it happens again, the CPU backend runs without the GPU"),
             Self::RepairGpu(way) => write!(f, "{way}; the CPU backend runs without one"),
             Self::ListGpus => f.write_str("list the GPUs of this machine"),
+            Self::ReportBug => f.write_str("this is a bug in kiln; please report it with what was asked for"),
             Self::Overwrite => f.write_str("allow it to be replaced, or use another name"),
             Self::Restart => f.write_str("repeat that request to continue it, discard it to begin anew, or use another name"),
             Self::NameModel => f.write_str("name a model folder"),

@@ -24,7 +24,7 @@ pub const VALUES: Rows = [[-768.0, 6.09, -25.75], [34.25, 2.39, -4.56], [29.25, 
 
 /// How far a value may be off in proportion to itself. A residual stream in bf16 is rounded after each of the eighteen sublayers
 /// up to the first tap, by 2^-9 to 2^-8 of its value at most: by 3.5 % if most of these roundings go the same way.
-pub const RELATIVE: f32 = 0.04;
+const RELATIVE: f32 = 0.04;
 
 /// Half a unit of the second decimal, to which the article rounds.
 const PRINTED: f32 = 0.005;

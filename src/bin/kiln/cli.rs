@@ -31,7 +31,7 @@ pub use batch::{BatchRequest, batch};
 pub use bench::{BenchRequest, bench};
 pub use completions::{completions, man};
 pub use doctor::doctor;
-pub use hint::{SAVE_MEMORY, hint, message};
+pub use hint::{REPORT_BUG, SAVE_MEMORY, hint, message};
 pub use lora::lora;
 pub use plan::plan;
 pub use quantize::quantize;

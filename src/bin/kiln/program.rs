@@ -210,9 +210,7 @@ fn report(failure: &Failure) -> String {
         Failure::Error(error) => error,
         Failure::Panic(text) => {
             let text = text.split('\n').map(shown_line).collect::<Vec<_>>().join("\n");
-            return format!(
-                "error: internal error: {text}\n\nhint: this is a bug in kiln; please report it with the command line\n"
-            );
+            return format!("error: internal error: {text}\n\nhint: {}\n", cli::REPORT_BUG);
         }
     };
     let mut message = cli::message(error);

@@ -8,6 +8,9 @@ use kiln::text::{amount, shown_text};
 /// format a text.
 pub const SAVE_MEMORY: &str = "lower --width and --height, close other programs, or allow this one more memory";
 
+/// The hint for a bug.
+pub const REPORT_BUG: &str = "this is a bug in kiln; please report it with the command line";
+
 /// The message of an error for a user of the command line.
 pub fn message(error: &Error) -> String {
     match error {
@@ -38,6 +41,7 @@ pub fn describe(remedy: &Remedy) -> String {
         Remedy::CpuBackendIfAgain => "if it happens again, --backend cpu runs without the GPU".into(),
         Remedy::RepairGpu(way) => format!("{}; --backend cpu runs without one", describe(way)),
         Remedy::ListGpus => "kiln doctor lists the GPUs of this machine".into(),
+        Remedy::ReportBug => REPORT_BUG.into(),
         Remedy::Overwrite => "use --force or another name".into(),
         Remedy::Restart => "repeat that command to continue it, use --restart to begin anew, or another name".into(),
         Remedy::NameModel => "name a model folder with --model".into(),
