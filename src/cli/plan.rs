@@ -56,7 +56,7 @@ struct Report {
     /// Bytes of the token embeddings, which stay in host memory.
     token_embedding_bytes: u64,
     formats: Vec<FormatReport>,
-    attention: Vec<AttentionReport>,
+    attention: Vec<AttentionFormatCount>,
     /// The same for the table.
     #[serde(skip)]
     format_lines: Vec<String>,
@@ -91,15 +91,6 @@ struct FormatReport {
     held_bytes: u64,
 }
 
-/// The blocks whose attention has one format.
-#[derive(Serialize)]
-struct AttentionReport {
-    blocks: usize,
-    heads: &'static str,
-    values: &'static str,
-    reason: Option<&'static str>,
-}
-
 impl FormatReport {
     fn new(format: &KindFormat) -> Self {
         let KindFormat { kind, layers, stored_bytes, held_bytes, .. } = *format;
@@ -115,12 +106,6 @@ impl FormatReport {
             stored_bytes,
             held_bytes,
         }
-    }
-}
-
-impl AttentionReport {
-    fn new(&AttentionFormatCount { blocks, heads, values, reason }: &AttentionFormatCount) -> Self {
-        Self { blocks, heads, values, reason }
     }
 }
 
@@ -308,7 +293,7 @@ impl Report {
             working_bytes: e.arena_bytes,
             token_embedding_bytes: e.table_bytes,
             formats: e.formats.by_kind().iter().map(FormatReport::new).collect(),
-            attention: e.formats.attention_by_format().iter().map(AttentionReport::new).collect(),
+            attention: e.formats.attention_by_format(),
             format_lines: e.formats.lines(),
         }
     }

@@ -58,10 +58,10 @@ pub fn generate(
     let mut session = Session::open(setup, stop, terminal)?;
     let settings = Settings::resolve(request, &session.profile());
     // The largest seed makes the longest text.
-    outputs.format().check_text(&image_text(&settings, u64::MAX))?;
+    outputs.format.check_text(&image_text(&settings, u64::MAX))?;
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
-    if outputs.has_dump() {
+    if outputs.dump().is_some() {
         let encoder = &session.model.configs.text_encoder;
         outputs.check(settings.prompts() * encoder.max_tokens * encoder.features())?;
     }

@@ -93,10 +93,10 @@ impl<'a> Place<'a> {
         Self {
             settings,
             backend,
-            format: outputs.format(),
+            format: outputs.format,
             dump: outputs.dump().map(Path::to_owned),
-            force: outputs.force(),
-            json: outputs.json(),
+            force: outputs.force,
+            json: outputs.json,
             terminal,
             out: Mutex::new(out),
             stop,
