@@ -77,10 +77,7 @@ impl Precision {
 
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        }
+        self.activations().name()
     }
 }
 

@@ -113,7 +113,7 @@ impl FormatReport {
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
     let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
-    let options = request.load_options(args.precision.into(), false, &args.quantised);
+    let options = request.load_options(false, &args.quantised);
     let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
     let settings = Settings::resolve(request, &model.profile(options));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
@@ -194,11 +194,11 @@ impl PlannedModel {
     }
 
     /// The properties of the model that the settings of a job depend on.
-    fn profile(&self, options: LoadOptions) -> ModelProfile<'_> {
+    fn profile(&self, options: LoadOptions) -> ModelProfile {
         ModelProfile {
-            name: &self.name,
+            name: self.name.clone(),
             variant: self.variant,
-            conventions: &self.conventions,
+            conventions: self.conventions.clone(),
             precision: options.precision,
             quantised_flags: Vec::new(),
             adapters: applied(self.adapters()),

@@ -15,7 +15,6 @@ use crate::reference::{DecodedReference, PreparedReference};
 use crate::sampler::Sigmas;
 use crate::selftest::Records;
 use crate::sequence::{Grid, Pixels, SequencePlan};
-use crate::tensor::Precision;
 use crate::tokenizer::{MAX_PROMPT_BYTES, Padding, SHORTEN, check_length};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
@@ -160,7 +159,7 @@ impl ImageRequest {
             accumulate: args.run.quantised.fp8_accumulate.into(),
             options: LoadOptions {
                 adapters: args.lora.lora_mode.into(),
-                ..request.load_options(args.run.precision.into(), args.run.low_memory, &args.run.quantised)
+                ..request.load_options(args.run.low_memory, &args.run.quantised)
             },
             records,
             notes: Vec::new(),
@@ -169,18 +168,15 @@ impl ImageRequest {
     }
 
     /// The options for loading a model for these images.
-    pub fn load_options(&self, precision: Precision, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
-        let (attention, nvfp4_math) = (quantised.attention.into(), quantised.nvfp4_math.into());
-        let quantise = quantised.quantize.map(Into::into);
-        let (references, vae_tiling) = (!self.references.is_empty(), self.vae_tiling);
+    pub fn load_options(&self, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
         LoadOptions {
-            precision,
-            references,
+            precision: quantised.precision.into(),
+            references: !self.references.is_empty(),
             low_memory,
-            attention,
-            nvfp4_math,
-            vae_tiling,
-            quantise,
+            attention: quantised.attention.into(),
+            nvfp4_math: quantised.nvfp4_math.into(),
+            vae_tiling: self.vae_tiling,
+            quantise: quantised.quantize.map(Into::into),
             adapters: AdapterMode::Auto,
         }
     }
@@ -296,6 +292,7 @@ mod tests {
     use super::super::parse;
     use super::*;
     use crate::model::{AttentionFormat, Nvfp4Math};
+    use crate::tensor::Precision;
     use std::ffi::OsString;
 
     fn request_and_setup(line: &[&str], stdin: &[u8]) -> Result<(ImageRequest, Setup)> {

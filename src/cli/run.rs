@@ -13,8 +13,9 @@ use crate::locate::Environment;
 use crate::terminal::{Terminal, Verbosity};
 use crate::trace;
 use std::io::{Read, Write};
-use std::sync::Arc;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 /// What `kiln generate` was asked for, split by the module that uses each piece.
@@ -68,7 +69,9 @@ pub fn generate(
     session.fit(&settings.job, terminal)?;
     let backend = session.backend.name;
     let mut engine = session.load(terminal)?;
-    let place = Place::new(&outputs, &settings, backend, terminal, out, stop);
+    let Outputs { format, force, json, .. } = outputs;
+    let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
+    let place = Place { settings, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
     thread::scope(|scope| {
         let mut writer = Writer::start(scope, &place, settings.job.seeds.len());
         let generated = engine.generate(&settings.job, terminal, &mut |image| {

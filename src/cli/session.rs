@@ -62,12 +62,11 @@ impl Session {
     }
 
     /// The properties of the model that the settings of a job depend on.
-    pub fn profile(&self) -> ModelProfile<'_> {
-        let OpenModel { name, variant, conventions, .. } = &self.model;
+    pub fn profile(&self) -> ModelProfile {
         ModelProfile {
-            name,
-            variant: *variant,
-            conventions,
+            name: self.model.name.clone(),
+            variant: self.model.variant,
+            conventions: self.model.conventions.clone(),
             precision: self.options.precision,
             quantised_flags: quantised_flags(&self.formats),
             adapters: applied(&self.model.adapters),

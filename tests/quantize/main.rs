@@ -15,7 +15,7 @@ mod sandbox;
 mod sha256;
 
 use kiln::error::Result;
-use kiln::progress::{Phase, Progress};
+use kiln::progress::Progress;
 use kiln::quantise::{Options, PartSource, Plan, Report, Target, WeightLayout};
 use kiln::tensor::quantise::QuantisedFormat;
 use std::cell::{Cell, RefCell};
