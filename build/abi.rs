@@ -19,8 +19,7 @@ macro_rules! layout {
             $(assert!(std::mem::offset_of!($name, $field) == $offset);)*
         };
     };
-}
-";
+}";
 
 /// The length of lines, less what may follow the last field of a row.
 const WIDTH: usize = 130 - 2;
