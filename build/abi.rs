@@ -10,7 +10,22 @@ const CHECKED_IN: &str = "src/backend/cuda/abi.rs";
 const HEAD: &str = "\
 //! The Rust side of `kernels/abi.h`, written by bindgen; CONTRIBUTING.md says how. Not to be edited.
 
-#![allow(missing_docs)]";
+#![allow(missing_docs)]
+
+macro_rules! layout {
+    ($name:ident: $size:literal bytes, aligned to $align:literal; $($field:ident at $offset:literal),*) => {
+        const _: () = {
+            assert!(size_of::<$name>() == $size && align_of::<$name>() == $align);
+            $(assert!(std::mem::offset_of!($name, $field) == $offset);)*
+        };
+    };
+}";
+
+/// The length of lines, less what may follow the last field of a row.
+const WIDTH: usize = 130 - 2;
+
+/// How bindgen begins the assertions about a struct.
+const ASSERTIONS: &str = "#[allow(clippy::unnecessary_operation, clippy::identity_op)]\nconst _: () = {\n";
 
 /// Fails if the file in the tree differs from what bindgen generates. `KILN_UPDATE_ABI=1` writes it instead.
 pub fn check(out: &Path) -> Result<()> {
@@ -37,7 +52,6 @@ fn generate(file: &Path) -> Result<String> {
         .clang_args(["-ffreestanding", "-isystem", &compiler_headers()?])
         .allowlist_type("Kl.*")
         .allowlist_var("KL_.*")
-        .use_core()
         .layout_tests(true)
         .disable_header_comment()
         .raw_line(HEAD)
@@ -46,8 +60,40 @@ fn generate(file: &Path) -> Result<String> {
         .rustfmt_configuration_file(Some(std::path::absolute("rustfmt.toml").map_err(|e| e.to_string())?))
         .generate()
         .map_err(|e| format!("kernels/abi.h: {e}"))?;
-    bindings.write_to_file(file).map_err(|e| format!("{}: {e}", file.display()))?;
-    read(file)
+    let text = with_short_layouts(&bindings.to_string()).ok_or("bindgen has another form of assertions about layouts")?;
+    write(file, &text)?;
+    Ok(text)
+}
+
+/// The source with one row for the layout of each struct, in place of an assertion for each number of it.
+fn with_short_layouts(source: &str) -> Option<String> {
+    let mut parts = source.split(ASSERTIONS);
+    let mut short = parts.next()?.to_owned();
+    for part in parts {
+        let (assertions, rest) = part.split_once("};\n")?;
+        // `["Offset of field: KlMat::scales"][… - 8usize];`, of which the name and the number are taken.
+        let mut numbers = assertions.split_terminator(";\n").map(|assertion| {
+            let (what, number) = (assertion.split('"').nth(1)?, assertion.rsplit_once(" - ")?.1);
+            Some((what.rsplit([' ', ':']).next()?, number.strip_suffix("usize]")?))
+        });
+        let ((name, size), (_, align)) = (numbers.next()??, numbers.next()??);
+        let mut line = format!("layout!({name}: {size} bytes, aligned to {align};");
+        let mut separator = "";
+        for field in numbers {
+            let (field, offset) = field?;
+            let next = format!(" {field} at {offset}");
+            line += separator;
+            if line.len() + next.len() > WIDTH {
+                short += &line;
+                short += "\n";
+                line = "   ".into();
+            }
+            line += &next;
+            separator = ",";
+        }
+        short += &format!("{line});\n{rest}");
+    }
+    Some(short)
 }
 
 /// The folder of the C compiler's own headers.

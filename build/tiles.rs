@@ -19,39 +19,48 @@ impl Family {
     }
 }
 
+/// All macros of the table.
 const FAMILIES: &[Family] = &[
     Family {
         name: "KL_GEMM_SM90",
-        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
-        read: Tables::gemm_sm90,
+        columns: SM90_COLUMNS,
+        read: |tables, row| tables.hopper_gemm(row, "KlGemmSm90", "Sm90_", "Bf16", 0),
     },
     Family {
         name: "KL_GEMM_FP8_SM90",
         columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, promotion interval, threads, shared bytes, relative cost",
-        read: Tables::gemm_fp8_sm90,
+        read: |tables, row| match row.number("promotion interval") {
+            0 => tables.hopper_gemm(row, "KlGemmSm90", "Fp8_", "Fp8", 0),
+            1 => tables.hopper_gemm(row, "KlGemmSm90", "Fp8Promoted", "Fp8", 1),
+            many => tables.hopper_gemm(row, "KlGemmSm90", &format!("Fp8Promoted{many}_"), "Fp8", many),
+        },
     },
     Family {
         name: "KL_GEMM_MIXED_SM90",
-        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
-        read: Tables::gemm_mixed_sm90,
+        columns: SM90_COLUMNS,
+        read: |tables, row| tables.hopper_gemm(row, "KlGemmSm90", "Mixed", "MixedInput", 0),
     },
     Family {
         name: "KL_CONV_SM90",
-        columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost",
-        read: Tables::conv_sm90,
+        columns: SM90_COLUMNS,
+        read: |tables, row| tables.hopper_gemm(row, "KlConvSm90", "Conv", "Taps", 0),
     },
-    Family { name: "KL_GEMM_NVFP4_SM120", columns: SM120_COLUMNS, read: Tables::gemm_nvfp4_sm120 },
-    Family { name: "KL_GEMM_FP8_SM120", columns: SM120_COLUMNS, read: Tables::gemm_fp8_sm120 },
-    Family { name: "KL_GEMM_BF16_SM120", columns: SM120_COLUMNS, read: Tables::gemm_bf16_sm120 },
     Family {
-        name: "KL_GEMM_MMA",
-        columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes, relative cost",
-        read: Tables::gemm_mma,
+        name: "KL_GEMM_NVFP4_SM120",
+        columns: SM120_COLUMNS,
+        read: |tables, row| tables.sm120_gemm(row, "Nvfp4Sm120_", "Nvfp4"),
     },
+    Family { name: "KL_GEMM_FP8_SM120", columns: SM120_COLUMNS, read: |tables, row| tables.sm120_gemm(row, "Fp8Sm120_", "Fp8") },
+    Family {
+        name: "KL_GEMM_BF16_SM120",
+        columns: SM120_COLUMNS,
+        read: |tables, row| tables.sm120_gemm(row, "Bf16Sm120_", "Bf16"),
+    },
+    Family { name: "KL_GEMM_MMA", columns: MMA_COLUMNS, read: |tables, row| tables.portable_gemm(row, "Mma", "Bf16", None) },
     Family {
         name: "KL_GEMM_FP8_MMA",
-        columns: "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes, relative cost",
-        read: Tables::gemm_fp8_mma,
+        columns: MMA_COLUMNS,
+        read: |tables, row| tables.portable_gemm(row, "Fp8Mma", "Fp8", Some(row.number("block k"))),
     },
     Family {
         name: "KL_CONV_MMA",
@@ -80,8 +89,10 @@ const FAMILIES: &[Family] = &[
     },
 ];
 
-/// The columns of the GEMMs of compute capability 12.x.
+/// The columns of the GEMMs of Hopper, of compute capability 12.x and of every GPU.
+const SM90_COLUMNS: &str = "file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, relative cost";
 const SM120_COLUMNS: &str = "file, m, n, block k, consumer warpgroups, stages, threads, shared bytes, relative cost";
+const MMA_COLUMNS: &str = "file, m, n, block k, warps, stages, CTAs per SM, threads, shared bytes, relative cost";
 
 /// How the CTAs of a cluster cooperate, as `ClusterMode` of src/backend/cuda/select/tile.rs names it.
 const CLUSTER_MODES: [&str; 3] = ["MulticastA", "MulticastB", "SplitK"];
@@ -185,26 +196,6 @@ struct Tables {
 }
 
 impl Tables {
-    fn gemm_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "KlGemmSm90", "Sm90_", "Bf16", 0)
-    }
-
-    fn gemm_fp8_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        match row.number("promotion interval") {
-            0 => self.hopper_gemm(row, "KlGemmSm90", "Fp8_", "Fp8", 0),
-            1 => self.hopper_gemm(row, "KlGemmSm90", "Fp8Promoted", "Fp8", 1),
-            many => self.hopper_gemm(row, "KlGemmSm90", &format!("Fp8Promoted{many}_"), "Fp8", many),
-        }
-    }
-
-    fn gemm_mixed_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "KlGemmSm90", "Mixed", "MixedInput", 0)
-    }
-
-    fn conv_sm90(&mut self, row: &Row<'_>) -> Result<()> {
-        self.hopper_gemm(row, "KlConvSm90", "Conv", "Taps", 0)
-    }
-
     /// A Hopper GEMM with the parameter struct `params`; the names of its tiles begin with `prefix`, `operands` is a variant of
     /// `GemmOperands`. Accumulators are promoted after `interval` k-blocks, if that is not zero.
     fn hopper_gemm(&mut self, row: &Row<'_>, params: &'static str, prefix: &str, operands: &str, interval: u32) -> Result<()> {
@@ -227,74 +218,49 @@ impl Tables {
         };
         let symbol = format!("kl_{}_{m}x{n}{suffix}", row.text("file"));
         let cluster = Some("abi::KL_SM90_CLUSTER".to_owned());
-        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, params, row.number("shared bytes"), cluster);
         let more = format!(
             "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::{mode}), operands: GemmOperands::{operands}, \
              longest_sum: {:?}",
             (interval > 0).then_some(interval * row.number("block k"))
         );
-        self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
+        self.gemm(row, prefix, symbol, params, cluster, &more);
         Ok(())
-    }
-
-    fn gemm_nvfp4_sm120(&mut self, row: &Row<'_>) -> Result<()> {
-        self.sm120_gemm(row, "Nvfp4Sm120_", "Nvfp4")
-    }
-
-    fn gemm_fp8_sm120(&mut self, row: &Row<'_>) -> Result<()> {
-        self.sm120_gemm(row, "Fp8Sm120_", "Fp8")
-    }
-
-    fn gemm_bf16_sm120(&mut self, row: &Row<'_>) -> Result<()> {
-        self.sm120_gemm(row, "Bf16Sm120_", "Bf16")
     }
 
     /// A GEMM of compute capability 12.x, with names and operands as for a Hopper GEMM. Its tensor cores keep all of a sum.
     fn sm120_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str) -> Result<()> {
         let (m, n, consumers) = (row.number("m"), row.number("n"), row.number("consumer warpgroups"));
-        let symbol = format!("kl_{}_{m}x{n}", row.text("file"));
-        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemmSm90", row.number("shared bytes"), Some("1".into()));
         let more = format!(
             "ctas_per_sm: 1, consumers: {consumers}, cluster: Some(ClusterMode::Single), operands: GemmOperands::{operands}, \
              longest_sum: Some({})",
             row.number("block k")
         );
-        self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
+        self.gemm(row, prefix, format!("kl_{}_{m}x{n}", row.text("file")), "KlGemmSm90", Some("1".into()), &more);
         Ok(())
-    }
-
-    fn gemm_mma(&mut self, row: &Row<'_>) -> Result<()> {
-        self.portable_gemm(row, "Mma", "Bf16", None)
-    }
-
-    fn gemm_fp8_mma(&mut self, row: &Row<'_>) -> Result<()> {
-        self.portable_gemm(row, "Fp8Mma", "Fp8", Some(row.number("block k")))
     }
 
     /// A portable GEMM, with names and operands as for a Hopper GEMM.
     fn portable_gemm(&mut self, row: &Row<'_>, prefix: &str, operands: &str, longest_sum: Option<u32>) -> Result<()> {
-        let (m, n) = (row.number("m"), row.number("n"));
-        let symbol = format!("kl_{}_{m}", row.text("file"));
-        self.kernel(row, format!("Gemm{prefix}{m}x{n}"), symbol, "KlGemm", row.number("shared bytes"), None);
-        let ctas_per_sm = row.number("CTAs per SM");
         let more = format!(
-            "ctas_per_sm: {ctas_per_sm}, consumers: 0, cluster: None, operands: GemmOperands::{operands}, \
-             longest_sum: {longest_sum:?}"
+            "ctas_per_sm: {}, consumers: 0, cluster: None, operands: GemmOperands::{operands}, longest_sum: {longest_sum:?}",
+            row.number("CTAs per SM")
         );
-        self.gemm_tile(row, &format!("{prefix}{m}x{n}"), &more);
+        self.gemm(row, prefix, format!("kl_{}_{}", row.text("file"), row.number("m")), "KlGemm", None, &more);
         Ok(())
     }
 
-    fn gemm_tile(&mut self, row: &Row<'_>, name: &str, more: &str) {
+    /// The kernel and the tile of a GEMM.
+    fn gemm(&mut self, row: &Row<'_>, prefix: &str, symbol: String, params: &'static str, cluster: Option<String>, more: &str) {
         let (m, n, k) = (row.number("m"), row.number("n"), row.number("block k"));
-        let (purpose, cost) = (row.purpose, row.number("relative cost"));
-        let doc = format!("{m} rows by {n} columns. {purpose}");
+        let (name, cost) = (format!("{prefix}{m}x{n}"), row.number("relative cost"));
+        let doc = format!("{m} rows by {n} columns. {}", row.purpose);
         let _ = writeln!(
             self.gemm_tiles,
             "        #[doc = {:?}] {name} = TileConfig {{ block_m: {m}, block_n: {n}, block_k: {k}, {more}, \
              kernel: Kernel::Gemm{name}, relative_cost: {cost} }};",
             doc.trim_end()
         );
+        self.kernel(row, format!("Gemm{name}"), symbol, params, row.number("shared bytes"), cluster);
     }
 
     fn conv_mma(&mut self, row: &Row<'_>) -> Result<()> {
@@ -344,18 +310,20 @@ impl Tables {
             return Err(format!("{columns} columns after {}, expected more", self.norm_columns));
         }
         self.norm_columns = columns;
-        let names = ["LayerNorm", "LayerNormE4m3", "LayerNormE2m1", "RmsNorm"];
-        let [layer, layer_e4m3, layer_e2m1, rms] = names.map(|name| format!("{name}{columns}"));
         let _ = writeln!(
             self.row_norms,
-            "    RowNorm {{\n        max_columns: {columns},\n        layer_norm: Kernel::{layer},\n        \
-             layer_norm_e4m3: Kernel::{layer_e4m3},\n        layer_norm_e2m1: Kernel::{layer_e2m1},\n        \
-             rms_norm: Kernel::{rms},\n    }},"
+            "    RowNorm {{\n        max_columns: {columns},\n        layer_norm: Kernel::LayerNorm{columns},\n        \
+             layer_norm_e4m3: Kernel::LayerNormE4m3{columns},\n        layer_norm_e2m1: Kernel::LayerNormE2m1{columns},\n        \
+             rms_norm: Kernel::RmsNorm{columns},\n    }},"
         );
-        self.kernel(row, layer, format!("kl_layer_norm_{columns}"), "KlLayerNorm", 0, None);
-        self.kernel(row, layer_e4m3, format!("kl_layer_norm_e4m3_{columns}"), "KlLayerNorm", 0, None);
-        self.kernel(row, layer_e2m1, format!("kl_layer_norm_e2m1_{columns}"), "KlLayerNorm", 0, None);
-        self.kernel(row, rms, format!("kl_rms_norm_{columns}"), "KlRmsNorm", 0, None);
+        for (name, symbol, params) in [
+            ("LayerNorm", "layer_norm", "KlLayerNorm"),
+            ("LayerNormE4m3", "layer_norm_e4m3", "KlLayerNorm"),
+            ("LayerNormE2m1", "layer_norm_e2m1", "KlLayerNorm"),
+            ("RmsNorm", "rms_norm", "KlRmsNorm"),
+        ] {
+            self.kernel(row, format!("{name}{columns}"), format!("kl_{symbol}_{columns}"), params, 0, None);
+        }
         Ok(())
     }
 

@@ -192,11 +192,6 @@ impl Weights {
         whole
     }
 
-    /// The bytes of a tensor, which has to have the given shape.
-    pub fn weight(&self, spec: &TensorSpec) -> Result<StoredWeight> {
-        self.checked(spec)
-    }
-
     /// The vocabulary that files of a text encoder may carry, as the bytes of a JSON text.
     pub fn vocabulary(&self) -> Option<Bytes> {
         let found = |shard: &Shard| {
@@ -210,7 +205,7 @@ impl Weights {
     /// the transformer, where they mean that it is another model; in other parts their names are returned.
     pub fn check(&self, manifest: &[TensorSpec]) -> Result<Vec<String>> {
         for spec in manifest {
-            self.checked(spec)?;
+            self.weight(spec)?;
         }
         let known: std::collections::BTreeSet<&str> = manifest.iter().map(|spec| spec.name.as_str()).collect();
         // Layers of a text encoder after the last one that is used are ignored.
@@ -290,7 +285,8 @@ impl Weights {
         self.shards.get(segment.shard)?.entry(&segment.tensor)
     }
 
-    fn checked(&self, spec: &TensorSpec) -> Result<StoredWeight> {
+    /// The bytes of a tensor, which has to have the given shape.
+    pub fn weight(&self, spec: &TensorSpec) -> Result<StoredWeight> {
         let Some(segments) = self.tensors.get(&spec.name) else { return Err(self.missing(spec, 0)) };
         let (mut parts, mut inputs) = (Vec::with_capacity(segments.len()), Vec::with_capacity(segments.len()));
         let mut total = 0usize;

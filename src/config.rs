@@ -255,19 +255,9 @@ impl VaeConfig {
         Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4, tile: 1024 }
     }
 
-    /// The VAE of klein 4B.
+    /// The VAE of klein and of \[dev\].
     pub const fn klein_4b() -> Self {
         Self::sized([128, 256, 512, 512], [128, 256, 512, 512])
-    }
-
-    /// The VAE of klein 9B, which is the same.
-    pub const fn klein_9b() -> Self {
-        Self::klein_4b()
-    }
-
-    /// The VAE of \[dev\], which is the same.
-    pub const fn dev() -> Self {
-        Self::klein_4b()
     }
 
     /// The same architecture, small enough for tests.

@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use std::path::Path;
 
 /// The intermediate tensors of a run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Record {
     /// Token ids of the padded prompt.
     pub token_ids: Vec<u32>,

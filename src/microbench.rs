@@ -67,7 +67,7 @@ pub struct Row {
 }
 
 /// The work of an op.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Work {
     /// Floating-point operations of its GEMMs, convolutions or attention.
     pub flops: u64,
@@ -101,13 +101,16 @@ fn format_of(op: &Op<'_>) -> Option<&'static str> {
 }
 
 /// The highest rates of a machine's tensor cores, in FLOP per second.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Peaks {
     /// Of bf16 by bf16.
+    #[serde(rename = "tensor_flops")]
     pub bf16: Option<f64>,
     /// Of e4m3 by e4m3.
+    #[serde(rename = "tensor_flops_e4m3")]
     pub e4m3: Option<f64>,
     /// Of e2m1 by e2m1.
+    #[serde(rename = "tensor_flops_e2m1")]
     pub e2m1: Option<f64>,
 }
 
@@ -222,18 +225,14 @@ impl Row {
                 copy_seconds.push(prepared.copy_seconds(be, copy_passes)?);
             }
         }
-        let Work { flops, flops_e4m3, flops_e2m1, bytes } = self.work;
-        let scale = prepared.copied as f64 / bytes.max(1) as f64;
+        let scale = prepared.copied as f64 / self.work.bytes.max(1) as f64;
         let ratios: Vec<f64> = seconds.iter().zip(&copy_seconds).map(|(row, copy)| copy / row / scale).collect();
         Ok(Figure {
             op: self.name,
             shape: self.shape.clone(),
             format: self.format,
             kernels,
-            flops,
-            flops_e4m3,
-            flops_e2m1,
-            bytes,
+            work: self.work,
             sets: calls,
             calls: row_passes * calls,
             median_s: median(&seconds),
@@ -298,14 +297,9 @@ pub struct Figure {
     pub format: &'static str,
     /// Kernels that it launched.
     pub kernels: Vec<&'static str>,
-    /// Floating-point operations per call.
-    pub flops: u64,
-    /// Those of them that multiply e4m3 by e4m3.
-    pub flops_e4m3: u64,
-    /// Those of them that multiply e2m1 by e2m1.
-    pub flops_e2m1: u64,
-    /// Bytes that a call must move.
-    pub bytes: u64,
+    /// What a call has to do.
+    #[serde(flatten)]
+    pub work: Work,
     /// Number of sets of operands.
     pub sets: usize,
     /// Number of calls per batch.
@@ -325,22 +319,18 @@ pub struct Figure {
 }
 
 impl Figure {
-    const fn work(&self) -> Work {
-        Work { flops: self.flops, flops_e4m3: self.flops_e4m3, flops_e2m1: self.flops_e2m1, bytes: self.bytes }
-    }
-
     /// Adds the speed relative to the peak of the types that the row multiplies, if it is compute-bound.
     pub fn held_to(mut self, peaks: Peaks) -> Self {
-        let work = self.work();
+        let work = self.work;
         if !work.bound_by_memory() {
-            self.of_tensor_cores = peaks.of(work).map(|most| self.flops as f64 / self.median_s / most);
+            self.of_tensor_cores = peaks.of(work).map(|most| work.flops as f64 / self.median_s / most);
         }
         self
     }
 
     /// The line of the printed table.
     pub fn line(&self) -> String {
-        let (rate, unit) = self.work().rate(self.median_s);
+        let (rate, unit) = self.work.rate(self.median_s);
         let (rate, prefix) = if rate >= 1e12 { (rate / 1e12, "T") } else { (rate / 1e9, "G") };
         let share = match (self.of_copy, self.of_tensor_cores) {
             (Some(share), _) => format!("{:>3.0} % of copy", 100.0 * share),

@@ -150,8 +150,8 @@ const UNUSED_TEXT: [&str; 7] = [
 /// The tensor of bytes in which ComfyUI's encoders of \[dev\] carry their vocabulary.
 pub const VOCABULARY: &str = "tekken_model";
 
-/// Suffixes of the tensors that accompany a quantised weight; the rest of such a name is that of the layer.
-const QUANTISATION_SUFFIXES: [(&str, Beside); 21] = [
+/// Suffixes of the tensors that accompany a quantised weight; the rest of such a name is the name of the layer.
+const QUANTISATION_SUFFIXES: [(&str, Beside); 6] = [
     (".weight_scale", Beside::WeightScale),
     (".weight_scale_2", Beside::TensorScale),
     (".input_scale", Beside::InputScale),
@@ -159,23 +159,6 @@ const QUANTISATION_SUFFIXES: [(&str, Beside); 21] = [
     // Files with a marker for FP8 spell the scales like this.
     (".scale_weight", Beside::WeightScale),
     (".scale_input", Beside::InputScale),
-    (".pre_quant_scale", Beside::Unsupported),
-    (".weight_packed", Beside::Unsupported),
-    (".weight_global_scale", Beside::Unsupported),
-    (".weight_scale_inv", Beside::Unsupported),
-    // bitsandbytes
-    (".weight.absmax", Beside::Unsupported),
-    (".weight.quant_map", Beside::Unsupported),
-    (".weight.nested_absmax", Beside::Unsupported),
-    (".weight.nested_quant_map", Beside::Unsupported),
-    (".weight.quant_state.bitsandbytes__nf4", Beside::Unsupported),
-    (".weight.quant_state.bitsandbytes__fp4", Beside::Unsupported),
-    (".SCB", Beside::Unsupported),
-    // AWQ and GPTQ
-    (".qweight", Beside::Unsupported),
-    (".qzeros", Beside::Unsupported),
-    (".scales", Beside::Unsupported),
-    (".g_idx", Beside::Unsupported),
 ];
 
 /// Names of quantisation formats that are not supported, by the suffix of a tensor that only they store beside a layer; more
@@ -193,6 +176,9 @@ pub const UNSUPPORTED_QUANTISERS: [(&str, &str); 11] = [
     (".weight_scale_inv", "FP8 with scales of square blocks"),
     (".pre_quant_scale", "smoothed by AWQ (pre_quant_scale)"),
 ];
+
+/// Suffixes of further tensors of these formats: of bitsandbytes, AWQ and GPTQ.
+const UNSUPPORTED_SUFFIXES: [&str; 4] = [".weight.nested_absmax", ".weight.nested_quant_map", ".qzeros", ".scales"];
 
 /// Marks of adapters (LoRA and its relatives) in the names of their tensors, as the trainers spell them.
 const ADAPTER_MARKS: [&str; 15] = [
@@ -252,9 +238,10 @@ pub fn resolve(part: Part, name: &str) -> Place {
     if bare == FP8_MARKER {
         return Place::Fp8Marker;
     }
-    let layer = QUANTISATION_SUFFIXES.iter().find_map(|(suffix, kind)| Some((name.strip_suffix(suffix)?, kind)));
-    if let Some((layer, kind)) = layer {
-        return Place::Quantisation(layer.into(), *kind);
+    let unsupported = UNSUPPORTED_QUANTISERS.map(|(suffix, _)| suffix).into_iter().chain(UNSUPPORTED_SUFFIXES);
+    let mut suffixes = QUANTISATION_SUFFIXES.into_iter().chain(unsupported.map(|suffix| (suffix, Beside::Unsupported)));
+    if let Some((layer, kind)) = suffixes.find_map(|(suffix, kind)| Some((name.strip_suffix(suffix)?, kind))) {
+        return Place::Quantisation(layer.into(), kind);
     }
     // Some files call the learned scale of a query or key norm its weight.
     let renamed = match bare.strip_suffix("_norm.weight") {

@@ -42,9 +42,7 @@ impl Phase {
             Self::Hash => "hashing files",
         }
     }
-}
 
-impl Phase {
     /// What the phase counts, if each of these is worth a span of the trace.
     const fn item(self) -> Option<&'static str> {
         match self {
@@ -55,34 +53,28 @@ impl Phase {
     }
 }
 
-/// A receiver of progress reports.
+/// A receiver of progress reports. Those that it has no method for are discarded.
 pub trait Progress {
     /// A phase begins; `total` is the sum of all amounts that [`Progress::advance`] will report.
-    fn begin(&self, phase: Phase, total: u64);
+    fn begin(&self, _phase: Phase, _total: u64) {}
 
     /// A part of the phase is done.
-    fn advance(&self, amount: u64);
+    fn advance(&self, _amount: u64) {}
 
     /// The phase is over.
-    fn end(&self);
+    fn end(&self) {}
 
     /// A detail for verbose output.
-    fn detail(&self, text: &str);
+    fn detail(&self, _text: &str) {}
 
     /// A warning to the user.
-    fn warn(&self, text: &str);
+    fn warn(&self, _text: &str) {}
 }
 
 /// Discards all reports.
 pub struct Silent;
 
-impl Progress for Silent {
-    fn begin(&self, _phase: Phase, _total: u64) {}
-    fn advance(&self, _amount: u64) {}
-    fn end(&self) {}
-    fn detail(&self, _text: &str) {}
-    fn warn(&self, _text: &str) {}
-}
+impl Progress for Silent {}
 
 /// Hands all reports on, and records phases and their steps in the trace, if there is one. Phases that an error left open end when this
 /// is dropped.

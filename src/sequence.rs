@@ -145,21 +145,6 @@ impl SequencePlan {
         self.text..self.text + self.canvas.tokens()
     }
 
-    /// Rows of the tokens of `references[j]`.
-    ///
-    /// # Panics
-    /// If there is no such reference: a bug in the caller.
-    pub fn reference(&self, j: usize) -> Range<usize> {
-        let before: usize = self.references[..j].iter().map(|grid| grid.tokens()).sum();
-        let start = self.canvas().end + before;
-        start..start + self.references[j].tokens()
-    }
-
-    /// Number of references.
-    pub fn references(&self) -> usize {
-        self.references.len()
-    }
-
     /// Length of the sequence in tokens.
     pub fn tokens(&self) -> usize {
         self.tokens
@@ -247,9 +232,7 @@ mod tests {
         let plan = SequencePlan::new(512, grid(1024, 1024), &references).unwrap();
         assert_eq!(plan.text(), 0..512);
         assert_eq!(plan.canvas(), 512..4608);
-        assert_eq!(plan.reference(0), 4608..6458);
-        assert_eq!(plan.reference(1), 6458..10_514);
-        assert_eq!((plan.tokens(), plan.tokens() - 512, plan.references()), (10_514, 10_002, 2));
+        assert_eq!((plan.tokens(), plan.tokens() - 512, plan.references.len()), (10_514, 10_002, 2));
 
         let ids = plan.ids();
         assert_eq!(ids.len(), plan.tokens());

@@ -77,10 +77,7 @@ impl Precision {
 
     /// The name that users spell.
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        }
+        self.activations().name()
     }
 }
 

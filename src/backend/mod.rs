@@ -200,7 +200,7 @@ pub trait Backend {
 
     /// From now on ops end with [`Error::Interrupted`] once this flag is set, until there is another one or none. A flag that a
     /// backend was created with ends them as well.
-    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>);
+    fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
     /// that can be [converted](WeightPart::converts_to) or [quantised](crate::tensor::quantise::encodes) to it. Ops that were
@@ -233,7 +233,9 @@ pub trait Backend {
 
     /// Allocates `bytes` of memory for results that outlive a run ([`Region::Kept`](crate::tensor::Region::Kept)). What was there
     /// is lost.
-    fn reserve_kept(&mut self, bytes: u64) -> Result<()>;
+    fn reserve_kept(&mut self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
 
     /// Allocates `bytes` of memory for what adapters compute beside weights ([`Region::Adapters`](crate::tensor::Region::Adapters)). What was
     /// there is lost.

@@ -422,113 +422,96 @@ impl Op<'_> {
     /// Calls `f` for every operand of the op.
     pub fn operands(&self, f: &mut dyn FnMut(Tensor, Access)) {
         use Access::{Read, Update, Write};
-        let linear = |w: &Linear, f: &mut dyn FnMut(Tensor, Access)| {
-            w.weight.parts().iter().for_each(|&part| f(part, Read));
-            w.bias.iter().for_each(|&b| f(b, Read));
-            w.low_rank.iter().for_each(|l| [l.down, l.up].into_iter().for_each(|t| f(t, Read)));
+        let mut each = |access: Access, tensors: &[Tensor]| tensors.iter().for_each(|&tensor| f(tensor, access));
+        let linear = |each: &mut dyn FnMut(Access, &[Tensor]), w: &Linear| {
+            each(Read, w.weight.parts());
+            each(Read, w.bias.as_slice());
+            w.low_rank.iter().for_each(|l| each(Read, &[l.down, l.up]));
         };
         match *self {
-            Self::Copy { out, x } | Self::Silu { out, x } => {
-                f(out, Write);
-                f(x, Read);
+            Self::Copy { out, x } | Self::Silu { out, x } | Self::NonFinite { count: out, x } | Self::Pixels { out, x } => {
+                each(Write, &[out]);
+                each(Read, &[x]);
             }
             Self::RmsNorm { out, x, weight, .. } => {
-                f(out, Write);
-                f(x, Read);
-                f(weight, Read);
+                each(Write, &[out]);
+                each(Read, &[x, weight]);
             }
             Self::LayerNormModulate { streams, .. } => {
                 for s in streams {
-                    f(s.out, Write);
-                    f(s.x, Read);
-                    f(s.shift, Read);
-                    f(s.scale, Read);
+                    each(Write, &[s.out]);
+                    each(Read, &[s.x, s.shift, s.scale]);
                 }
             }
             Self::Linear(streams) | Self::LinearSwiglu(streams) => {
                 for s in streams {
-                    f(s.out, Write);
-                    f(s.x, Read);
-                    linear(s.w, f);
+                    each(Write, &[s.out]);
+                    each(Read, &[s.x]);
+                    linear(&mut each, s.w);
                 }
             }
             Self::LinearGateResidual(streams) => {
                 for s in streams {
-                    f(s.into, Update);
-                    f(s.x, Read);
-                    linear(s.w, f);
-                    s.gate.iter().for_each(|&g| f(g, Read));
+                    each(Update, &[s.into]);
+                    each(Read, &[s.x]);
+                    linear(&mut each, s.w);
+                    each(Read, s.gate.as_slice());
                 }
             }
             Self::Qkv(streams) => {
                 for s in streams {
-                    s.q.iter().for_each(|&q| f(q, Write));
-                    f(s.k, Write);
-                    f(s.v, Write);
-                    s.mlp.iter().for_each(|&m| f(m, Write));
-                    f(s.x, Read);
-                    linear(s.w, f);
-                    s.norm.iter().for_each(|norm| [norm.q, norm.k].into_iter().for_each(|t| f(t, Read)));
-                    f(s.rope.table, Read);
+                    each(Write, s.q.as_slice());
+                    each(Write, &[s.k, s.v]);
+                    each(Write, s.mlp.as_slice());
+                    each(Read, &[s.x]);
+                    linear(&mut each, s.w);
+                    s.norm.iter().for_each(|norm| each(Read, &[norm.q, norm.k]));
+                    each(Read, &[s.rope.table]);
                 }
             }
             Self::Attention { out, q, kv, .. } => {
-                out.iter().for_each(|&o| f(o, Write));
-                f(q, Read);
-                for s in kv {
-                    f(s.k, Read);
-                    f(s.v, Read);
-                }
+                each(Write, out);
+                each(Read, &[q]);
+                kv.iter().for_each(|s| each(Read, &[s.k, s.v]));
             }
             Self::Conv { out, x, w, residual, shortcut, stats, .. } => {
-                f(out, Write);
-                stats.iter().for_each(|&s| f(s, Write));
-                f(x, Read);
-                f(w.weight, Read);
-                f(w.bias, Read);
-                residual.iter().for_each(|&r| f(r, Read));
+                each(Write, &[out]);
+                each(Write, stats.as_slice());
+                each(Read, &[x, w.weight, w.bias]);
+                each(Read, residual.as_slice());
                 if let Some(s) = shortcut {
-                    f(s.x, Read);
-                    linear(s.w, f);
+                    each(Read, &[s.x]);
+                    linear(&mut each, s.w);
                 }
             }
             Self::GroupNorm { out, x, norm, stats, .. } => {
                 if out == x {
-                    f(x, Update);
+                    each(Update, &[x]);
                 } else {
-                    f(out, Write);
-                    f(x, Read);
+                    each(Write, &[out]);
+                    each(Read, &[x]);
                 }
-                f(norm.weight, Read);
-                f(norm.bias, Read);
-                stats.iter().for_each(|&s| f(s, Read));
+                each(Read, &[norm.weight, norm.bias]);
+                each(Read, stats.as_slice());
             }
             Self::NormConv { out, x, norm, stats, w, .. } => {
-                f(out, Write);
-                f(x, Read);
-                [norm.weight, norm.bias, w.weight, w.bias].into_iter().for_each(|t| f(t, Read));
-                stats.iter().for_each(|&s| f(s, Read));
+                each(Write, &[out]);
+                each(Read, &[x, norm.weight, norm.bias, w.weight, w.bias]);
+                each(Read, stats.as_slice());
             }
             Self::Patchify { out, x, stats, .. } | Self::Unpatchify { out, x, stats, .. } => {
-                f(out, Write);
-                f(x, Read);
-                f(stats.mean, Read);
-                f(stats.var, Read);
+                each(Write, &[out]);
+                each(Read, &[x, stats.mean, stats.var]);
             }
             Self::Euler { latents: to, velocity: x, .. }
             | Self::Blend { into: to, from: x, .. }
             | Self::LargestMagnitude { largest: to, x } => {
-                f(to, Update);
-                f(x, Read);
+                each(Update, &[to]);
+                each(Read, &[x]);
             }
             Self::Guidance { out, cond, uncond, .. } => {
-                f(out, Write);
-                f(cond, Read);
-                f(uncond, Read);
-            }
-            Self::NonFinite { count: out, x } | Self::Pixels { out, x } => {
-                f(out, Write);
-                f(x, Read);
+                each(Write, &[out]);
+                each(Read, &[cond, uncond]);
             }
         }
     }

@@ -6,7 +6,7 @@ use crate::tensor::{ALIGN, Nvfp4Layout, PartScaling, Region, Tensor, WeightPart}
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A backend that only plans.
 #[derive(Debug)]
@@ -91,8 +91,6 @@ impl Backend for Plan {
         self.formats
     }
 
-    fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
-
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
         for part in parts.iter().filter(|part| role == Role::UpConv || !part.is_readable_as(to.stored())) {
             self.copied_bytes += to.dtype.bytes(part.rows * to.cols) as u64;
@@ -106,10 +104,6 @@ impl Backend for Plan {
     }
 
     fn reserve(&mut self, _bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
-    fn reserve_kept(&mut self, _bytes: u64) -> Result<()> {
         Ok(())
     }
 

@@ -37,25 +37,21 @@ pub struct KnownFile {
 #[derive(Clone, Copy, Debug)]
 enum Content {
     /// A transformer in BF16.
-    Plain(Size, Layout),
+    Plain(Sizes, Layout),
     /// A transformer with quantised layers, in BFL's layout.
-    Quantised(Size, Variant, QuantisedFormat),
+    Quantised(Sizes, Variant, QuantisedFormat),
     /// The same, but which of its layers stay in BF16 was inferred from its size.
-    Inferred(Size, Variant, QuantisedFormat),
+    Inferred(Sizes, Variant, QuantisedFormat),
     /// A Qwen3 in BF16, with or without the head that predicts tokens.
-    Encoder(Size, bool),
+    Encoder(fn() -> TextConfig, bool),
     /// A VAE whose values have this dtype.
     Vae(Layout, &'static str),
     /// Formats were chosen layer by layer, by no rule that is known.
     NotKnown,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Size {
-    Klein4b,
-    Klein9b,
-    Dev,
-}
+/// The sizes of a transformer.
+type Sizes = fn() -> TransformerConfig;
 
 const fn known(name: &'static str, part: Part, content: Content) -> KnownFile {
     KnownFile { name, part, bytes: None, fingerprint: None, sha256: None, content }
@@ -86,43 +82,45 @@ pub static KNOWN: [KnownFile; 30] = {
     use Content::{Encoder, Inferred, NotKnown, Plain, Quantised, Vae};
     use Layout::{Bfl, Diffusers};
     use QuantisedFormat::{Fp8, Nvfp4};
-    use Size::{Dev, Klein4b, Klein9b};
     use Variant::{Base, Distilled};
+    const KLEIN_4B: Sizes = TransformerConfig::klein_4b;
+    const KLEIN_9B: Sizes = TransformerConfig::klein_9b;
+    const DEV: Sizes = TransformerConfig::dev;
     [
-        transformer("flux-2-klein-4b or flux-2-klein-base-4b in bf16", 7_751_105_712, Plain(Klein4b, Bfl))
+        transformer("flux-2-klein-4b or flux-2-klein-base-4b in bf16", 7_751_105_712, Plain(KLEIN_4B, Bfl))
             .with_sha256("ec3d4e733a771f61c052fb4856c48b336c55eaf2c65487c2a1faeb9bbda7a343"),
-        transformer("flux-2-klein-9b, flux-2-klein-base-9b or flux-2-klein-9b-kv in bf16", 18_157_185_168, Plain(Klein9b, Bfl)),
-        known("FLUX.2-klein-4B or FLUX.2-klein-base-4B as diffusers stores it", Part::Transformer, Plain(Klein4b, Diffusers)),
-        known("FLUX.2-klein-9B, -base-9B or -9b-kv as diffusers stores it", Part::Transformer, Plain(Klein9b, Diffusers)),
-        transformer("flux-2-klein-4b-fp8", 4_070_624_520, Quantised(Klein4b, Distilled, Fp8))
+        transformer("flux-2-klein-9b, flux-2-klein-base-9b or flux-2-klein-9b-kv in bf16", 18_157_185_168, Plain(KLEIN_9B, Bfl)),
+        known("FLUX.2-klein-4B or FLUX.2-klein-base-4B as diffusers stores it", Part::Transformer, Plain(KLEIN_4B, Diffusers)),
+        known("FLUX.2-klein-9B, -base-9B or -9b-kv as diffusers stores it", Part::Transformer, Plain(KLEIN_9B, Diffusers)),
+        transformer("flux-2-klein-4b-fp8", 4_070_624_520, Quantised(KLEIN_4B, Distilled, Fp8))
             .with_fingerprint("2ff21124fb997716c2da1597fab0824dc7bedcaf1aa182ade036e46788b79d6b")
             .with_sha256("97ed34fe0567e436200f2faee3939b88f2b5d99f8af2a4dc16532c4245c0ccb6"),
-        transformer("flux-2-klein-base-4b-fp8", 4_089_498_488, Quantised(Klein4b, Base, Fp8))
+        transformer("flux-2-klein-base-4b-fp8", 4_089_498_488, Quantised(KLEIN_4B, Base, Fp8))
             .with_fingerprint("ab66231a752c13d876075bd31111ca0e6b28a465d9209b972b84820e587fb5a6"),
-        transformer("flux-2-klein-9b-fp8", 9_433_061_528, Quantised(Klein9b, Distilled, Fp8))
+        transformer("flux-2-klein-9b-fp8", 9_433_061_528, Quantised(KLEIN_9B, Distilled, Fp8))
             .with_fingerprint("c25cec508eb68835ccd5833bb3a9886a1dea9cfb652ecf98b1ecf4d6d332940d")
             .with_sha256("865ba09f5b4c3cbd3468a4bd3acb9fcb2f8740c54317482f0bcd4ed1d3655cee"),
-        transformer("flux-2-klein-base-9b-fp8", 9_567_278_472, Inferred(Klein9b, Base, Fp8)),
+        transformer("flux-2-klein-base-9b-fp8", 9_567_278_472, Inferred(KLEIN_9B, Base, Fp8)),
         transformer("flux-2-klein-9b-kv-fp8", 9_818_935_984, NotKnown),
-        transformer("flux-2-klein-4b-nvfp4", 2_460_413_488, Quantised(Klein4b, Distilled, Nvfp4))
+        transformer("flux-2-klein-4b-nvfp4", 2_460_413_488, Quantised(KLEIN_4B, Distilled, Nvfp4))
             .with_fingerprint("c6683e31192ed861a3068673e41d89555caacdad2e4a3a7357e5e576dcaea9d6")
             .with_sha256("d8c5007b6a3bbbdfd38538bbcef5101a55dfde81894f58d2e3c8701cdef3542b"),
-        transformer("flux-2-klein-base-4b-nvfp4", 2_487_544_776, Inferred(Klein4b, Base, Nvfp4)),
-        transformer("flux-2-klein-9b-nvfp4", 5_760_960_048, Quantised(Klein9b, Distilled, Nvfp4))
+        transformer("flux-2-klein-base-4b-nvfp4", 2_487_544_776, Inferred(KLEIN_4B, Base, Nvfp4)),
+        transformer("flux-2-klein-9b-nvfp4", 5_760_960_048, Quantised(KLEIN_9B, Distilled, Nvfp4))
             .with_fingerprint("a222d48e4d796bfdb027b0c8e0eb3c8dc655d0901dbe9a7fdab41b434fb036f8")
             .with_sha256("5c72214496dd278f721a112e1bd1585fffed487bc0831c894bcbf30d12e9ee48"),
-        transformer("flux-2-klein-base-9b-nvfp4", 5_809_193_808, Inferred(Klein9b, Base, Nvfp4)),
-        transformer("flux2-dev in bf16", 64_446_596_128, Plain(Dev, Bfl)),
-        known("FLUX.2-dev as diffusers stores it", Part::Transformer, Plain(Dev, Diffusers)),
-        transformer("flux2_dev_fp8mixed", 35_455_599_592, Inferred(Dev, Variant::Dev, Fp8))
+        transformer("flux-2-klein-base-9b-nvfp4", 5_809_193_808, Inferred(KLEIN_9B, Base, Nvfp4)),
+        transformer("flux2-dev in bf16", 64_446_596_128, Plain(DEV, Bfl)),
+        known("FLUX.2-dev as diffusers stores it", Part::Transformer, Plain(DEV, Diffusers)),
+        transformer("flux2_dev_fp8mixed", 35_455_599_592, Inferred(DEV, Variant::Dev, Fp8))
             .with_sha256("863a82e4ff950a42a6b0e80bea824828f129eb1a8fbbdbd9e8cb29859127b486"),
-        transformer("flux2-dev-nvfp4", 21_035_602_376, Inferred(Dev, Variant::Dev, Nvfp4)),
+        transformer("flux2-dev-nvfp4", 21_035_602_376, Inferred(DEV, Variant::Dev, Nvfp4)),
         encoder("mistral_3_small_flux2_fp8", 18_034_640_095, NotKnown)
             .with_sha256("e3467b7d912a234fb929cdf215dc08efdb011810b44bc21081c4234cc75b370e"),
         encoder("mistral_3_small_flux2_fp4_mixed", 12_275_678_071, NotKnown)
             .with_sha256("1ee1ff334d78228d73049ef0ee4fcd21c1700536b5a45c06547af057f92463a7"),
-        encoder("Qwen3-4B in bf16", 8_044_982_048, Encoder(Klein4b, false)),
-        encoder("Qwen3-8B in bf16", 16_381_517_176, Encoder(Klein9b, true)),
+        encoder("Qwen3-4B in bf16", 8_044_982_048, Encoder(TextConfig::klein_4b, false)),
+        encoder("Qwen3-8B in bf16", 16_381_517_176, Encoder(TextConfig::klein_9b, true)),
         encoder("qwen_3_8b_fp8mixed", 8_664_848_742, NotKnown)
             .with_sha256("abad16806e0cbabc54e0325d6565847443fe396d5f0be38bb3cd3fe75a1201d6"),
         encoder("qwen_3_8b_fp4mixed", 6_802_593_327, NotKnown),
@@ -144,12 +142,12 @@ impl KnownFile {
             specs.map(|spec| (spec.name, (dtype, spec.shape))).collect::<Tensors>()
         };
         Some(match self.content {
-            Content::Plain(size, layout) => plain(Part::Transformer, layout, &transformer_manifest(&size.transformer()), "BF16"),
-            Content::Quantised(size, variant, format) | Content::Inferred(size, variant, format) => {
-                quantised(&size.transformer(), variant, format)
+            Content::Plain(sizes, layout) => plain(Part::Transformer, layout, &transformer_manifest(&sizes()), "BF16"),
+            Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
+                quantised(&sizes(), variant, format)
             }
-            Content::Encoder(size, has_head) => {
-                let config = size.text_encoder();
+            Content::Encoder(sizes, has_head) => {
+                let config = sizes();
                 let [first, second, _] = config.taps;
                 // The files hold all layers, and not only those that klein reads.
                 let manifest = text_manifest(&TextConfig { taps: [first, second, config.layers], ..config });
@@ -173,24 +171,6 @@ impl KnownFile {
     /// Whether which of its layers are quantised was inferred from its size.
     pub fn is_inferred(&self) -> bool {
         matches!(self.content, Content::Inferred(..))
-    }
-}
-
-impl Size {
-    const fn transformer(self) -> TransformerConfig {
-        match self {
-            Self::Klein4b => TransformerConfig::klein_4b(),
-            Self::Klein9b => TransformerConfig::klein_9b(),
-            Self::Dev => TransformerConfig::dev(),
-        }
-    }
-
-    const fn text_encoder(self) -> TextConfig {
-        match self {
-            Self::Klein4b => TextConfig::klein_4b(),
-            Self::Klein9b => TextConfig::klein_9b(),
-            Self::Dev => TextConfig::dev(),
-        }
     }
 }
 

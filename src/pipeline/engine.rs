@@ -2,7 +2,6 @@
 //! much memory its stages need.
 
 use super::branches::{SideBranches, adapters_of};
-use super::formats::Formats;
 use super::inputs::Inputs;
 use super::job::{GeneratedImage, Job, LoadOptions};
 use super::kept::Kept;
@@ -78,11 +77,6 @@ impl Engine {
             store.branches = branches;
         }
         Ok(())
-    }
-
-    /// The formats of the model's linear layers and of attention.
-    pub fn formats(&self) -> Formats {
-        self.stages.formats()
     }
 
     /// The model's display name.

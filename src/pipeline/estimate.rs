@@ -73,17 +73,12 @@ impl Progress for Meter {
         self.stages.borrow_mut().push((phase, self.flops.load(Ordering::Relaxed), self.seconds.get()));
     }
 
-    fn advance(&self, _amount: u64) {}
-
     fn end(&self) {
         if let Some((_, flops, seconds)) = self.stages.borrow_mut().last_mut() {
             *flops = self.flops.load(Ordering::Relaxed) - *flops;
             *seconds = self.seconds.get() - *seconds;
         }
     }
-
-    fn detail(&self, _text: &str) {}
-    fn warn(&self, _text: &str) {}
 }
 
 /// Estimates the cost of one image of `job` on a model of these sizes, whose files are not quantised, and a backend with these

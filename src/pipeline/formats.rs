@@ -7,6 +7,7 @@ use crate::backend::Fp8Accumulate;
 use crate::model::{BlockFormat, LayerFormat, Nvfp4Math, PartFormat, PlainHeads, PlainInput};
 use crate::part::Part;
 use crate::tensor::DType;
+use serde::Serialize;
 
 /// A kind of linear layer: those that differ only in the block that they are in, or in the stream of a double block.
 #[derive(Debug, PartialEq, Eq)]
@@ -253,7 +254,7 @@ fn sorted(types: impl Iterator<Item = (DType, DType)>) -> Vec<(DType, DType)> {
 }
 
 /// Blocks whose attention has the same format.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize)]
 pub struct AttentionFormatCount {
     /// How many they are.
     pub blocks: usize,

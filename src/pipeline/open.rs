@@ -37,14 +37,12 @@ impl Configs {
 
     /// FLUX.2 klein 9B.
     pub const fn klein_9b() -> Self {
-        Self { transformer: TransformerConfig::klein_9b(), text_encoder: TextConfig::klein_9b(), vae: VaeConfig::klein_9b() }
+        Self { transformer: TransformerConfig::klein_9b(), text_encoder: TextConfig::klein_9b(), vae: VaeConfig::klein_4b() }
     }
-}
 
-impl Configs {
     /// FLUX.2 \[dev\].
     pub const fn dev() -> Self {
-        Self { transformer: TransformerConfig::dev(), text_encoder: TextConfig::dev(), vae: VaeConfig::dev() }
+        Self { transformer: TransformerConfig::dev(), text_encoder: TextConfig::dev(), vae: VaeConfig::klein_4b() }
     }
 
     /// The layers that adapters can change.

@@ -154,12 +154,12 @@ impl Stages {
         // There is one count for the prompt and one for the negative prompt.
         let counts = ws.alloc(2, 1, DType::F32)?;
         let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1), kept)?;
-        values.prompt_embeds = embeds;
+        values.record.prompt_embeds = embeds;
         progress.advance(1);
         let mut negative = None;
         if let Some(tokens) = &inputs.negative {
             let (context, embeds) = self.encode_prompt(be, ws, inputs, tokens, counts.rows(1..2), kept)?;
-            values.negative_prompt_embeds = Some(embeds);
+            values.record.negative_prompt_embeds = Some(embeds);
             negative = Some(context);
         }
         let counts = be.begin_read(counts.rows(0..1 + usize::from(negative.is_some())))?;
@@ -204,7 +204,7 @@ impl Stages {
             progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
             let source = |input: &ReferenceInput| Source::reference(input.grid, &input.pixels);
             let sources: Vec<Source> = job.references.iter().filter(|_| kept.is_on()).map(source).collect();
-            tokens = self.encode_references(be, ws, inputs, kept, &sources, &mut shared.references, progress)?;
+            tokens = self.encode_references(be, ws, inputs, kept, &sources, &mut shared.record.references, progress)?;
             if inputs.cached {
                 let rows = rope.rows(plan.canvas().end..plan.tokens());
                 cache = self.image.transformer.reference_cache(ws, rows.rows)?;
@@ -239,7 +239,7 @@ impl Stages {
             let one_image = || {
                 let mut values = shared.clone();
                 if job.record {
-                    values.latents.push(noise.into_owned());
+                    values.record.latents.push(noise.into_owned());
                 }
                 let (mut checks, mut buffer) = (Checks::new(inputs), None);
                 progress.begin(Phase::Denoise, schedule.steps() as u64);
@@ -264,7 +264,7 @@ impl Stages {
                     let parts = &[Part::Transformer, Part::Vae];
                     checks.begin(be, count(i), latents, parts, format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                     if job.record {
-                        values.latents.push(download(be, latents)?);
+                        values.record.latents.push(download(be, latents)?);
                     }
                     buffer.get_or_insert_with(pixel_buffer);
                     // The host is one step ahead of a device that runs on its own, so that it never waits for work.
@@ -283,7 +283,7 @@ impl Stages {
                 be.read_bytes(pixels, &mut values.pixels)?;
                 checks.settle(be, 0)?;
                 if job.record {
-                    values.image = download(be, image)?;
+                    values.record.image = download(be, image)?;
                 }
                 values.saturated = be.take_saturated()?;
                 progress.end();

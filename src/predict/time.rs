@@ -106,11 +106,6 @@ impl Predictor {
         &self.card
     }
 
-    /// The kernels.
-    pub fn family(&self) -> KernelFamily {
-        self.family
-    }
-
     /// The seconds that an op takes. Activations are taken to be bf16 or quantised: f32 is not for tensor cores.
     pub fn seconds(&self, op: &Op<'_>) -> f64 {
         match *op {

@@ -30,7 +30,7 @@ fn measure(cuda: &mut Cuda, row: &Row) -> Result<Outcome> {
     let e4m3 = if cuda.gemm_formats().w4a4 { e2m1.map(|flops| flops / 2.0) } else { peak(DType::E4m3) };
     let peaks = Peaks { bf16: peak(DType::Bf16), e4m3, e2m1 };
     let figure = row.measure(cuda, &PROTOCOL)?.held_to(peaks);
-    let rate = format!("{:.0} TFLOP/s", figure.flops as f64 / figure.median_s / 1e12);
+    let rate = format!("{:.0} TFLOP/s", figure.work.flops as f64 / figure.median_s / 1e12);
     let share = figure.of_tensor_cores.map(|share| format!(", {:.0} % of nominal", 100.0 * share));
     Ok(Outcome::passed(rate + &share.unwrap_or_default()))
 }

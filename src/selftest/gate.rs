@@ -20,13 +20,6 @@ pub enum Gate {
     Ran(Verdict, f64),
 }
 
-impl Gate {
-    /// Whether native kernels are used.
-    pub const fn native(&self) -> bool {
-        matches!(self, Self::Open | Self::Recorded(Verdict::Passed) | Self::Ran(Verdict::Passed, _))
-    }
-}
-
 /// The verdict on the lines of a self-test.
 fn verdict(lines: &[Line]) -> Verdict {
     let failed = |line: &Line| match &line.outcome {

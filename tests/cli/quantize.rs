@@ -70,8 +70,6 @@ impl Observer {
 }
 
 impl Progress for Observer {
-    fn begin(&self, _phase: Phase, _total: u64) {}
-
     fn advance(&self, _amount: u64) {
         self.reports.set(self.reports.get() + 1);
         match self.at {

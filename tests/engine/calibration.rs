@@ -196,9 +196,6 @@ impl Progress for Phases {
     fn end(&self) {
         self.ended.borrow_mut().push(self.running.take().unwrap());
     }
-
-    fn detail(&self, _text: &str) {}
-    fn warn(&self, _text: &str) {}
 }
 
 #[test]

@@ -100,27 +100,25 @@ pub fn guidance(out: Out<'_>, cond: In<'_>, uncond: In<'_>, scale: f32) {
     });
 }
 
-pub fn non_finite(mut count: Out<'_>, x: In<'_>) {
-    let rows = (0..x.rows).into_par_iter().with_min_len(ROWS_PER_TASK);
-    let found = rows.map_init(
-        || vec![0.0; x.cols],
-        |buffer, r| {
+/// What is found in each row.
+fn of_rows<'a, T: Send>(x: In<'a>, find: impl Fn(&[f32]) -> T + Send + Sync + 'a) -> impl ParallelIterator<Item = T> {
+    let (rows, cols) = ((0..x.rows).into_par_iter().with_min_len(ROWS_PER_TASK), x.cols);
+    rows.map_init(
+        move || vec![0.0; cols],
+        move |buffer, r| {
             x.load(r, 0, buffer);
-            buffer.iter().filter(|v| !v.is_finite()).count()
+            find(buffer)
         },
-    );
+    )
+}
+
+pub fn non_finite(mut count: Out<'_>, x: In<'_>) {
+    let found = of_rows(x, |row| row.iter().filter(|v| !v.is_finite()).count());
     count.store(0, 0, &[found.sum::<usize>() as f32]);
 }
 
 pub fn largest_magnitude(mut largest: Out<'_>, x: In<'_>) {
-    let rows = (0..x.rows).into_par_iter().with_min_len(ROWS_PER_TASK);
-    let found = rows.map_init(
-        || vec![0.0; x.cols],
-        |buffer, r| {
-            x.load(r, 0, buffer);
-            buffer.iter().map(|v: &f32| v.abs().to_bits()).fold(0, u32::max)
-        },
-    );
+    let found = of_rows(x, |row| row.iter().map(|v| v.abs().to_bits()).fold(0, u32::max));
     let mut before = [0.0];
     largest.load(0, 0, &mut before);
     let most = found.reduce(|| 0, u32::max).max(before[0].to_bits());

@@ -7,8 +7,6 @@ use crate::error::Result;
 use crate::tensor::{Tensor, WeightPart};
 use std::collections::HashSet;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// A GPU on which nothing runs: ops only find their kernels.
 pub struct Rehearsal<'a> {
@@ -36,17 +34,11 @@ impl Backend for Rehearsal<'_> {
         self.cuda.reads_files()
     }
 
-    fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
-
     fn upload(&mut self, _to: Tensor, _role: Role, _parts: &[WeightPart]) -> Result<()> {
         Ok(())
     }
 
     fn reserve(&mut self, _bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
-    fn reserve_kept(&mut self, _bytes: u64) -> Result<()> {
         Ok(())
     }
 

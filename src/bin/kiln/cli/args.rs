@@ -36,10 +36,10 @@ use clap::{Args, Parser, Subcommand};
 use help::{
     BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, INSPECT_EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES,
 };
+use kiln::{PerPart, Sigmas};
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, LocateRequest};
 use kiln::predict::Card;
-use kiln::{PerPart, Sigmas};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};
@@ -277,11 +277,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", value_parser = within(0usize, 1023), help_heading = "Run")]
     pub device: Option<usize>,
 
-    /// Precision that results are stored in
-    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
-    pub precision: PrecisionArg,
-
-    /// How layers with FP8 and NVFP4 weights compute, and FP8 attention
+    /// In which formats results are stored, and layers and attention computed
     #[command(flatten)]
     pub quantised: QuantisedArgs,
 

@@ -7,7 +7,6 @@
 mod library;
 mod line;
 
-use super::adapters::AppliedAdapter;
 use super::args::{BatchArgs, FileArgs, GenerateArgs, LoraArg, PromptArgs, ShapeArgs};
 use super::hint::{hint, message};
 use super::names::{Target, content_name};
@@ -19,6 +18,7 @@ use super::settings::{ModelProfile, Settings};
 use super::stdout::{DASH, json_line, print};
 use super::writer::ImageLine;
 use crate::terminal::{Seconds, Terminal, Verbosity};
+use kiln::{Conventions, GeneratedImage, Precision, Variant, threads};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
 use kiln::locate::{Environment, Found};
@@ -27,7 +27,6 @@ use kiln::output::save_new;
 use kiln::progress::{Phase, Progress};
 use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
-use kiln::{Conventions, GeneratedImage, Precision, Variant, threads};
 use library::Library;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
@@ -121,34 +120,16 @@ impl BatchRequest {
 
 /// What the thread of the engine tells about the model and the device.
 struct Known {
-    name: String,
-    variant: Variant,
-    conventions: Conventions,
-    precision: Precision,
-    quantised_flags: Vec<(&'static str, String)>,
-    adapters: Vec<AppliedAdapter>,
-    adapter_mode: AdapterMode,
+    profile: ModelProfile,
     backend: &'static str,
     found: Found,
 }
 
 impl Known {
-    fn profile(&self) -> ModelProfile<'_> {
-        let Self { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode, .. } = self;
-        ModelProfile {
-            name,
-            variant: *variant,
-            conventions,
-            precision: *precision,
-            quantised_flags: quantised_flags.clone(),
-            adapters: adapters.clone(),
-            adapter_mode: *adapter_mode,
-        }
-    }
-
     /// A text that differs wherever the model or its arithmetic does.
     fn id(&self, vae_tiling: bool) -> String {
-        format!("{} {} {} {vae_tiling} {:?}", self.name, self.variant, self.precision.name(), self.quantised_flags)
+        let ModelProfile { name, variant, precision, quantised_flags, .. } = &self.profile;
+        format!("{name} {variant} {} {vae_tiling} {quantised_flags:?}", precision.name())
     }
 }
 
@@ -159,22 +140,21 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
     let (service, (known, places)) = Service::start(move || {
         let found = setup.found.clone();
         let mut session = Session::open(setup, &own_stop, &own_terminal)?;
-        let job = Settings::resolve(usual, &session.profile()).job;
+        let profile = session.profile();
+        let job = Settings::resolve(usual, &profile).job;
         session.fit(&job, &own_terminal)?;
-        let ModelProfile { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode } = session.profile();
-        let (name, conventions, backend) = (name.to_owned(), conventions.clone(), session.backend.name);
-        let known = Known { name, variant, conventions, precision, quantised_flags, adapters, adapter_mode, backend, found };
+        let known = Known { profile, backend: session.backend.name, found };
         let places: Places = session.model.places();
         let on_gpu = session.backend.device.is_some();
         let mut engine = session.load(&*own_terminal)?;
         // On a CPU these would take memory from everything else.
         if on_gpu {
-            let more = if variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
+            let more = if known.profile.variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
             engine.keep_results(KEPT_BYTES + more, &job)?;
         }
         Ok((engine, (known, places)))
     })?;
-    terminal.say(&format!("{}, ready for lines", known.name));
+    terminal.say(&format!("{}, ready for lines", known.profile.name));
     let lines = read_lines(source)?;
     let model_id = known.id(defaults.shape.vae_tiling);
     let mut run = Run {
@@ -411,13 +391,13 @@ impl Run<'_> {
             }
             _ => None,
         };
-        let request = ImageRequest { adapters, ..line.request(&known.conventions, shape.vae_tiling)? };
+        let request = ImageRequest { adapters, ..line.request(&known.profile.conventions, shape.vae_tiling)? };
         Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
-        unknown_words_note(&request.prompt, &known.found, &known.conventions)
+        unknown_words_note(&request.prompt, &known.found, &known.profile.conventions)
             .iter()
             .for_each(|note| terminal.say(&format!("line {number}: {note}")));
-        let settings = Settings::resolve(request, &known.profile());
+        let settings = Settings::resolve(request, &known.profile);
         format.check_text(&image_text(&settings, seed))?;
         ignored_settings(&settings).iter().for_each(|warning| watch.warn(warning));
         let ticket = service.submit(settings.job.clone(), watch.clone());

@@ -6,11 +6,11 @@ use super::names::Target;
 use super::request::ImageRequest;
 use super::settings::Settings;
 use super::stdout::{DASH, STDOUT};
+use kiln::{CHANNELS, Variant};
 use kiln::error::{Error, Result};
 use kiln::image::Format;
 use kiln::output::{Planned, check_writable};
 use kiln::text::shown_path;
-use kiln::{CHANNELS, Variant};
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 
@@ -21,11 +21,12 @@ pub struct Outputs {
     images: std::vec::IntoIter<Planned>,
     /// The file of `--dump`. Its size leaves out the prompt embeddings, whose width is known only once the model is open.
     dump: Option<Planned>,
-    format: Format,
+    /// The format of the images.
+    pub format: Format,
     /// Whether existing files are replaced.
-    force: bool,
+    pub force: bool,
     /// Whether standard output gets JSON objects instead of paths.
-    json: bool,
+    pub json: bool,
 }
 
 impl Outputs {
@@ -64,22 +65,12 @@ impl Outputs {
         Ok(outputs)
     }
 
-    /// Whether intermediate values are written.
-    pub fn has_dump(&self) -> bool {
-        self.dump.is_some()
-    }
-
     /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while that is
     /// unknown.
     pub fn check(&self, embeddings: usize) -> Result<()> {
         let dump = self.dump.iter().map(|dump| Planned { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
         let files: Vec<Planned> = self.images.as_slice().iter().cloned().chain(dump).collect();
         check_writable(&files, self.force)
-    }
-
-    /// The format of the images.
-    pub fn format(&self) -> Format {
-        self.format
     }
 
     /// Where the next image goes; `None` is standard output.
@@ -90,16 +81,6 @@ impl Outputs {
     /// The file of `--dump`.
     pub fn dump(&self) -> Option<&Path> {
         self.dump.as_ref().map(|dump| dump.path.as_path())
-    }
-
-    /// Whether existing files are replaced.
-    pub fn force(&self) -> bool {
-        self.force
-    }
-
-    /// Whether standard output gets JSON objects instead of paths.
-    pub fn json(&self) -> bool {
-        self.json
     }
 }
 

@@ -7,6 +7,7 @@ use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
 use crate::terminal::Terminal;
+use kiln::{AttentionFormatCount, Configs, Conventions, Estimate, Job, KindFormat, LoadOptions, OpenModel, Precision, Variant, display_name, estimate_timed};
 use kiln::device::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use kiln::error::Result;
 use kiln::locate::{Environment, Found, locate};
@@ -14,10 +15,6 @@ use kiln::lora::Adapters;
 use kiln::predict::{Card, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
-use kiln::{
-    AttentionFormatCount, Configs, Conventions, Estimate, Job, KindFormat, LoadOptions, OpenModel, Precision, Variant,
-    display_name, estimate_timed,
-};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write;
@@ -57,7 +54,7 @@ struct Report {
     /// Bytes of the token embeddings, which stay in host memory.
     token_embedding_bytes: u64,
     formats: Vec<FormatReport>,
-    attention: Vec<AttentionReport>,
+    attention: Vec<AttentionFormatCount>,
     /// The same for the table.
     #[serde(skip)]
     format_lines: Vec<String>,
@@ -92,15 +89,6 @@ struct FormatReport {
     held_bytes: u64,
 }
 
-/// The blocks whose attention has one format.
-#[derive(Serialize)]
-struct AttentionReport {
-    blocks: usize,
-    heads: &'static str,
-    values: &'static str,
-    reason: Option<&'static str>,
-}
-
 impl FormatReport {
     fn new(format: &KindFormat) -> Self {
         let KindFormat { kind, layers, stored_bytes, held_bytes, .. } = *format;
@@ -119,17 +107,11 @@ impl FormatReport {
     }
 }
 
-impl AttentionReport {
-    fn new(&AttentionFormatCount { blocks, heads, values, reason }: &AttentionFormatCount) -> Self {
-        Self { blocks, heads, values, reason }
-    }
-}
-
 /// Writes the plan to `out`, and warnings about the model or the flags to the terminal.
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
     let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
-    let options = request.load_options(args.precision.into(), false, &args.quantised);
+    let options = request.load_options(false, &args.quantised);
     let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
     let settings = Settings::resolve(request, &model.profile(options));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
@@ -210,11 +192,11 @@ impl PlannedModel {
     }
 
     /// The properties of the model that the settings of a job depend on.
-    fn profile(&self, options: LoadOptions) -> ModelProfile<'_> {
+    fn profile(&self, options: LoadOptions) -> ModelProfile {
         ModelProfile {
-            name: &self.name,
+            name: self.name.clone(),
             variant: self.variant,
-            conventions: &self.conventions,
+            conventions: self.conventions.clone(),
             precision: options.precision,
             quantised_flags: Vec::new(),
             adapters: applied(self.adapters()),
@@ -309,7 +291,7 @@ impl Report {
             working_bytes: e.arena_bytes,
             token_embedding_bytes: e.table_bytes,
             formats: e.formats.by_kind().iter().map(FormatReport::new).collect(),
-            attention: e.formats.attention_by_format().iter().map(AttentionReport::new).collect(),
+            attention: e.formats.attention_by_format(),
             format_lines: e.formats.lines(),
         }
     }

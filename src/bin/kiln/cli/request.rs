@@ -3,15 +3,12 @@
 use super::adapters::AdapterFiles;
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, QuantisedArgs, ShapeArgs};
 use super::stdout::DASH;
+use kiln::{Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Padding, Pixels, Precision, PreparedReference, SHORTEN, SequencePlan, Sigmas, Variant, check_length, read_noise};
 use kiln::device::Fp8Accumulate;
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, Found, locate};
 use kiln::lora::{AdapterMode, Adapters};
 use kiln::selftest::Records;
-use kiln::{
-    Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Padding, Pixels, Precision,
-    PreparedReference, SHORTEN, SequencePlan, Sigmas, Variant, check_length, read_noise,
-};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
@@ -155,7 +152,7 @@ impl ImageRequest {
             accumulate: args.run.quantised.fp8_accumulate.into(),
             options: LoadOptions {
                 adapters: args.lora.lora_mode.into(),
-                ..request.load_options(args.run.precision.into(), args.run.low_memory, &args.run.quantised)
+                ..request.load_options(args.run.low_memory, &args.run.quantised)
             },
             records,
             notes: Vec::new(),
@@ -164,18 +161,15 @@ impl ImageRequest {
     }
 
     /// The options for loading a model for these images.
-    pub fn load_options(&self, precision: Precision, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
-        let (attention, nvfp4_math) = (quantised.attention.into(), quantised.nvfp4_math.into());
-        let quantise = quantised.quantize.map(Into::into);
-        let (references, vae_tiling) = (!self.references.is_empty(), self.vae_tiling);
+    pub fn load_options(&self, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
         LoadOptions {
-            precision,
-            references,
+            precision: quantised.precision.into(),
+            references: !self.references.is_empty(),
             low_memory,
-            attention,
-            nvfp4_math,
-            vae_tiling,
-            quantise,
+            attention: quantised.attention.into(),
+            nvfp4_math: quantised.nvfp4_math.into(),
+            vae_tiling: self.vae_tiling,
+            quantise: quantised.quantize.map(Into::into),
             adapters: AdapterMode::Auto,
         }
     }

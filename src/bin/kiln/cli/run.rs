@@ -9,12 +9,13 @@ use super::session::Session;
 use super::settings::Settings;
 use super::writer::{Pending, Place, Writer};
 use crate::terminal::{Terminal, Verbosity};
+use kiln::trace;
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
-use kiln::trace;
 use std::io::{Read, Write};
-use std::sync::Arc;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 /// What `kiln generate` was asked for, split by the module that uses each piece.
@@ -58,17 +59,19 @@ pub fn generate(
     let mut session = Session::open(setup, stop, terminal)?;
     let settings = Settings::resolve(request, &session.profile());
     // The largest seed makes the longest text.
-    outputs.format().check_text(&image_text(&settings, u64::MAX))?;
+    outputs.format.check_text(&image_text(&settings, u64::MAX))?;
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
-    if outputs.has_dump() {
+    if outputs.dump().is_some() {
         let encoder = &session.model.configs.text_encoder;
         outputs.check(settings.prompts() * encoder.max_tokens * encoder.features())?;
     }
     session.fit(&settings.job, terminal)?;
     let backend = session.backend.name;
     let mut engine = session.load(terminal)?;
-    let place = Place::new(&outputs, &settings, backend, terminal, out, stop);
+    let Outputs { format, force, json, .. } = outputs;
+    let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
+    let place = Place { settings, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
     thread::scope(|scope| {
         let mut writer = Writer::start(scope, &place, settings.job.seeds.len());
         let generated = engine.generate(&settings.job, terminal, &mut |image| {

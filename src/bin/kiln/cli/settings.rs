@@ -3,17 +3,15 @@
 
 use super::adapters::{AppliedAdapter, applied};
 use super::request::ImageRequest;
+use kiln::{Conventions, Formats, Guidance, Job, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant};
 use kiln::lora::AdapterMode;
-use kiln::{
-    Conventions, Formats, Guidance, Job, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
-};
 
 /// The properties of a model that settings depend on.
-pub struct ModelProfile<'a> {
+pub struct ModelProfile {
     /// Display name.
-    pub name: &'a str,
+    pub name: String,
     pub variant: Variant,
-    pub conventions: &'a Conventions,
+    pub conventions: Conventions,
     pub precision: Precision,
     /// How FP8 and NVFP4 are computed with, as flags and their values; none if the model does not compute with them.
     pub quantised_flags: Vec<(&'static str, String)>,
@@ -50,7 +48,7 @@ pub struct Settings {
 
 impl Settings {
     /// Combines a request with the defaults of a model.
-    pub fn resolve(request: ImageRequest, model: &ModelProfile<'_>) -> Self {
+    pub fn resolve(request: ImageRequest, model: &ModelProfile) -> Self {
         let guidance = model.conventions.guide(model.variant, request.guidance);
         let references = request.references.iter().map(describe_reference).collect();
         let noise_flags = noise_flags(&request.noise);
@@ -72,7 +70,7 @@ impl Settings {
         };
         Self {
             job,
-            model: model.name.into(),
+            model: model.name.clone(),
             variant: model.variant,
             precision: model.precision,
             guidance,

@@ -2,19 +2,19 @@
 //! on a thread of its own, beside the denoising of the next one.
 
 use super::adapters::AppliedAdapter;
-use super::outputs::{Outputs, image_text};
+use super::outputs::image_text;
 use super::report::{warn_of_flat_image, warn_of_saturation};
 use super::settings::Settings;
 use super::stdout::{DASH, json_line, line_of, print, reader_left};
 use crate::terminal::{Seconds, Terminal};
+use kiln::{GeneratedImage, threads};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
 use kiln::output::save_new;
-use kiln::{GeneratedImage, threads};
 use serde::Serialize;
 use std::io::Write;
 use std::panic::resume_unwind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
@@ -67,41 +67,20 @@ impl<'a> ImageLine<'a> {
 
 /// What the images of a run have in common when they are written.
 pub struct Place<'a> {
-    settings: &'a Settings,
+    pub settings: &'a Settings,
     /// The name of the backend that computes them.
-    backend: &'a str,
-    format: Format,
-    dump: Option<PathBuf>,
-    force: bool,
-    json: bool,
-    terminal: &'a Terminal,
-    out: Mutex<&'a mut (dyn Write + Send)>,
+    pub backend: &'a str,
+    pub format: Format,
+    pub dump: Option<PathBuf>,
+    pub force: bool,
+    pub json: bool,
+    pub terminal: &'a Terminal,
+    pub out: Mutex<&'a mut (dyn Write + Send)>,
     /// Set when writing fails, so that the next image is not computed in vain.
-    stop: &'a AtomicBool,
+    pub stop: &'a AtomicBool,
 }
 
-impl<'a> Place<'a> {
-    pub fn new(
-        outputs: &Outputs,
-        settings: &'a Settings,
-        backend: &'a str,
-        terminal: &'a Terminal,
-        out: &'a mut (dyn Write + Send),
-        stop: &'a AtomicBool,
-    ) -> Self {
-        Self {
-            settings,
-            backend,
-            format: outputs.format(),
-            dump: outputs.dump().map(Path::to_owned),
-            force: outputs.force(),
-            json: outputs.json(),
-            terminal,
-            out: Mutex::new(out),
-            stop,
-        }
-    }
-
+impl Place<'_> {
     /// Encodes an image, saves it and reports it.
     fn write(&self, Pending { path, image, seconds }: &Pending, threads: Threads) -> Result<()> {
         let Self { settings, backend, terminal, .. } = *self;

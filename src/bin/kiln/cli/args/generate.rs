@@ -1,6 +1,7 @@
 //! The flags of `kiln generate` as other commands fill them in.
 
-use super::{FileArgs, GenerateArgs, LoraArgs, ModelArgs, PromptArgs, RunArgs, ShapeArgs};
+use super::{Cli, GenerateArgs, LoraArgs, ModelArgs, PromptArgs, RunArgs, ShapeArgs};
+use clap::Parser;
 
 impl GenerateArgs {
     /// One image with seed 0 for a command that decides itself what becomes of it.
@@ -12,23 +13,7 @@ impl GenerateArgs {
         negative: Option<String>,
         run: RunArgs,
     ) -> Self {
-        Self {
-            prompt,
-            model,
-            lora,
-            output: None,
-            file: FileArgs::default(),
-            dump: None,
-            json: false,
-            shape,
-            negative,
-            seed: Some(0),
-            count: 1,
-            noise_kind: None,
-            noise_sms: None,
-            noise_threads: None,
-            noise: None,
-            run,
-        }
+        let usual = Cli::parse_from(["kiln", "--seed", "0"]).generate;
+        Self { prompt, model, lora, shape, negative, run, ..usual }
     }
 }

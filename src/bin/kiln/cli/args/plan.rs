@@ -1,7 +1,7 @@
 //! The flags of `kiln plan`.
 
 use super::values::card;
-use super::{KleinArg, LoraArgs, ModelArgs, PrecisionArg, QuantisedArgs, ShapeArgs};
+use super::{KleinArg, LoraArgs, ModelArgs, QuantisedArgs, ShapeArgs};
 use clap::Args;
 use kiln::predict::Card;
 
@@ -40,11 +40,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub shape: ShapeArgs,
 
-    /// Precision that results are stored in
-    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
-    pub precision: PrecisionArg,
-
-    /// How layers with FP8 and NVFP4 weights compute, and FP8 attention
+    /// In which formats results are stored, and layers and attention computed
     #[command(flatten)]
     pub quantised: QuantisedArgs,
 

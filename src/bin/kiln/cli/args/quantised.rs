@@ -1,11 +1,15 @@
-//! Flags that trade precision for speed and memory by quantised weights.
+//! Flags that trade precision for speed and memory.
 
-use super::values::{AccumulateArg, AttentionArg, Nvfp4MathArg, QuantizeArg};
+use super::values::{AccumulateArg, AttentionArg, Nvfp4MathArg, PrecisionArg, QuantizeArg};
 use clap::Args;
 
-/// How FP8 and NVFP4 are computed with. They belong to every command that loads or plans a model.
+/// The precision, and how FP8 and NVFP4 are computed with. They belong to every command that loads or plans a model.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct QuantisedArgs {
+    /// Precision that results are stored in
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
+    pub precision: PrecisionArg,
+
     /// Quantise the weights of a bf16, f16 or f32 model while it is loaded
     ///
     /// Those of the transformer's blocks and of the text encoder become smaller; embedders, modulations and norms stay as they

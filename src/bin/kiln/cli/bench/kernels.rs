@@ -3,11 +3,11 @@
 use super::super::args::RunArgs;
 use super::super::device::select_backend;
 use crate::terminal::Terminal;
+use kiln::{DType, Precision};
 use kiln::device::{DeviceInfo, OP_NAMES};
 use kiln::error::{Error, Result};
 use kiln::microbench::{Figure, Peaks, Protocol, Scale, rows};
 use kiln::selftest::Records;
-use kiln::{DType, Precision};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -22,12 +22,9 @@ pub struct Report {
     machine: String,
     precision: &'static str,
     scale: &'static str,
-    /// Peak rate of the tensor cores in FLOP/s at their highest clock, in bf16, if rows are compared with it.
-    tensor_flops: Option<f64>,
-    /// The same in e4m3.
-    tensor_flops_e4m3: Option<f64>,
-    /// The same in e2m1.
-    tensor_flops_e2m1: Option<f64>,
+    /// Peak rates of the tensor cores at their highest clock, if rows are compared with them.
+    #[serde(flatten)]
+    peaks: Peaks,
     /// How these peaks were derived, for display.
     #[serde(skip)]
     ceilings: Vec<String>,
@@ -54,7 +51,7 @@ pub fn measure(
 ) -> Result<Report> {
     let mut selected = select_backend(run.backend, run.device()?, run.quantised.fp8_accumulate.into(), records, stop)?;
     selected.announce(terminal);
-    let precision: Precision = run.precision.into();
+    let precision: Precision = run.quantised.precision.into();
     let (scale, protocol) = match (quick, &selected.device) {
         (true, _) => (Scale::Quick, Protocol::QUICK),
         (false, Some(_)) => (Scale::Klein, Protocol::FULL),
@@ -71,7 +68,7 @@ pub fn measure(
         figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(peaks));
     }
     let multiplies = |flops: fn(&Figure) -> u64, dtype| figures.iter().any(|figure| flops(figure) > 0).then_some(dtype);
-    let quantised = [multiplies(|f| f.flops_e4m3, DType::E4m3), multiplies(|f| f.flops_e2m1, DType::E2m1)];
+    let quantised = [multiplies(|f| f.work.flops_e4m3, DType::E4m3), multiplies(|f| f.work.flops_e2m1, DType::E2m1)];
     let types = [Some(DType::Bf16)].into_iter().chain(quantised);
     Ok(Report {
         kiln: env!("CARGO_PKG_VERSION"),
@@ -79,9 +76,7 @@ pub fn measure(
         backend: selected.name,
         precision: precision.name(),
         scale: scale.name(),
-        tensor_flops: peaks.bf16,
-        tensor_flops_e4m3: peaks.e4m3,
-        tensor_flops_e2m1: peaks.e2m1,
+        peaks,
         ceilings: types.flatten().filter_map(|dtype| ceiling(device?, dtype)).collect(),
         machine: selected.machine,
         rounds: protocol.rounds,
