@@ -1,4 +1,5 @@
-//! The cost of a call: CPU time and peak memory.
+//! The cost of a call: peak memory, the sum of all that it allocates, and CPU time. The first two are the same on every machine, busy or
+//! not, so that tests hold calls to them every time. Time is for the long tests.
 #![allow(dead_code)] // each test binary uses its own part of this
 #![allow(unsafe_code)] // an allocator cannot be written without it
 
@@ -39,6 +40,7 @@ thread_local! {
     // Signed, because a thread may free memory of another one.
     static IN_USE: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
+    static TOTAL: Cell<usize> = const { Cell::new(0) };
 }
 
 #[global_allocator]
@@ -49,6 +51,7 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
         PEAK.set(PEAK.get().max(IN_USE.get()));
+        TOTAL.set(TOTAL.get() + layout.size());
         // SAFETY: the caller keeps the contract of `alloc`, which is the same one.
         unsafe { System.alloc(layout) }
     }
@@ -58,6 +61,13 @@ unsafe impl GlobalAlloc for Counting {
         // SAFETY: `pointer` came from `System` by way of `alloc` above.
         unsafe { System.dealloc(pointer, layout) }
     }
+}
+
+/// Runs `work` and returns the bytes of all that this thread allocated during it, whether or not they were freed.
+pub fn allocated_by<T>(work: impl FnOnce() -> T) -> (T, usize) {
+    let before = TOTAL.get();
+    let out = work();
+    (out, TOTAL.get() - before)
 }
 
 /// Runs `work` and returns the peak of memory that this thread allocated during it, beyond what it had before.
