@@ -1,4 +1,5 @@
-//! The cost of a call: CPU time and memory, which is counted in programs whose allocator is [`Counting`].
+//! The cost of a call: peak memory, the sum of all that it allocates, and CPU time. Memory is counted in programs whose allocator is
+//! [`Counting`]. It is the same on every machine, busy or not, so that tests hold calls to it every time. Time is for the long tests.
 
 use kiln::internals::tensor::ALIGN;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -78,6 +79,7 @@ thread_local! {
     static IN_USE: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+    static TOTAL: Cell<usize> = const { Cell::new(0) };
 }
 
 /// The allocator of a program that counts: what each thread has allocated, and all of them together.
@@ -87,6 +89,7 @@ impl Counting {
     fn add(layout: Layout) {
         gauge(layout).add(layout.size());
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        TOTAL.set(TOTAL.get() + layout.size());
         IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
         PEAK.set(PEAK.get().max(IN_USE.get()));
     }
@@ -117,6 +120,13 @@ unsafe impl GlobalAlloc for Counting {
 /// How often this thread has allocated.
 pub fn allocations() -> usize {
     ALLOCATIONS.get()
+}
+
+/// Runs `work` and returns the bytes of all that this thread allocated during it, whether or not they were freed.
+pub fn allocated_by<T>(work: impl FnOnce() -> T) -> (T, usize) {
+    let before = TOTAL.get();
+    let out = work();
+    (out, TOTAL.get() - before)
 }
 
 /// Runs `work` and returns the peak of memory that this thread allocated during it, beyond what it had before. No call that is

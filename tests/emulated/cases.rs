@@ -10,7 +10,6 @@ use common::random::{Random, long};
 use kiln::internals::backend::cuda::{Choice, Kernel, Tile};
 use std::collections::BTreeSet;
 use std::thread;
-use std::time::{Duration, Instant};
 
 /// The cases that run every time on Hopper, with every tile: together they launch every kernel.
 const EVERY_TIME: &[&str] = &[
@@ -142,13 +141,6 @@ const FP8_ATTENTION: &[&str] = &[
     "attention of e4m3 into e4m3 and nvfp4, 2:1 heads of 128 bf16 slice",
 ];
 
-/// The CPU time of this thread; the time since `start` where the system does not report it.
-fn cpu_time(start: Instant) -> Duration {
-    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
-    let nanos = text.and_then(|text| text.split(' ').next()?.parse().ok());
-    nanos.map_or(start.elapsed(), Duration::from_nanos)
-}
-
 /// A GPU and the kernels that are chosen on it.
 struct Plan {
     gpu: Gpu,
@@ -157,8 +149,8 @@ struct Plan {
     wanted: fn(Choice, &str) -> bool,
     /// The cases that run every time.
     every_time: &'static [&'static str],
-    /// The CPU time after which no more cases are taken at random.
-    sample: Duration,
+    /// How many of the other cases a run takes, which its seed chooses.
+    drawn: usize,
 }
 
 /// The plans, one for each thread.
@@ -168,8 +160,7 @@ fn plans() -> Vec<Plan> {
     let (blackwell, others): (Vec<_>, Vec<_>) = Choice::all().partition(sm120);
     let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
     let on_hopper = |choices| {
-        let (wanted, sample) = (tiles::runs_with as fn(Choice, &str) -> bool, Duration::from_secs(20));
-        Plan { gpu: Gpu::HOPPER, choices, wanted, every_time: EVERY_TIME, sample }
+        Plan { gpu: Gpu::HOPPER, choices, wanted: tiles::runs_with, every_time: EVERY_TIME, drawn: 60 }
     };
     // Only the kernels of matrix ops are selected by the GPU, and for operands of FP8 only from 8.9 on there are any.
     let selected = |gpu: Gpu| {
@@ -177,7 +168,7 @@ fn plans() -> Vec<Plan> {
         const FP8: fn(Choice, &str) -> bool =
             |choice, name| BF16(choice, name) || tiles::has_tile(name, Tile::Fp8Mma128x128) || tiles::is_fp8_attention(name);
         let (wanted, every_time): (_, &[_]) = if gpu.capability < (8, 9) { (BF16, &[]) } else { (FP8, FP8_ATTENTION) };
-        Plan { gpu, choices: vec![Choice::Best], wanted, every_time, sample: Duration::from_secs(5) }
+        Plan { gpu, choices: vec![Choice::Best], wanted, every_time, drawn: 20 }
     };
     let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL, Gpu::NATIVE_BLACKWELL].map(selected);
     let native = Plan { gpu: Gpu::NATIVE_BLACKWELL, ..on_hopper(blackwell) };
@@ -188,32 +179,29 @@ fn plans() -> Vec<Plan> {
 #[derive(Default)]
 struct Outcome {
     faults: Vec<String>,
+    /// The kernels that the cases of every time and the self-test launch.
     launched: BTreeSet<&'static str>,
 }
 
 impl Plan {
-    fn run(&self, only: Option<&str>) -> Outcome {
-        let start = Instant::now();
-        let busy = || cpu_time(start);
+    fn run(&self, seed: u64, only: Option<&str>) -> Outcome {
         let (mut outcome, mut runner) = (Outcome::default(), Runner::new(self.gpu));
-        let mut cases = pairs_of(self, only);
-        let mut random = Random::new(run_seed());
-        // The cases of every time first, in their order; the others at random.
-        let every_time = |name: &str| self.every_time.contains(&name);
-        cases.sort_by_cached_key(|(_, case)| if every_time(&case.name) { 0 } else { 1 + random.next() / 2 });
-        let (mut run, total) = (0, cases.len());
-        for (choice, case) in cases {
-            if only.is_none() && !long() && !every_time(&case.name) && busy() > self.sample {
-                break;
-            }
-            outcome.faults.extend(runner.check(choice, &case).err());
-            run += 1;
+        let is_every_time = |(_, case): &(Choice, Case)| self.every_time.contains(&case.name.as_str());
+        let (every_time, mut others): (Vec<_>, Vec<_>) = pairs_of(self, only).into_iter().partition(is_every_time);
+        let mut random = Random::new(seed);
+        others.sort_by_cached_key(|_| random.next());
+        let drawn = if only.is_none() && !long() { self.drawn } else { others.len() };
+        println!("{:?}: {} cases, and {drawn} of {} others", self.gpu, every_time.len(), others.len());
+        for (choice, case) in &every_time {
+            outcome.faults.extend(runner.check(seed, *choice, case).err());
         }
         if self.choices.contains(&Choice::Best) {
             outcome.faults.extend(selftest::faults(&mut runner.cuda));
         }
-        println!("{:?}: {run} of {total} cases in {:.1} s", self.gpu, busy().as_secs_f64());
         outcome.launched = runner.cuda.launched().filter(|(_, times)| *times > 0).map(|(kernel, _)| kernel.symbol()).collect();
+        for (choice, case) in others.iter().take(drawn) {
+            outcome.faults.extend(runner.check(seed, *choice, case).err());
+        }
         outcome
     }
 }
@@ -228,31 +216,29 @@ fn pairs_of(plan: &Plan, only: Option<&str>) -> Vec<(Choice, Case)> {
     choices.flat_map(|choice| pairs(choice, SMALL, plan.wanted)).filter(|(_, case)| wanted(&case.name)).collect()
 }
 
-#[test]
-fn every_kernel_computes_what_it_should() {
-    if !available() {
-        return;
-    }
-    println!("KILN_TEST_SEED={}", run_seed());
-    let names: Vec<String> = ops::cases::all().into_iter().map(|case| case.name).collect();
-    let every_time = EVERY_TIME.iter().chain(FP8_ATTENTION);
-    let unknown: Vec<_> = every_time.filter(|name| !names.iter().any(|known| known == *name)).collect();
-    assert!(unknown.is_empty(), "no cases are called {unknown:?}");
-    let only = std::env::var("KILN_TEST_CASE").ok();
+/// Runs all plans with a seed, each on a thread of its own.
+fn check_all(seed: u64, only: Option<&str>) {
+    println!("KILN_TEST_SEED={seed}");
     let outcomes: Vec<Outcome> = thread::scope(|scope| {
-        let threads: Vec<_> = plans()
-            .into_iter()
-            .map(|plan| {
-                scope.spawn({
-                    let only = only.as_deref();
-                    move || plan.run(only)
-                })
-            })
-            .collect();
+        let threads: Vec<_> = plans().into_iter().map(|plan| scope.spawn(move || plan.run(seed, only))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     let faults: Vec<String> = outcomes.iter().flat_map(|outcome| outcome.faults.clone()).collect();
     assert!(faults.is_empty(), "{} cases fail:\n{}", faults.len(), faults.join("\n"));
     let missed: Vec<_> = Kernel::ALL.iter().filter(|k| !outcomes.iter().any(|o| o.launched.contains(k.symbol()))).collect();
-    assert!(missed.is_empty() || only.is_some(), "never launched: {missed:?}");
+    assert!(missed.is_empty() || only.is_some(), "the cases of every time never launch {missed:?}");
+}
+
+#[test]
+fn every_kernel_computes_what_it_should() {
+    if !available() {
+        return;
+    }
+    let names: Vec<String> = ops::cases::all().into_iter().map(|case| case.name).collect();
+    let every_time = EVERY_TIME.iter().chain(FP8_ATTENTION);
+    let unknown: Vec<_> = every_time.filter(|name| !names.iter().any(|known| known == *name)).collect();
+    assert!(unknown.is_empty(), "no cases are called {unknown:?}");
+    let only = std::env::var("KILN_TEST_CASE").ok();
+    let seeds = std::env::var("KILN_TEST_SEEDS").map_or(1, |text| text.parse().expect("KILN_TEST_SEEDS is a number"));
+    (0..seeds).for_each(|more| check_all(run_seed() + more, only.as_deref()));
 }

@@ -5,7 +5,8 @@
 //!
 //!     KILN_TEST_SEED=1234 KILN_TEST_CASE="linear 64x64x64" cargo test --test emulated every_kernel
 //!
-//! A run takes some cases every time and then others at random; with `KILN_TEST_LONG=1` it takes all.
+//! A run takes the cases of a list, which launch every kernel, and a number of others that its seed chooses; with `KILN_TEST_LONG=1` it
+//! takes all. `KILN_TEST_SEEDS=50` runs them with fifty seeds, one after the other.
 
 #![allow(clippy::print_stdout)] // seeds, figures and why a test was skipped, with --nocapture
 

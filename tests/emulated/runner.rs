@@ -62,12 +62,12 @@ impl Runner {
         }
     }
 
-    /// Checks a case with its seed in this run. An error says how to repeat it.
-    pub fn check(&mut self, choice: Choice, case: &Case) -> std::result::Result<(), String> {
+    /// Checks a case with the seed that it has in a run with this one. An error says how to repeat it.
+    pub fn check(&mut self, run_seed: u64, choice: Choice, case: &Case) -> std::result::Result<(), String> {
         let name = fnv1a(format!("{choice:?} {}", case.name).bytes());
-        let seed = Random::new(run_seed() ^ name).next();
+        let seed = Random::new(run_seed ^ name).next();
         self.run(choice, case, seed, true).map(drop).map_err(|message| {
-            let repeat = format!("KILN_TEST_SEED={} KILN_TEST_CASE={:?}", run_seed(), case.name);
+            let repeat = format!("KILN_TEST_SEED={run_seed} KILN_TEST_CASE={:?}", case.name);
             format!("{} with {choice:?}: {message}\n  again with {repeat}", case.name)
         })
     }

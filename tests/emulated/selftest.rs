@@ -8,6 +8,7 @@ use kiln::error::Error;
 use kiln::internals::backend::cuda::Cuda;
 use kiln::internals::backend::cuda::driver::{MapSpec, Swizzle};
 use kiln::selftest::{self, Extent, Gate, Key, Line, Outcome, Records, Shape, Size, Verdict, gate};
+use kiln_emulator::planted::{self, Expect};
 use kiln_program::cli::args::SelftestArgs;
 use kiln_program::cli::selftest::test as selftest_on;
 use std::path::PathBuf;
@@ -83,24 +84,13 @@ fn a_fault_is_found_by_its_check_alone() {
     if !available() {
         return;
     }
-    for (gpu, bug, check, detail) in [
-        (
-            Gpu::BLACKWELL,
-            "scales_of_other_lanes",
-            "mma nvf4",
-            "a[0][0] (lane 0, register 0, bits 0 to 3) alone: d[0][0] (lane 0, register 0) is 28, not",
-        ),
-        (
-            Gpu::ADA,
-            "registers_exchanged",
-            "mma e4m3",
-            "a[8][0] (lane 0, register 1, bits 0 to 7) alone: d[8][0] (lane 0, register 2) is 0, not 0.5",
-        ),
-        (Gpu::HOPPER, "negative_lost", "cvt e2m1", "-0e0 becomes 0x00, not 0x08"),
-    ] {
-        let faults = failed(&run(&mut open(gpu, Some(bug)), &NONE));
-        assert_eq!(faults.len(), 1, "{bug}: {faults:?}");
-        assert!(faults[0].starts_with(&format!("{check}: FAILED ({detail}")), "{bug}: {faults:?}");
+    let gpus = [Gpu::ADA, Gpu::HOPPER, Gpu::BLACKWELL];
+    for bug in planted::BUGS {
+        let Expect::Check(capability, check, detail) = bug.expect else { continue };
+        let gpu = gpus.into_iter().find(|gpu| gpu.capability == capability).unwrap();
+        let faults = failed(&run(&mut open(gpu, Some(bug.name)), &NONE));
+        assert_eq!(faults.len(), 1, "{}: {faults:?}", bug.name);
+        assert!(faults[0].starts_with(&format!("{check}: FAILED ({detail}")), "{}: {faults:?}", bug.name);
     }
     // Tensor maps without the swizzle that the kernel expects: of 64 bytes, and of 128, which chains of copies have as well.
     let narrow = |map: &mut MapSpec| without_swizzle(map, 32);

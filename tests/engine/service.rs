@@ -175,15 +175,20 @@ fn jobs_on_a_gpu_end_when_asked_to() {
 
 #[test]
 fn dropping_the_service_ends_its_thread() {
-    let ((reached, at_op), (go, go_on)) = (channel(), channel());
-    let service = service(move || Box::new(halting(5, reached, go_on)), Variant::Distilled);
+    let (reached, at_op) = channel();
+    // Its first job never gets beyond an op, which it repeats until the job is cancelled.
+    let repeating = move |number, op: Op<'_>, cpu: &mut Cpu| {
+        if number == 5 {
+            reached.send(()).unwrap();
+            while !matches!(cpu.run(op), Err(Error::Interrupted)) {}
+        }
+        Ok(())
+    };
+    let service = service(move || Box::new(Wrapped::after_op(cpu(), repeating)), Variant::Distilled);
     let tickets = [(); 3].map(|()| submit(&service, &small_job()));
     at_op.recv().unwrap();
-    // The flag is set by the time the backend goes on, or the jobs would be done: the drop below waits for the thread.
-    let closing = std::thread::spawn(move || drop(service));
-    std::thread::sleep(std::time::Duration::from_millis(50));
-    go.send(()).unwrap();
-    closing.join().unwrap();
+    // This cancels all jobs and waits for the thread.
+    drop(service);
     assert!(tickets.map(Ticket::wait).iter().all(|result| matches!(result, Err(Error::Interrupted))));
 }
 

@@ -158,9 +158,9 @@ fn kernels_have_a_track_of_their_own() {
     for kernel in &kernels {
         let (start, end) = interval(kernel);
         assert!(kernel["name"].as_str().unwrap().starts_with("kl_"), "{kernel}");
-        assert!(start >= last && (end - start - LAUNCH.as_micros() as f64).abs() < 1e-3, "{kernel} after {last}");
+        assert!(start >= last && (end - start - LAUNCH.as_secs_f64() * 1e6).abs() < 1e-6, "{kernel} after {last}");
         assert_eq!(kernel["args"]["grid"].as_array().unwrap().len(), 3);
-        last = end - 1e-3;
+        last = end - 1e-6;
     }
     for (name, count) in [("step", 3), ("denoising", 1), ("loading weights", 2), ("dry run", 1), ("decoding", 1)] {
         assert_eq!(parsed.named(name).len(), count, "{name}");

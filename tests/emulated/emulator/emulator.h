@@ -26,8 +26,11 @@ const char* kl_emu_launch(int32_t kernel, const KlEmuLaunch* launch, const void*
 /* Runs all that is queued. */
 const char* kl_emu_finish(void);
 
-/* Launches that take more CPU time than this end with an error; 60 s unless it is set. */
-void kl_emu_time_limit(double seconds);
+/* A launch that takes more steps than this ends with an error; 2^32 unless it is set. */
+void kl_emu_step_limit(uint64_t steps);
+
+/* CPU time without a step after which the process ends; 60 s unless it is set. */
+void kl_emu_patience(double seconds);
 
 /* Global memory: kernels may access only what is allocated. Addresses are those of the host. */
 void kl_emu_allocate(uint64_t address, uint64_t bytes);

@@ -73,7 +73,8 @@ unsafe extern "C" {
     fn kl_emu_kernel(module: *const c_char, symbol: *const c_char, param_bytes: *mut u64, max_threads: *mut u32) -> i32;
     fn kl_emu_launch(kernel: i32, launch: *const Launch, params: *const std::ffi::c_void, seed: u64) -> *const c_char;
     fn kl_emu_finish() -> *const c_char;
-    fn kl_emu_time_limit(seconds: f64);
+    fn kl_emu_step_limit(steps: u64);
+    fn kl_emu_patience(seconds: f64);
     fn kl_emu_allocate(address: u64, bytes: u64);
     fn kl_emu_free(address: u64);
     fn kl_emu_tensor_map(out: *mut u64, map: *const TensorMap) -> *const c_char;
@@ -92,7 +93,7 @@ unsafe fn outcome(message: *const c_char) -> Result<(), String> {
     Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
 }
 
-/// The entry point of that name in a module: a kernel file of the product or of the tests, or one of [`planted::all`].
+/// The entry point of that name in a module: a kernel file of the product or of the tests, or one of [`planted::BUGS`].
 pub fn entry(module: &str, symbol: &str) -> Option<Entry> {
     let (module, symbol) = (CString::new(module).ok()?, CString::new(symbol).ok()?);
     let mut entry = Entry { index: 0, param_bytes: 0, max_threads: 0 };
@@ -118,10 +119,17 @@ pub fn finish() -> Result<(), String> {
     unsafe { outcome(kl_emu_finish()) }
 }
 
-/// From now on a launch of this thread that takes more CPU time ends with an error. At first the limit is a minute.
-pub fn set_time_limit(limit: Duration) {
+/// From now on a launch of this thread that takes more steps ends with an error: accesses to memory, and turns of the scheduler. At first
+/// the limit is 2^32.
+pub fn set_step_limit(steps: u64) {
     // SAFETY: only notes the number.
-    unsafe { kl_emu_time_limit(limit.as_secs_f64()) }
+    unsafe { kl_emu_step_limit(steps) }
+}
+
+/// From now on the process ends when this thread has spent so much CPU time without a step. At first that is a minute.
+pub fn set_patience(patience: Duration) {
+    // SAFETY: only notes the number.
+    unsafe { kl_emu_patience(patience.as_secs_f64()) }
 }
 
 /// Encodes a tensor map.

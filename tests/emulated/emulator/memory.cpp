@@ -353,7 +353,7 @@ static void plain_access(const void* pointer, uint32_t bytes, bool write) {
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
   // Stacks hold registers. Before main there is no fiber: the table of kernels is filled.
   if (!m.current) return;
-  KL_EMU_CHECK(!m.watchdog.overdue, "does not end: the launch has run for %g s of CPU time", m.watchdog.limit_s);
+  KL_EMU_CHECK(!m.watchdog.step(), "does not end: the launch has taken more than %llu steps", 0ull + m.watchdog.step_limit);
   if (m.stacks.contains(address)) {
     if (m.current->check_registers) m.current->check_registers(pointer, bytes, write);
     return;

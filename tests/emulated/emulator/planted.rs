@@ -1,17 +1,17 @@
-//! Bugs that tests plant in copies of kernel sources, to see that the emulator finds them.
+//! Bugs that tests plant in copies of kernel sources, to see that the emulator finds them. The build script compiles each as a module.
 
-// The build script reads this file from its path, from which Rust takes the folder of its modules.
-#[path = "planted/image.rs"]
-mod image;
+use Expect::{Check, Report, Sums};
 
-/// A bug: a text that stands once in a source, and what it is replaced with.
+/// A bug: a text that stands once in a source, what it is replaced with, and how that is found.
 #[derive(Clone, Copy, Debug)]
 pub struct Planted {
     /// The name of the module that has the bug.
     pub name: &'static str,
     /// The kernel file that is compiled with it, without its extension.
     pub kernel_file: &'static str,
-    /// How the row of `tiles.def` begins that the module keeps; it has no other entry point of a template.
+    /// How the arguments of the row of `tiles.def` begin that the module keeps of this file; empty for all rows.
+    pub row: &'static str,
+    /// The tile that the case is to take; empty for the one that the backend would choose.
     pub tile: &'static str,
     /// The source below `kernels/` that the text stands in.
     pub source: &'static str,
@@ -19,490 +19,380 @@ pub struct Planted {
     pub find: &'static str,
     /// What it is replaced with.
     pub replace: &'static str,
+    /// What finds it.
+    pub expect: Expect,
 }
+
+/// What finds a bug.
+#[derive(Clone, Copy, Debug)]
+pub enum Expect {
+    /// The op case of this name fails, and this is a part of the report.
+    Report(&'static str, &'static str),
+    /// On a GPU of this compute capability this check of `kiln selftest` fails alone, with a text that begins so.
+    Check((u32, u32), &'static str, &'static str),
+    /// The test of FP8 sums: the results of cases may be as far off as tensor cores are.
+    Sums,
+}
+
+/// Files, rows and tiles, and for each its bugs: a name, what finds it, a source, and there a text and its replacement.
+macro_rules! planted {
+    ($($file:literal, $row:literal, $tile:literal {
+        $($name:ident: $expect:expr, $source:literal, $find:literal => $replace:literal;)*
+    })*) => {
+        &[$($(Planted {
+            name: stringify!($name),
+            kernel_file: $file,
+            row: $row,
+            tile: $tile,
+            source: $source,
+            find: $find,
+            replace: $replace,
+            expect: $expect,
+        },)*)*]
+    };
+}
+
+/// The report of a result that is further off than it may be.
+pub const WRONG: &str = "relative error";
+/// Ten k-blocks, more than any pipeline has stages, which two Stream-K workers or the CTAs of a cluster divide evenly.
+const LONG: &str = "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole";
+/// Nine k-blocks, which two workers cannot divide evenly.
+const REMAINDER: &str = "linear_gate_residual 130x168, rows of 520 gate true bias true bf16 whole";
+/// Several groups of k-blocks that are expanded together, and columns of two tiles.
+const EXPANDED: &str = "linear w8a16 130 rows of 528 to 168, e4m3, bias false bf16 whole";
+/// Weights that a kernel before the GEMM expands.
+const EXPANDED_BEFORE: &str = "linear w8a16 67 rows of 208 to 168, e4m3 unscaled, bias false bf16 whole";
+/// Several tiles of block scales.
+const NVFP4: &str = "linear w4a16 130 rows of 576 to 168, nvfp4, bias false bf16 whole";
+/// Results of NVFP4.
+const NVFP4_NORM: &str = "layer_norm_modulate 5 and 3 rows of 1024 into nvfp4 and clipped nvfp4 bf16 whole";
+const NVFP4_ATTENTION: &str = "attention into nvfp4, 2:1 heads of 128 bf16 whole";
+/// Both operands of e4m3, with more k-blocks than the pipeline has stages; and with a result of e4m3.
+const FP8: &str = "linear_gate_residual w8a8 130 rows of 528 to 168, e4m3 by rows, gate true bias false bf16 whole";
+const FP8_STORED: &str = "linear_swiglu w8a8 67 rows of 528 to 208, e4m3 and e4m3 by rows into e4m3 bf16 whole";
+/// A tile of attention whose rows are in two ranges of the output.
+const RANGES: &str = "attention of e4m3 into e4m3 with two scales, 2:1 heads of 128 bf16 whole";
+/// Values beyond the range of e4m3.
+const CLIPPED: &str = "attention of e4m3 into plain and clipped e4m3, 2:1 heads of 128 bf16 whole";
+/// Keys with two scales, of more than one block.
+const SCALED_KEYS: &str =
+    "attention of e4m3 by 0.37 and 0.0071 or 0.013 130 queries [129, 0, 7, 40] keys 2:1 heads of 128 bf16 whole";
+/// Several KV blocks of a wide head, and row maxima that rise.
+const WIDE: &str = "attention huge 5 queries [600] keys 1:1 heads of 512 bf16 whole";
+/// Every epilogue that normalises heads.
+const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
+/// Both operands of NVFP4, and the result; the rows of ups begin within a tile of scales.
+const W4A4: &str = "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole";
+/// Terms of low rank that take several pipeline stages, with a residual; and with scales.
+const LOW_RANK: &str = "linear_gate_residual bf16 67 rows of 640 to 264, rank 400, gate true bias true bf16 whole";
+const LOW_RANK_FP8: &str = "linear w8a8 130 rows of 640 to 168, rank 48, bias true bf16 whole";
+/// A convolution with moments, of tiles at every edge.
+const MOMENTS: &str = "conv 33x35 8 to 256 same residual true stats some(4) bf16 whole";
+/// Three windows: one of the taps, and two of another image.
+const SHORTCUT: &str = "conv 19x31 16 to 128 same shortcut of 72 stats some(32) bf16 whole";
+/// A convolution in phases, of whole tiles of channels.
+const UPSAMPLED: &str = "conv 7x3 40 to 128 up residual false stats some(16) bf16 whole";
+/// Several strips, of several steps each, and a ragged end on both sides.
+const NORM_CONV: &str = "norm_conv 47x35 128 to 3 groups 32 stats given true bf16 whole";
+/// Two k-blocks of channels for each tap, of which the second is half empty.
+const HALF_BLOCKS: &str = "conv 17x9 96 to 96 same residual false stats some(32) bf16 whole";
+/// Several KV blocks of a head whose values are fewer bytes than keys.
+const NARROWER: &str = "attention huge 5 queries [600] keys 1:1 heads of 384 bf16 whole";
+const BLEND: &str = "blend 11x27 at the left, 3 channels bf16 whole";
+/// More than one tile of pixels.
+const CONV_IN: &str = "conv 33x17 3 to 128 same residual false stats some(32) bf16 whole";
 
 /// All of them.
-pub fn all() -> impl Iterator<Item = &'static Planted> + Clone {
-    MODELS.iter().chain(image::BUGS)
-}
-
-/// Those of kernels that text encoders and transformers run.
-const MODELS: &[Planted] = &[
-    // A consumer gives a stage back while the MMAs of its k-block are in flight.
-    Planted {
-        name: "stage_released_early",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "    if (k > work.k_begin) pipe.release(pipe.previous());\n  }\n  wgmma_wait<0>();\n  pipe.release(pipe.previous());",
-        replace: "    pipe.release(pipe.stage);\n  }\n  wgmma_wait<0>();",
-    },
-    // The producer does not wait until a stage is free.
-    Planted {
-        name: "missing_empty_wait",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "        mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);\n        load_b(k);",
-        replace: "        load_b(k);",
-    },
-    // Consumers do not wait for the copies of a stage.
-    Planted {
-        name: "missing_full_wait",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "named_barrier_sync(kHandOverBarrier<Config>);\n    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n",
-        replace: "named_barrier_sync(kHandOverBarrier<Config>);\n",
-    },
-    // A stage is given back to the CTA's own producer alone, and not to the peer that multicasts into it.
-    Planted {
-        name: "missing_remote_arrive",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/pipeline_sm90.cuh",
-        find: "if (threadIdx.x % kWarpgroupThreads < kCtas) mbarrier_arrive_remote(empty, threadIdx.x % kWarpgroupThreads);",
-        replace: "if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(empty);",
-    },
-    // The epilogue reads accumulators of MMAs in flight.
-    Planted {
-        name: "missing_wgmma_wait",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "  wgmma_wait<0>();\n  pipe.release(pipe.previous());",
-        replace: "  pipe.release(pipe.previous());",
-    },
-    // Results are staged without the swizzle that the tensor map of the output has.
-    Planted {
-        name: "wrong_swizzle",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/policies_sm90.cuh",
-        find: "swizzled<kCols * sizeof(Element)>(lane % 16, lane / 16);",
-        replace: "lane % 16 * (kCols * sizeof(Element)) + lane / 16 * 16;",
-    },
-    // TMA stores results that it need not see yet.
-    Planted {
-        name: "missing_proxy_fence",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/epilogue_sm90.cuh",
-        find: "      fence_proxy_async();\n",
-        replace: "",
-    },
-    // The second box of B overlaps the first.
-    Planted {
-        name: "overlapping_boxes",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
-        source: "gemm/policies_sm90.cuh",
-        find: "tma_load_2d(to + Config::kBBytes / 2, second.map,",
-        replace: "tma_load_2d(to + Config::kBBytes / 4, second.map,",
-    },
-    // A stage is expected to receive more bytes than its boxes have.
-    Planted {
-        name: "wrong_byte_count",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);",
-        replace: "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes + 16);",
-    },
-    // One warpgroup hands over at another barrier than the one at which the other waits.
-    Planted {
-        name: "wrong_barrier_id",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config>);",
-        replace: "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config> + 1);",
-    },
-    // A Stream-K worker publishes its partials before all of its lanes have stored theirs, so that stale ones are added.
-    Planted {
-        name: "partials_published_early",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/stream_k.cuh",
-        find: "    Owner::sync_stores();\n    if",
-        replace: "    if",
-    },
-    // The ranges of Stream-K workers begin one k-block late.
-    Planted {
-        name: "stream_k_off_by_one",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/stream_k.cuh",
-        find: "min(worker, schedule.remainder)",
-        replace: "min(worker + 1, schedule.remainder)",
-    },
-    // TMA loads expanded weights that it need not see yet.
-    Planted {
-        name: "expanded_without_fence",
-        kernel_file: "gemm_mixed_sm90",
-        tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
-        source: "gemm/expand_sm90.cuh",
-        find: "      fence_proxy_async_global();\n",
-        replace: "",
-    },
-    // The producer does not wait for all rows of a tile.
-    Planted {
-        name: "expanded_rows_not_awaited",
-        kernel_file: "gemm_mixed_sm90",
-        tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
-        source: "gemm/expand_sm90.cuh",
-        find: "< units_per_flag<Config>()",
-        replace: "< units_per_flag<Config>() - 1",
-    },
-    // The second half of a tile's rows is expanded from the codes of the first.
-    Planted {
-        name: "wrong_half_expanded",
-        kernel_file: "gemm_mixed_sm90",
-        tile: "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 128, 192,",
-        source: "gemm/expand_sm90.cuh",
-        find: "part % 2);",
-        replace: "0);",
-    },
-    // Partial accumulators are added, and their stage is released, while MMAs are still in flight.
-    Planted {
-        name: "promoted_without_wait",
-        kernel_file: "gemm_fp8_sm90",
-        tile: "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 256, 128,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "      wgmma_wait<0>();\n      if (apart && m == 0",
-        replace: "      if (apart && m == 0",
-    },
-    // Lanes of a quad write each other's bytes.
-    Planted {
-        name: "bytes_of_other_lanes",
-        kernel_file: "gemm_fp8_sm90",
-        tile: "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 128, 256,",
-        source: "common/reduce.cuh",
-        find: "even_lanes = odd ? other : mine, odd_lanes = odd ? mine : other;",
-        replace: "even_lanes = odd ? mine : other, odd_lanes = odd ? other : mine;",
-    },
-    // The range of the output that a row belongs to is taken to be that of the tile's first row.
-    Planted {
-        name: "range_of_the_tile",
-        kernel_file: "attention_sm90",
-        tile: "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_e4m3,",
-        source: "attention_sm90.cu",
-        find: "const bool valid = row < out.rows;",
-        replace: "const bool valid = row - tile_row % at.rows < out.rows;",
-    },
-    // Only one lane of a quad counts the values that do not fit.
-    Planted {
-        name: "saturated_uncounted",
-        kernel_file: "attention_sm90",
-        tile: "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_e4m3,",
-        source: "attention_sm90.cu",
-        find: "    count_saturated<8>(p.saturated, v);\n",
-        replace: "    if (lane() % 4 == 0) count_saturated<8>(p.saturated, v);\n",
-    },
-    // Fragments are loaded from a stage whose copies may not have arrived.
-    Planted {
-        name: "missing_cp_async_wait",
-        kernel_file: "gemm_mma",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "gemm/mma_tile.cuh",
-        find: "          cp_async_wait<kStages - 2>();\n          __syncthreads();  // the next stage",
-        replace: "          __syncthreads();  // the next stage",
-    },
-    // Warps overwrite sums of squares that others have yet to read.
-    Planted {
-        name: "missing_syncthreads",
-        kernel_file: "gemm_mma",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "gemm/epilogue_mma.cuh",
-        find: "    __syncthreads();  // all warps have read the sums of squares\n",
-        replace: "",
-    },
-    // The codes of a byte are taken in the wrong order.
-    Planted {
-        name: "nibbles_exchanged",
-        kernel_file: "expand",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "common/expand.cuh",
-        find: "permute_bytes<0x4000>(codes, odd)",
-        replace: "permute_bytes<0x0040>(codes, odd)",
-    },
-    // The pre-pass takes the scale of the block before.
-    Planted {
-        name: "scale_of_another_block",
-        kernel_file: "expand",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "expand.cu",
-        find: "block_scale_offset(row, col / 16,",
-        replace: "block_scale_offset(row, col / 32,",
-    },
-    // The pre-pass stops one vector early.
-    Planted {
-        name: "last_vector_not_expanded",
-        kernel_file: "expand",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "expand.cu",
-        find: "    if (at < vectors) reinterpret_cast<uint4*>",
-        replace: "    if (at + 1 < vectors) reinterpret_cast<uint4*>",
-    },
-    // The norm puts even columns into the low nibble.
-    Planted {
-        name: "stored_nibbles_exchanged",
-        kernel_file: "norm_rows",
-        tile: "KL_ROW_NORM(norm_rows, 1024,",
-        source: "norm_rows.cu",
-        find: "pack_e2m1(v[2 * i] * block.inverse, v[2 * i + 1] * block.inverse) << 8 * i",
-        replace: "pack_e2m1(v[2 * i + 1] * block.inverse, v[2 * i] * block.inverse) << 8 * i",
-    },
-    // The norm quantises a lane's half of a block without the other lane's.
-    Planted {
-        name: "largest_of_half_a_block",
-        kernel_file: "norm_rows",
-        tile: "KL_ROW_NORM(norm_rows, 1024,",
-        source: "norm_rows.cu",
-        find: "const QuantisedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);",
-        replace: "const QuantisedBlock block(mine, m.scale);",
-    },
-    // Attention stores the scale of a block where that of the next lanes' row belongs.
-    Planted {
-        name: "scale_of_another_row",
-        kernel_file: "attention_mma",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "attention/store_output.cuh",
-        find: "block_scale(out, row, first / 16 + block)",
-        replace: "block_scale(out, row ^ 1, first / 16 + block)",
-    },
-    // Gates are multiplied by the scales of ups.
-    Planted {
-        name: "scales_of_the_other_half",
-        kernel_file: "gemm_fp8_sm89",
-        tile: "KL_GEMM_FP8_MMA(gemm_fp8_sm89, 128, 128,",
-        source: "gemm/epilogue_mma.cuh",
-        find: "part.w[swiglu ? n % 2 : 0]",
-        replace: "part.w[swiglu ? 1 - n % 2 : 0]",
-    },
-    // A self-test has the scales of B from the lanes of another selector.
-    Planted {
-        name: "scales_of_other_lanes",
-        kernel_file: "selftest_sm120",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "selftest_sm120.cu",
-        find: "mma_nvf4<kA, 1>",
-        replace: "mma_nvf4<kA, 2>",
-    },
-    // A self-test has two registers of A in the wrong order.
-    Planted {
-        name: "registers_exchanged",
-        kernel_file: "selftest_sm89",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "selftest/fragments.cuh",
-        find: "{first.x, first.y, first.z, first.w}",
-        replace: "{first.x, first.z, first.y, first.w}",
-    },
-    // A self-test has a conversion lose the sign.
-    Planted {
-        name: "negative_lost",
-        kernel_file: "selftest",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "selftest.cu",
-        find: "pack_e2m1(v, -v)",
-        replace: "pack_e2m1(v, v)",
-    },
-    // Keys of all segments are taken to have the scale of the first.
-    Planted {
-        name: "scale_of_the_first_segment",
-        kernel_file: "attention_fp8_sm89",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "attention/kernel_mma.cuh",
-        find: "p.q.scale * p.kv[segment].k.scale",
-        replace: "p.q.scale * p.kv[0].k.scale",
-    },
-    // A warp copies keys to where others still read.
-    Planted {
-        name: "stage_overwritten_early",
-        kernel_file: "attention_fp8_sm89",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "attention/kernel_mma.cuh",
-        find: "    __syncthreads();  // all warps are done with this stage\n",
-        replace: "",
-    },
-    // Keys are loaded in the order in which queries are.
-    Planted {
-        name: "keys_loaded_as_queries",
-        kernel_file: "attention_fp8_sm89",
-        tile: "KL_GEMM_MMA(gemm_mma, 128, 128,",
-        source: "attention/kernel_mma.cuh",
-        find: "ldmatrix_x4(k, k_at + swizzled<kQKRowBytes>(n * 16 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));",
-        replace: "ldmatrix_x4(k, k_at + swizzled<kQKRowBytes>(n * 16 + lane % 16, 2 * d + lane / 16));",
-    },
-    // Tensor cores of Ada add up all of K.
-    Planted {
-        name: "missing_promotion",
-        kernel_file: "gemm_fp8_sm89",
-        tile: "KL_GEMM_FP8_MMA(gemm_fp8_sm89, 128, 128,",
-        source: "gemm_fp8_sm89.cu",
-        find: "/*promotes*/ true",
-        replace: "/*promotes*/ false",
-    },
-    // MMAs on the lower rows of a warp have the scales of A that the other lanes supply, which are those of the upper ones.
-    Planted {
-        name: "scales_of_other_rows",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm120.cuh",
-        find: "if (m == 1) with_a(std::integral_constant<int, 1>());",
-        replace: "if (m == 1) with_a(std::integral_constant<int, 0>());",
-    },
-    // One MMA in four has the scales of B from the lanes of another selector.
-    Planted {
-        name: "scales_of_other_columns",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm120.cuh",
-        find: "if (n % 4 == 2) mma_nvf4<kA, 2>",
-        replace: "if (n % 4 == 2) mma_nvf4<kA, 1>",
-    },
-    // The nibbles of one operand are exchanged, those of the other are not.
-    Planted {
-        name: "nibbles_of_one_operand",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm120.cuh",
-        find: "const uint2 pair = scales.b[n / 8];",
-        replace: "const uint2 pair = scales.b[n / 8];\n      b0 = (b0 & 0x0f0f0f0f) << 4 | (b0 >> 4 & 0x0f0f0f0f);",
-    },
-    // SwiGLU puts even columns into the low nibble.
-    Planted {
-        name: "swiglu_nibbles_exchanged",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/epilogue_sm90.cuh",
-        find: "pack_e2m1(v[2 * i] * quantised.inverse, v[2 * i + 1]",
-        replace: "pack_e2m1(v[2 * i + 1] * quantised.inverse, v[2 * i]",
-    },
-    // The upper half of a scale tile's rows is taken for the lower.
-    Planted {
-        name: "lower_half_of_scales",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm120.cuh",
-        find: "half * kScaleBytes + upper * 8 +",
-        replace: "half * kScaleBytes + 0 * upper +",
-    },
-    // The second step of a k-block has the scales of the first.
-    Planted {
-        name: "scales_of_the_first_step",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm120.cuh",
-        find: "const uint32_t at = stage + step * kScaleTileBytes;",
-        replace: "const uint32_t at = stage + 0 * step;",
-    },
-    // A lane loads the scales of another lane's column.
-    Planted {
-        name: "scales_in_order_of_lanes",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm120.cuh",
-        find: "(lane() % 4 * 8 + lane() / 4) * 16;",
-        replace: "lane() * 16;",
-    },
-    // Coordinates of B count elements, of which two are one column of the map.
-    Planted {
-        name: "coordinates_of_elements",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm90.cuh",
-        find: "// Waits until k-block `k` can be loaded.\n    __device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols,",
-        replace: "__device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kBlockK,",
-    },
-    // Warps wait for the phase before.
-    Planted {
-        name: "wrong_phase",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);",
-        replace: "pipe.parity ^ 1);\n    const uint32_t stage = pipe.a(pipe.stage);",
-    },
-    // Warps do not wait for the copies of a stage.
-    Planted {
-        name: "copies_not_awaited",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);",
-        replace: "    const uint32_t stage = pipe.a(pipe.stage);",
-    },
-    // Fragments of A are loaded with the swizzle of longer rows.
-    Planted {
-        name: "swizzle_of_longer_rows",
-        kernel_file: "gemm_nvfp4_sm120",
-        tile: "KL_GEMM_NVFP4_SM120(gemm_nvfp4_sm120, 256, 128,",
-        source: "gemm/policies_sm90.cuh",
-        find: "a_offset(swizzled<kRowBytes>(row + lane % 16, lane / 16)),",
-        replace: "a_offset((row + lane % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane % 4, lane / 16) * 16),",
-    },
-    // A block of a term of low rank is given back before all warps have read it.
-    Planted {
-        name: "low_rank_released_early",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 192,",
-        source: "gemm/epilogue_sm90.cuh",
-        find: "if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);\n      pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f",
-        replace: "pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f",
-    },
-    // The term of low rank is multiplied by the scales of the weight.
-    Planted {
-        name: "low_rank_scaled",
-        kernel_file: "gemm_fp8_sm90",
-        tile: "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 128, 192, 128, 2, 4, MulticastB, 0,",
-        source: "gemm/epilogue_sm90.cuh",
-        find: "return s.reduced.data ? 1.0f : part.w[half].alpha;",
-        replace: "return part.w[half].alpha;",
-    },
-    // With split-K a warpgroup keeps the stages that are of no use to it.
-    Planted {
-        name: "low_rank_not_skipped",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe, group);",
-        replace: "",
-    },
-    // Or gives them back before all its warps have seen them filled.
-    Planted {
-        name: "low_rank_skipped_apart",
-        kernel_file: "gemm_bf16_sm90",
-        tile: "KL_GEMM_SM90(gemm_bf16_sm90, 128, 160,",
-        source: "gemm/mainloop_sm90.cuh",
-        find: "    warpgroup_sync(kWarpgroupBarrier + group);\n    pipe.release(pipe.stage);",
-        replace: "    pipe.release(pipe.stage);",
-    },
-    // Warps add up their sums of a product of low rank before all have stored them.
-    Planted {
-        name: "low_rank_without_barrier",
-        kernel_file: "low_rank",
-        tile: "",
-        source: "low_rank.cu",
-        find: "    __syncthreads();\n    if (warp < half) {",
-        replace: "    if (warp < half) {",
-    },
-    // The lanes of a quad take each other's part of K for their own.
-    Planted {
-        name: "low_rank_other_columns",
-        kernel_file: "low_rank",
-        tile: "",
-        source: "low_rank.cu",
-        find: "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col + 8 * v);",
-        replace: "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col % 8 + k + (quad ^ 1) * Rows::kElements + 8 * v);",
-    },
-    // Weights are loaded while the kernel before may still expand them.
-    Planted {
-        name: "preloads_what_is_expanded",
-        kernel_file: "gemm_bf16_sm120",
-        tile: "KL_GEMM_BF16_SM120(gemm_bf16_sm120, 128, 128,",
-        source: "gemm/policies_sm120.cuh",
-        find: "static constexpr bool kPreloads = false;",
-        replace: "static constexpr bool kPreloads = true;",
-    },
-];
+pub const BUGS: &[Planted] = planted! {
+    "gemm_bf16_sm90", "128, 192,", "Sm90_128x192" {
+        // A consumer gives a stage back while the MMAs of its k-block are in flight.
+        stage_released_early: Report(LONG, "which a wgmma of CTA"), "gemm/mainloop_sm90.cuh",
+        "    if (k > work.k_begin) pipe.release(pipe.previous());\n  }\n  wgmma_wait<0>();\n  pipe.release(pipe.previous());"
+        => "    pipe.release(pipe.stage);\n  }\n  wgmma_wait<0>();";
+        // The producer does not wait until a stage is free.
+        missing_empty_wait: Report(LONG, "has had all 1 arrivals of phase"), "gemm/mainloop_sm90.cuh",
+        "        mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);\n        load_b(k);" => "        load_b(k);";
+        // Consumers do not wait for the copies of a stage.
+        missing_full_wait: Report(LONG, " reads shared memory +0x"), "gemm/mainloop_sm90.cuh",
+        "named_barrier_sync(kHandOverBarrier<Config>);\n    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n"
+        => "named_barrier_sync(kHandOverBarrier<Config>);\n";
+        // A stage is given back to the CTA's own producer alone, and not to the peer that multicasts into it.
+        missing_remote_arrive: Report(LONG, "2 of 4 arrivals and 0 bytes are missing"), "gemm/pipeline_sm90.cuh",
+        "if (threadIdx.x % kWarpgroupThreads < kCtas) mbarrier_arrive_remote(empty, threadIdx.x % kWarpgroupThreads);"
+        => "if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(empty);";
+        // The epilogue reads accumulators of MMAs in flight.
+        missing_wgmma_wait: Report(LONG, "while a wgmma on it is in flight"), "gemm/mainloop_sm90.cuh",
+        "  wgmma_wait<0>();\n  pipe.release(pipe.previous());" => "  pipe.release(pipe.previous());";
+        // Results are staged without the swizzle that the tensor map of the output has.
+        wrong_swizzle: Report(LONG, WRONG), "gemm/policies_sm90.cuh",
+        "swizzled<kCols * sizeof(Element)>(lane % 16, lane / 16);" => "lane % 16 * (kCols * sizeof(Element)) + lane / 16 * 16;";
+        // TMA stores results that it need not see yet.
+        missing_proxy_fence: Report(LONG, "without fence_proxy_async"), "gemm/epilogue_sm90.cuh",
+        "      fence_proxy_async();\n" => "";
+        // A stage is expected to receive more bytes than its boxes have.
+        wrong_byte_count: Report(LONG, "0 of 1 arrivals and 16 bytes are missing"), "gemm/mainloop_sm90.cuh",
+        "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);"
+        => "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes + 16);";
+        // A Stream-K worker publishes its partials before all of its lanes have stored theirs, so that stale ones are added.
+        partials_published_early: Report(LONG, "without an acquire of what that warp has released"), "gemm/stream_k.cuh",
+        "    Owner::sync_stores();\n    if" => "    if";
+        // The ranges of Stream-K workers begin one k-block late.
+        stream_k_off_by_one: Report(REMAINDER, "global memory that is not allocated"), "gemm/stream_k.cuh",
+        "min(worker, schedule.remainder)" => "min(worker + 1, schedule.remainder)";
+        // A block of a term of low rank is given back before all warps have read it.
+        low_rank_released_early: Report(LOW_RANK, "without a barrier between them"), "gemm/epilogue_sm90.cuh",
+        "if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);\n      pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f"
+        => "pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f";
+    }
+    "gemm_bf16_sm90", "128, 160,", "Sm90_128x160" {
+        // The second box of B overlaps the first.
+        overlapping_boxes: Report(LONG, "which a TMA load of CTA"), "gemm/policies_sm90.cuh",
+        "tma_load_2d(to + Config::kBBytes / 2, second.map," => "tma_load_2d(to + Config::kBBytes / 4, second.map,";
+        // One warpgroup hands over at another barrier than the one at which the other waits.
+        wrong_barrier_id: Report(LONG, "barrier 3, where 128 of 256 threads have arrived"), "gemm/mainloop_sm90.cuh",
+        "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config>);"
+        => "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config> + 1);";
+        // With split-K a warpgroup keeps the stages that are of no use to it.
+        low_rank_not_skipped: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/mainloop_sm90.cuh",
+        "if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe, group);" => "";
+        // Or gives them back before all its warps have seen them filled.
+        low_rank_skipped_apart: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/mainloop_sm90.cuh",
+        "    warpgroup_sync(kWarpgroupBarrier + group);\n    pipe.release(pipe.stage);" => "    pipe.release(pipe.stage);";
+    }
+    "gemm_mixed_sm90", "128, 192,", "Mixed128x192" {
+        // TMA loads expanded weights that it need not see yet.
+        expanded_without_fence: Report(EXPANDED, "without fence_proxy_async_global"), "gemm/expand_sm90.cuh",
+        "      fence_proxy_async_global();\n" => "";
+        // The producer does not wait for all rows of a tile.
+        expanded_rows_not_awaited: Report(EXPANDED, "without an acquire of what that warp has released"), "gemm/expand_sm90.cuh",
+        "< units_per_flag<Config>()" => "< units_per_flag<Config>() - 1";
+        // The second half of a tile's rows is expanded from the codes of the first.
+        wrong_half_expanded: Report(EXPANDED, "was not written"), "gemm/expand_sm90.cuh",
+        "part % 2);" => "0);";
+    }
+    "gemm_fp8_sm90", "256, 128,", "Fp8Promoted256x128" {
+        // Partial accumulators are added, and their stage is released, while MMAs are still in flight.
+        promoted_without_wait: Report(FP8, "an accumulator is read while a wgmma on it is in flight"), "gemm/mainloop_sm90.cuh",
+        "      wgmma_wait<0>();\n      if (apart && m == 0" => "      if (apart && m == 0";
+    }
+    "gemm_fp8_sm90", "128, 256,", "Fp8_128x256" {
+        // Lanes of a quad write each other's bytes.
+        bytes_of_other_lanes: Report(FP8_STORED, WRONG), "common/reduce.cuh",
+        "even_lanes = odd ? other : mine, odd_lanes = odd ? mine : other;"
+        => "even_lanes = odd ? mine : other, odd_lanes = odd ? other : mine;";
+    }
+    "attention_sm90", "kl_attention_sm90_e4m3,", "" {
+        // The range of the output that a row belongs to is taken from the tile's first row.
+        range_of_the_tile: Report(RANGES, "is no result"), "attention_sm90.cu",
+        "const bool valid = row < out.rows;" => "const bool valid = row - tile_row % at.rows < out.rows;";
+        // Only one lane of a quad counts the values that do not fit.
+        saturated_uncounted: Report(CLIPPED, "values are counted as out of range"), "attention_sm90.cu",
+        "    count_saturated<8>(p.saturated, v);\n" => "    if (lane() % 4 == 0) count_saturated<8>(p.saturated, v);\n";
+    }
+    "gemm_mma", "128, 128,", "Mma128x128" {
+        // Fragments are loaded from a stage whose copies may not have arrived.
+        missing_cp_async_wait: Report(LONG, "while an asynchronous operation writes it"), "gemm/mma_tile.cuh",
+        "          cp_async_wait<kStages - 2>();\n          __syncthreads();  // the next stage"
+        => "          __syncthreads();  // the next stage";
+        // Warps overwrite sums of squares that others have yet to read.
+        missing_syncthreads: Report(QKV, "without a barrier between them"), "gemm/epilogue_mma.cuh",
+        "    __syncthreads();  // all warps have read the sums of squares\n" => "";
+    }
+    "expand", "", "Mma128x128" {
+        // The codes of a byte are taken in the wrong order.
+        nibbles_exchanged: Report(NVFP4, WRONG), "common/expand.cuh",
+        "permute_bytes<0x4000>(codes, odd)" => "permute_bytes<0x0040>(codes, odd)";
+        // The pre-pass takes the scale of the block before.
+        scale_of_another_block: Report(NVFP4, WRONG), "expand.cu",
+        "block_scale_offset(row, col / 16," => "block_scale_offset(row, col / 32,";
+        // The pre-pass stops one vector early.
+        last_vector_not_expanded: Report(NVFP4, "was not written"), "expand.cu",
+        "    if (at < vectors) reinterpret_cast<uint4*>" => "    if (at + 1 < vectors) reinterpret_cast<uint4*>";
+    }
+    "norm_rows", "1024,", "" {
+        // The norm puts even columns into the low nibble.
+        stored_nibbles_exchanged: Report(NVFP4_NORM, "has the code"), "norm_rows.cu",
+        "pack_e2m1(v[2 * i] * block.inverse, v[2 * i + 1] * block.inverse) << 8 * i"
+        => "pack_e2m1(v[2 * i + 1] * block.inverse, v[2 * i] * block.inverse) << 8 * i";
+        // The norm quantises a lane's half of a block without the other lane's.
+        largest_of_half_a_block: Report(NVFP4_NORM, "has the scale"), "norm_rows.cu",
+        "const QuantisedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);"
+        => "const QuantisedBlock block(mine, m.scale);";
+    }
+    "attention_mma", "", "Mma128x128" {
+        // Attention stores the scale of a block in the place of the next lanes' row.
+        scale_of_another_row: Report(NVFP4_ATTENTION, "has the scale"), "attention/store_output.cuh",
+        "block_scale(out, row, first / 16 + block)" => "block_scale(out, row ^ 1, first / 16 + block)";
+    }
+    "gemm_fp8_sm89", "128, 128,", "Fp8Mma128x128" {
+        // Gates are multiplied by the scales of ups.
+        scales_of_the_other_half: Report(FP8_STORED, WRONG), "gemm/epilogue_mma.cuh",
+        "part.w[swiglu ? n % 2 : 0]" => "part.w[swiglu ? 1 - n % 2 : 0]";
+        // Tensor cores of Ada add up all of K.
+        missing_promotion: Sums, "gemm_fp8_sm89.cu",
+        "/*promotes*/ true" => "/*promotes*/ false";
+    }
+    "selftest_sm120", "", "" {
+        // A self-test has the scales of B from the lanes of another selector.
+        scales_of_other_lanes: Check((12, 0), "mma nvf4", "a[0][0] (lane 0, register 0, bits 0 to 3) alone: d[0][0] (lane 0, register 0) is 28, not"),
+        "selftest_sm120.cu", "mma_nvf4<kA, 1>" => "mma_nvf4<kA, 2>";
+    }
+    "selftest_sm89", "", "" {
+        // A self-test has two registers of A in the wrong order.
+        registers_exchanged: Check((8, 9), "mma e4m3", "a[8][0] (lane 0, register 1, bits 0 to 7) alone: d[8][0] (lane 0, register 2) is 0, not 0.5"),
+        "selftest/fragments.cuh", "{first.x, first.y, first.z, first.w}" => "{first.x, first.z, first.y, first.w}";
+    }
+    "selftest", "", "" {
+        // A self-test has a conversion lose the sign.
+        negative_lost: Check((9, 0), "cvt e2m1", "-0e0 becomes 0x00, not 0x08"), "selftest.cu",
+        "pack_e2m1(v, -v)" => "pack_e2m1(v, v)";
+    }
+    "attention_fp8_sm89", "", "Mma64x128" {
+        // Keys of all segments are taken to have the scale of the first.
+        scale_of_the_first_segment: Report(SCALED_KEYS, WRONG), "attention/kernel_mma.cuh",
+        "p.q.scale * p.kv[segment].k.scale" => "p.q.scale * p.kv[0].k.scale";
+        // A warp copies keys to where others still read.
+        stage_overwritten_early: Report(SCALED_KEYS, "without a barrier between them"), "attention/kernel_mma.cuh",
+        "    __syncthreads();  // all warps are done with this stage\n" => "";
+        // Keys are loaded in the order in which queries are.
+        keys_loaded_as_queries: Report(SCALED_KEYS, WRONG), "attention/kernel_mma.cuh",
+        "ldmatrix_x4(k, k_at + swizzled<kQKRowBytes>(n * 16 + lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2));"
+        => "ldmatrix_x4(k, k_at + swizzled<kQKRowBytes>(n * 16 + lane % 16, 2 * d + lane / 16));";
+    }
+    "gemm_nvfp4_sm120", "256, 128,", "Nvfp4Sm120_256x128" {
+        // MMAs on the lower rows of a warp have the scales of A that the other lanes supply, which belong to the upper rows.
+        scales_of_other_rows: Report(W4A4, "has the scale"), "gemm/policies_sm120.cuh",
+        "if (m == 1) with_a(std::integral_constant<int, 1>());" => "if (m == 1) with_a(std::integral_constant<int, 0>());";
+        // One MMA in four has the scales of B from the lanes of another selector.
+        scales_of_other_columns: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
+        "if (n % 4 == 2) mma_nvf4<kA, 2>" => "if (n % 4 == 2) mma_nvf4<kA, 1>";
+        // The nibbles of one operand alone are exchanged.
+        nibbles_of_one_operand: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
+        "const uint2 pair = scales.b[n / 8];"
+        => "const uint2 pair = scales.b[n / 8];\n      b0 = (b0 & 0x0f0f0f0f) << 4 | (b0 >> 4 & 0x0f0f0f0f);";
+        // SwiGLU puts even columns into the low nibble.
+        swiglu_nibbles_exchanged: Report(W4A4, WRONG), "gemm/epilogue_sm90.cuh",
+        "pack_e2m1(v[2 * i] * quantised.inverse, v[2 * i + 1]" => "pack_e2m1(v[2 * i + 1] * quantised.inverse, v[2 * i]";
+        // The upper half of a scale tile's rows is taken for the lower.
+        lower_half_of_scales: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
+        "half * kScaleBytes + upper * 8 +" => "half * kScaleBytes + 0 * upper +";
+        // The second step of a k-block has the scales of the first.
+        scales_of_the_first_step: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
+        "const uint32_t at = stage + step * kScaleTileBytes;" => "const uint32_t at = stage + 0 * step;";
+        // A lane loads the scales of another lane's column.
+        scales_in_order_of_lanes: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
+        "(lane() % 4 * 8 + lane() / 4) * 16;" => "lane() * 16;";
+        // Coordinates of B count elements, of which two are one column of the map.
+        coordinates_of_elements: Report(W4A4, WRONG), "gemm/policies_sm90.cuh",
+        "// Waits until k-block `k` can be loaded.\n    __device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols,"
+        => "__device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kBlockK,";
+        // Warps wait for the phase before.
+        wrong_phase: Report(W4A4, "which was never written"), "gemm/mainloop_sm90.cuh",
+        "pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);"
+        => "pipe.parity ^ 1);\n    const uint32_t stage = pipe.a(pipe.stage);";
+        // Warps do not wait for the copies of a stage.
+        copies_not_awaited: Report(W4A4, "which was never written"), "gemm/mainloop_sm90.cuh",
+        "    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);"
+        => "    const uint32_t stage = pipe.a(pipe.stage);";
+        // Fragments of A are loaded with the swizzle of longer rows.
+        swizzle_of_longer_rows: Report(W4A4, WRONG), "gemm/policies_sm90.cuh",
+        "a_offset(swizzled<kRowBytes>(row + lane % 16, lane / 16)),"
+        => "a_offset((row + lane % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane % 4, lane / 16) * 16),";
+    }
+    "gemm_fp8_sm90", "128, 192, 128, 2, 4, MulticastB, 0,", "Fp8_128x192" {
+        // The term of low rank is multiplied by the scales of the weight.
+        low_rank_scaled: Report(LOW_RANK_FP8, WRONG), "gemm/epilogue_sm90.cuh",
+        "return s.reduced.data ? 1.0f : part.w[half].alpha;" => "return part.w[half].alpha;";
+    }
+    "low_rank", "", "Sm90_128x192" {
+        // Warps add up their sums of a product of low rank before all have stored them.
+        low_rank_without_barrier: Report(LOW_RANK, "without a barrier"), "low_rank.cu",
+        "    __syncthreads();\n    if (warp < half) {" => "    if (warp < half) {";
+        // The lanes of a quad take each other's part of K for their own.
+        low_rank_other_columns: Report(LOW_RANK, WRONG), "low_rank.cu",
+        "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col + 8 * v);"
+        => "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col % 8 + k + (quad ^ 1) * Rows::kElements + 8 * v);";
+    }
+    "gemm_bf16_sm120", "128, 128,", "Bf16Sm120_128x128" {
+        // Weights are loaded while the kernel before may still expand them.
+        preloads_what_is_expanded: Report(EXPANDED_BEFORE, "was not written"), "gemm/policies_sm120.cuh",
+        "static constexpr bool kPreloads = false;" => "static constexpr bool kPreloads = true;";
+    }
+    "attention_wide_sm90", "512,", "" {
+        // A warpgroup reads the other CTA's P before it has arrived.
+        p_not_awaited: Report(WIDE, "reads shared memory"), "attention_wide_sm90.cu",
+        "    mbarrier_wait(smem.p_ring().full(group), p_parity);\n" => "";
+        // P is sent while the other CTA may still read the P before it.
+        p_overwritten: Report(WIDE, "which a wgmma read"), "attention_wide_sm90.cu",
+        "    mbarrier_wait(smem.p_ring().empty(group), p_parity ^ 1);\n" => "";
+        // Row maxima are read before the maxima of the other CTA's keys have arrived.
+        wrong_phase_of_maxima: Report(WIDE, "was never written"), "attention_wide_sm90.cu",
+        "exchanges / kStatsBuffers % 2);" => "exchanges / kStatsBuffers % 2 ^ 1);";
+        // The CTAs of a cluster use the row maxima of their own keys.
+        maximum_of_one_half: Report(WIDE, WRONG), "attention_wide_sm90.cu",
+        "block_max[0] = fmaxf(block_max[0], peer_max[0]), block_max[1] = fmaxf(block_max[1], peer_max[1]);" => "";
+        // The output is not rescaled when a row maximum has risen.
+        missing_correction: Report(WIDE, WRONG), "attention_wide_sm90.cu",
+        "        tile.rescale_out(tile.correction);\n" => "";
+        // A stage of keys is given back while the MMAs that read it are in flight.
+        keys_released_early: Report(WIDE, "which a wgmma of CTA"), "attention_wide_sm90.cu",
+        "      stages.template retire<1, kGroupStages>();\n    }\n  }\n\n  // out += p v"
+        => "      stages.template retire<1, 0>();\n    }\n  }\n\n  // out += p v";
+    }
+    "conv_sm90", "128, 256,", "Conv128x256" {
+        // Lines of the window are taken to be as long as the lines of the tile.
+        tap_not_shifted: Report(MOMENTS, WRONG), "gemm/policies_conv_sm90.cuh",
+        "wgmma_descriptor(address, kLineBytes)" => "wgmma_descriptor(address)";
+        // A window is released with the MMAs of its last k-block in flight.
+        window_released_early: Report(SHORTCUT, "which a wgmma of CTA"), "gemm/mainloop_sm90.cuh",
+        "    if (leaves) release_window();\n    reader.advance();"
+        => "    reader.advance();\n    if (reader.begins_window() && k + 1 < work.k_end) release_stage<1>(pipe.window_ring().empty(pipe.windows.stage));";
+        // Lines and columns of a phase are exchanged.
+        phases_exchanged: Report(UPSAMPLED, WRONG), "gemm/policies_conv_sm90.cuh",
+        "phase_row(at.part / 2 * kWidth + at.part % 2)" => "phase_row(at.part % 2 * kWidth + at.part / 2)";
+        // Moments are written where another warp still reads.
+        moments_share_a_place: Report(MOMENTS, "without a barrier between them"), "gemm/policies_conv_sm90.cuh",
+        "(kWarpgroupWarps - 2 * half + warp() % half)" => "(warp() % half)";
+        // Pixels beyond the edge of the image count in its moments.
+        moments_past_the_edge: Report(MOMENTS, WRONG), "gemm/policies_conv_sm90.cuh",
+        "lane() / 4 >= columns()" => "false";
+    }
+    "conv_mma", "128, 128,", "Mma128x128" {
+        // Every phase of an upsampling convolution reads the rows of the first.
+        rows_of_the_first_phase: Report(UPSAMPLED, "is not allocated"), "conv_mma.cu",
+        "top = conv_source(p.sampling, y, phase / 2, 0)," => "top = conv_source(p.sampling, y, 0, 0),";
+        // Every phase has the filters of the first.
+        filters_of_the_first_phase: Report(UPSAMPLED, WRONG), "conv_mma.cu",
+        "row_of<const bf16>(p.w, 0) + phase * k_size;" => "row_of<const bf16>(p.w, 0);";
+    }
+    "conv_narrow", "", "" {
+        // The image is padded before it is normalised.
+        padded_before_the_norm: Report(NORM_CONV, WRONG), "conv_narrow.cu",
+        "exists ? acc[tile][n][e] : 0.0f;" => "acc[tile][n][e];";
+        // The products of a tap are added one pixel away.
+        tap_of_another_column: Report(NORM_CONV, WRONG), "conv_narrow.cu",
+        "[col + tap % 3];" => "[col + 2 - tap % 3];";
+        // Warps store the products of their next row while others read what it replaces.
+        products_overwritten_early: Report(NORM_CONV, "without a barrier"), "conv_narrow.cu",
+        "    __syncthreads();  // the next step overwrites rows that were read here\n" => "";
+        // Pixels beyond the left edge are taken from the end of the row above.
+        columns_not_padded: Report(CONV_IN, "is not allocated"), "conv_narrow.cu",
+        "1u << row | 8u << col : 64u;" => "1u << row : 64u;";
+    }
+    "conv_sm90", "256, 96,", "Conv256x96" {
+        // Every k-block of an image of 96 channels is taken to be half empty.
+        half_of_every_block: Report(HALF_BLOCKS, WRONG), "gemm/policies_conv_sm90.cuh",
+        "k < image.half_blocks && block % 2 == 1" => "k < image.half_blocks";
+    }
+    "attention_wide_sm90", "384,", "" {
+        // Values of a smaller head are awaited with the bytes of keys.
+        bytes_of_keys: Report(NARROWER, "2048 bytes are missing"), "attention_wide_sm90.cu",
+        "next_stage(Config::kVBytes," => "next_stage(kStageBytes,";
+    }
+    "pointwise", "", "" {
+        // The weights of two tiles are exchanged where they overlap.
+        blended_backwards: Report(BLEND, WRONG), "pointwise.cu",
+        "const float weight = static_cast<float>(step) / static_cast<float>(p.steps);"
+        => "const float weight = 1.0f - static_cast<float>(step) / static_cast<float>(p.steps);";
+    }
+};

@@ -418,8 +418,8 @@ void abandon_all() {
 
 static void report_overdue() {
   Machine& m = machine();
-  m.error = format("%s does not end: it has run for %g s of CPU time (seed %llu)", m.queue.front()->kernel->symbol, m.watchdog.limit_s,
-                   static_cast<unsigned long long>(m.seed));
+  m.error = format("%s does not end: it has taken more than %llu steps (seed %llu)", m.queue.front()->kernel->symbol,
+                   0ull + m.watchdog.step_limit, 0ull + m.seed);
 }
 
 static void start_clusters() {
@@ -491,15 +491,15 @@ bool run_queue(size_t keep) {
   prepare(m.agent, m.stacks.at(agent_stack), kStackBytes, agent_main);
   m.watchdog.start();
   while (m.queue.size() > keep && m.error.empty()) {
-    if (m.watchdog.overdue) {
-      report_overdue();
-      continue;
-    }
     if (m.changed || m.ready.empty()) {
       m.changed = complete_oldest();
       if (m.changed) continue;
       begin_oldest();
       start_clusters();
+    }
+    if (m.watchdog.step()) {
+      report_overdue();
+      continue;
     }
     if (!m.asyncs.empty() && m.async_one_in && m.random.one_in(m.async_one_in) && run_async(m.random.below(m.asyncs.size()))) continue;
     if (m.ready.empty()) {

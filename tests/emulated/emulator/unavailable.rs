@@ -17,7 +17,9 @@ pub unsafe fn kl_emu_finish() -> *const c_char {
     NO_COMPILER
 }
 
-pub unsafe fn kl_emu_time_limit(_: f64) {}
+pub unsafe fn kl_emu_step_limit(_: u64) {}
+
+pub unsafe fn kl_emu_patience(_: f64) {}
 
 pub unsafe fn kl_emu_allocate(_: u64, _: u64) {}
 

@@ -1,5 +1,6 @@
 #include "watchdog.h"
 
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -15,16 +16,13 @@
 namespace kl_emu {
 namespace {
 
-// CPU time that an overdue launch has to reach a place where it can be ended.
-constexpr time_t kGraceSeconds = 1;
-
 void expired(int) {
-  Machine& m = machine();
-  if (!m.watchdog.overdue) {
-    m.watchdog.overdue = 1;
+  Watchdog& watchdog = machine().watchdog;
+  if (watchdog.seen != watchdog.steps) {
+    watchdog.seen = watchdog.steps;
     return;
   }
-  if (write(STDERR_FILENO, m.watchdog.message, m.watchdog.message_bytes) < 0) _exit(EXIT_FAILURE);
+  if (write(STDERR_FILENO, watchdog.message, watchdog.message_bytes) < 0) _exit(EXIT_FAILURE);
   abort();
 }
 
@@ -32,7 +30,7 @@ void set(timer_t timer, double seconds) {
   itimerspec spec{};
   spec.it_value.tv_sec = static_cast<time_t>(seconds);
   spec.it_value.tv_nsec = static_cast<long>((seconds - static_cast<double>(spec.it_value.tv_sec)) * 1e9);
-  spec.it_interval.tv_sec = kGraceSeconds;
+  spec.it_interval = spec.it_value;
   timer_settime(timer, 0, &spec, nullptr);
 }
 
@@ -57,15 +55,18 @@ Watchdog::~Watchdog() { timer_delete(timer); }
 void Watchdog::watch(const char* symbol, uint64_t seed) {
   message_bytes = snprintf(message, sizeof(message), "%.128s does not end, in a loop without accesses to memory (seed %llu)\n", symbol,
                            static_cast<unsigned long long>(seed));
+  last = steps + step_limit;
 }
 
 void Watchdog::start() {
-  overdue = 0;
-  set(timer, limit_s);
+  seen = steps;
+  set(timer, patience_s);
 }
 
 void Watchdog::stop() { set(timer, 0.0); }
 
 }  // namespace kl_emu
 
-extern "C" void kl_emu_time_limit(double seconds) { kl_emu::machine().watchdog.limit_s = seconds; }
+extern "C" void kl_emu_step_limit(uint64_t steps) { kl_emu::machine().watchdog.step_limit = steps; }
+
+extern "C" void kl_emu_patience(double seconds) { kl_emu::machine().watchdog.patience_s = seconds; }
