@@ -1,4 +1,4 @@
-"""Builds the small tokenizer (byte-level BPE, Qwen's pre-split and special tokens) into tokenizer/.
+"""Builds the small tokenizer (byte-level BPE, Qwen's pre-split and special tokens) into models/builtin/tokenizer.
 
 The result is committed: weights depend on it. Run again only before training from nothing.
 """
@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 import world
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-FOLDER = os.path.join(HERE, "tokenizer")
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "models", "builtin", "tokenizer")
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
             "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
             "<|image_pad|>", "<|video_pad|>"]
