@@ -56,12 +56,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from dev_pipeline import CHAT_TEMPLATE as MISTRAL_TEMPLATE
-from dev_pipeline import NAMED_TOKENS, TINY_TEXT_ENCODER, LanguageModel, tiny_tokenizer_json
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-from goldens import CHAT_TEMPLATE, ROOT, SCHEDULER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE, fnv1a, rms
+from goldens.dev_pipeline import LanguageModel
+from goldens.files import ROOT, fnv1a
+from goldens.model import GUIDANCE_TRANSFORMER, MISTRAL_ENCODER, SCHEDULER, TEXT_ENCODER, TRANSFORMER, VAE
+from goldens.text import CHAT_TEMPLATE, MISTRAL_ROLES, MISTRAL_TEMPLATE, tiny_mistral_json, tokenizer_json
+from goldens.tokens_mistral import indented_json
+from goldens.values import rms
 from single_files import DTYPES, FORMATS, PUBLISHED, QUANTISABLE, encoder_weights, single_file, transformer_weights
-from tokens_mistral import tokenizer_json as mistral_tokenizer_json
 from transformers import MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
 PROMPT = "a red fox in the snow"
@@ -85,12 +87,12 @@ MODELS = {
         text_encoder=QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
         vae=REAL_VAE,
     ),
-    "tiny-dev": dict(transformer=TRANSFORMER | dict(guidance_embeds=True), text_encoder=TINY_TEXT_ENCODER, vae=VAE),
+    "tiny-dev": dict(transformer=GUIDANCE_TRANSFORMER, text_encoder=MISTRAL_ENCODER, vae=VAE),
     "dev": dict(
-        transformer=TRANSFORMER
-        | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360, guidance_embeds=True),
+        transformer=GUIDANCE_TRANSFORMER
+        | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360),
         # The published one has 40 layers.
-        text_encoder=TINY_TEXT_ENCODER
+        text_encoder=MISTRAL_ENCODER
         | dict(vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_attention_heads=32, num_key_value_heads=8),
         vae=REAL_VAE,
     ),
@@ -113,13 +115,10 @@ INDEX = dict(
     transformer=["diffusers", "Flux2Transformer2DModel"],
     vae=["diffusers", "AutoencoderKLFlux2"],
 )
-DEV_INDEX = dict(
+DEV_INDEX = {name: value for name, value in INDEX.items() if name != "is_distilled"} | dict(
     _class_name="Flux2Pipeline",
-    scheduler=INDEX["scheduler"],
     text_encoder=["transformers", "Mistral3ForConditionalGeneration"],
     tokenizer=["transformers", "PixtralProcessor"],
-    transformer=INDEX["transformer"],
-    vae=INDEX["vae"],
 )
 TOKENIZER_CONFIG = dict(
     tokenizer_class="Qwen2Tokenizer",
@@ -136,7 +135,7 @@ TOKENIZER_CONFIG = dict(
 
 # Without the side of padding, which is left to the library.
 DEV_TOKENIZER_CONFIG = dict(
-    NAMED_TOKENS, tokenizer_class="LlamaTokenizerFast", model_max_length=131072, clean_up_tokenization_spaces=False
+    MISTRAL_ROLES, tokenizer_class="LlamaTokenizerFast", model_max_length=131072, clean_up_tokenization_spaces=False
 )
 
 # Stem of the weight files and bytes of the largest, as the libraries that save real models have them.
@@ -351,13 +350,11 @@ def write_weights(folder, part, config, device, pool):
     return len(tensors), total
 
 
-def tokenizer_json(model):
-    if model == "tiny-dev":
-        return tiny_tokenizer_json().encode()
-    if model == "dev":
-        return json.dumps(mistral_tokenizer_json(), indent=2, ensure_ascii=False).encode()
+def tokenizer_of(model):
+    """The bytes of its tokenizer.json."""
+    tiny = {"tiny": tokenizer_json, "tiny-dev": tiny_mistral_json, "dev": indented_json}
     packed = ROOT / "models" / "qwen3" / "tokenizer.json.gz"
-    return TOKENIZER.read_bytes() if model == "tiny" else gzip.decompress(packed.read_bytes())
+    return tiny[model]().encode() if model in tiny else gzip.decompress(packed.read_bytes())
 
 
 def report(what, tensors, size, started):
@@ -382,7 +379,7 @@ def write_checkpoint(folder, args, device, pool):
     write_json(folder / "tokenizer" / "tokenizer_config.json", DEV_TOKENIZER_CONFIG if dev else TOKENIZER_CONFIG)
     if dev:
         (folder / "tokenizer" / "chat_template.jinja").write_text(MISTRAL_TEMPLATE, encoding="utf-8")
-    (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_json(args.model))
+    (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_of(args.model))
 
 
 # --- Quantised files --------------------------------------------------------

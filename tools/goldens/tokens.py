@@ -1,11 +1,7 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/tokens.json: ids of prompts that are hard to tokenise.
+"""tests/fixtures/tokens.json: ids of prompts that are hard to tokenize.
 
 The shipped tokenizer, models/qwen3/tokenizer.json.gz, in the class that the reference
-pipeline loads it with, and the chat template of tools/goldens.py.
-
-    python tools/tokens.py            # write the fixture
-    python tools/tokens.py --check    # recompute and compare, exit 1 on mismatch
+pipeline loads it with, and its chat template.
 
 tests/fixtures/tokens.json:
     versions    of the packages
@@ -14,18 +10,12 @@ tests/fixtures/tokens.json:
                 of a long one their number and the FNV-1a 64 of all as little-endian uint32
 """
 
-import argparse
 import gzip
-import sys
-import tempfile
-from importlib.metadata import version
-from pathlib import Path
 
-from fixtures import ROOT, fnv1a, write_or_check
-from goldens import CHAT_TEMPLATE, PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
-from transformers import Qwen2TokenizerFast
+from goldens.files import ROOT, checksum, package_versions, token_file
+from goldens.pipeline import chat_text, qwen_tokenizer
+from goldens.text import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
 
-FIXTURE = ROOT / "tests" / "fixtures" / "tokens.json"
 SOURCE = ROOT / "models" / "qwen3" / "tokenizer.json.gz"
 
 PROMPTS = [
@@ -79,50 +69,20 @@ PROMPTS = [
     "\u0646\u0645\u0627 \u05e9\u05dc\u05d5\u05dd \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947",
 ]
 
-# Each is repeated until it has 32,768 bytes, the most a prompt may have.
+# Each is repeated.
 LONG = [
     "a", " ", "7", "\u0301", "<think>", "<|im_start|", "\U0001f980", "\u4e2d", "x ", "\r\n", " \n", "'s", "\0", "a.",
     "The quick brown fox jumps over 13 lazy dogs. ", "    x", "e\u0301",
 ]  # fmt: skip
 
 
-def load(json_text):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokenizer.json"
-        path.write_bytes(json_text)
-        return Qwen2TokenizerFast(
-            tokenizer_file=str(path), eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-        )
-
-
 def compute():
     source = gzip.decompress(SOURCE.read_bytes())
-    tokenizer = load(source)
+    tokenizer = qwen_tokenizer(source)
 
     def ids(prompt):
-        text = tokenizer.apply_chat_template(
-            [dict(role="user", content=prompt)], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        return tokenizer(text)["input_ids"]
+        return tokenizer(chat_text(tokenizer, prompt))["input_ids"]
 
-    cases = [dict(prompt=prompt, ids=ids(prompt)) for prompt in PROMPTS]
-    for piece in LONG:
-        times = 32768 // len(piece.encode())
-        found = ids(piece * times)
-        digest = fnv1a(b"".join(i.to_bytes(4, "little") for i in found))
-        cases.append(dict(piece=piece, times=times, count=len(found), fnv=f"{digest:016x}"))
-    return dict(
-        versions={name: version(name) for name in ("tokenizers", "transformers")},
-        tokenizer=dict(bytes=len(source), fnv=f"{fnv1a(source):016x}"),
-        cases=cases,
-    )
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Rebuild or check the recorded token ids.")
-    parser.add_argument("--check", action="store_true", help="compare with the stored fixture instead of writing")
-    return write_or_check(compute(), FIXTURE, parser.parse_args().check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    about = dict(bytes=len(source), fnv=checksum(source))
+    cases = [(prompt, ids(prompt)) for prompt in PROMPTS]
+    return token_file("tokens", ids, cases, LONG, versions=package_versions("tokenizers", "transformers"), tokenizer=about)

@@ -1,13 +1,8 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/tokens_mistral.json: ids of prompts in the format of FLUX.2 [dev].
+"""tests/fixtures/tokens_mistral.json: ids of prompts in the format of FLUX.2 [dev].
 
 A `tokenizer.json` is built from models/mistral/ranks.gz as the converter of transformers builds
 the published one, merges and all, and the library `tokenizers` encodes with it. kiln's own
 encoder reads neither. Needs tokenizers of tools/requirements.txt and nothing else.
-
-    python tools/tokens_mistral.py                    # write the fixture
-    python tools/tokens_mistral.py --check            # recompute and compare, exit 1 on mismatch
-    python tools/tokens_mistral.py --json FILE        # write that tokenizer.json, 17 MB
 
 tests/fixtures/tokens_mistral.json:
     versions    of the packages
@@ -15,28 +10,16 @@ tests/fixtures/tokens_mistral.json:
                 `piece` and `times`, their number and the FNV-1a 64 of all as little-endian uint32
 """
 
-import argparse
 import gzip
 import json
 import random
-import sys
-from importlib.metadata import version
-from pathlib import Path
 
-from fixtures import ROOT, fnv1a, write_or_check
-from mistral_ranks import TARGET
 from tokenizers import Tokenizer
 
-FIXTURE = ROOT / "tests" / "fixtures" / "tokens_mistral.json"
+from goldens.files import package_versions, token_file
+from goldens.ranks import TARGET
+from goldens.text import BYTE_LEVEL, MISTRAL_NAMED, byte_alphabet, mistral_content
 
-NAMED = (
-    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
-    "<pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
-).split()
-SPECIAL = NAMED + [f"<SPECIAL_{number}>" for number in range(len(NAMED), 1000)]
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SYSTEM = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, "
     "object\nattribution and actions without speculation."
@@ -44,9 +27,9 @@ SYSTEM = (
 
 PROMPTS = [
     # Every special token with a name, alone and between words, and some of the others.
-    *NAMED,
-    "".join(NAMED),
-    " ".join(reversed(NAMED)),
+    *MISTRAL_NAMED,
+    "".join(MISTRAL_NAMED),
+    " ".join(reversed(MISTRAL_NAMED)),
     "<SPECIAL_20><SPECIAL_999> <SPECIAL_99>",
     # Almost a token.
     "<SPECIAL_19><SPECIAL_1000><SPECIAL_020><SPECIAL_+20><SPECIAL_><special_20><SPECIAL_ 20>",
@@ -72,7 +55,7 @@ PROMPTS = [
     *[piece * 61 for piece in ("a", "-", "=", "ab", "xx.", "\u3042", " ", "\t", "\u0e2d", "ha", "\u200b")],
 ]
 
-# Each is repeated until it has 32,768 bytes, the most a prompt may have.
+# Each is repeated.
 LONG = [
     "a", " ", "7", "\u0301", "<s>", "[INST", "[", "\U0001f980", "\u4e2d", "x ", "\r\n", " \n", "'s", "\0", "a.", "-",
     "The quick brown fox jumps over 13 lazy dogs. ", "    x", "e\u0301", "abcdefghijklmnopqrstuvwxyz",
@@ -97,9 +80,7 @@ def tokens():
 
 def tokenizer_json():
     """The published tokenizer.json, rebuilt."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    letters = byte_alphabet()
     ranks = {token: rank for rank, token in enumerate(tokens())}
 
     def text(token):
@@ -110,25 +91,16 @@ def tokenizer_json():
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         cuts = [(left, right) for left, right in cuts if left in ranks and right in ranks]
         merges += sorted(cuts, key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
-    vocab = {name: number for number, name in enumerate(SPECIAL)}
-    vocab |= {text(token): len(SPECIAL) + rank for token, rank in ranks.items()}
-    settings = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    split = dict(type="Split", pattern=dict(Regex=PATTERN), behavior="Isolated", invert=False)
-    return dict(
-        version="1.0",
-        truncation=None,
-        padding=None,
-        added_tokens=[dict(id=number, content=name, **settings) for number, name in enumerate(SPECIAL)],
-        normalizer=None,
-        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
-        post_processor=None,
-        decoder=dict(byte_level, add_prefix_space=True, use_regex=True),
-        model=dict(
-            type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
-            byte_fallback=False, ignore_merges=True, vocab=vocab, merges=[[text(left), text(right)] for left, right in merges],
-        ),
-    )  # fmt: skip
+    content = mistral_content(map(text, ranks), ([text(left), text(right)] for left, right in merges))
+    byte_level = BYTE_LEVEL | dict(trim_offsets=True)
+    content["pre_tokenizer"]["pretokenizers"][1] = byte_level
+    content |= dict(post_processor=None, decoder=byte_level | dict(add_prefix_space=True, use_regex=True))
+    content["model"] |= dict(continuing_subword_prefix=None, end_of_word_suffix=None)
+    return content
+
+
+def indented_json():
+    return json.dumps(tokenizer_json(), indent=2, ensure_ascii=False)
 
 
 def drawn():
@@ -154,30 +126,9 @@ def compute():
         text = f"<s>[SYSTEM_PROMPT]{SYSTEM}[/SYSTEM_PROMPT][INST]{prompt.replace('[IMG]', '')}[/INST]"
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    head = ids("")[:-1]
-    cases = []
+    head, cases = ids("")[:-1], []
     for prompt in [*PROMPTS, *drawn()]:
         found = ids(prompt)
         assert found[: len(head)] == head and found[-1] == 4, prompt
-        cases.append(dict(prompt=prompt, ids=found[len(head) : -1]))
-    for piece in LONG:
-        times = 32768 // len(piece.encode())
-        found = ids(piece * times)
-        digest = fnv1a(b"".join(i.to_bytes(4, "little") for i in found))
-        cases.append(dict(piece=piece, times=times, count=len(found), fnv=f"{digest:016x}"))
-    return dict(versions=dict(tokenizers=version("tokenizers")), cases=cases)
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Rebuild or check the recorded token ids of FLUX.2 [dev].")
-    parser.add_argument("--check", action="store_true", help="compare with the stored fixture instead of writing")
-    parser.add_argument("--json", type=Path, help="write the tokenizer.json to this file instead")
-    arguments = parser.parse_args()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(tokenizer_json(), indent=2, ensure_ascii=False))
-        return 0
-    return write_or_check(compute(), FIXTURE, arguments.check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        cases.append((prompt, found[len(head) : -1]))
+    return token_file("tokens_mistral", ids, cases, LONG, versions=package_versions("tokenizers"))
