@@ -45,7 +45,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
 from compare_diffusers import GUIDANCE, PARTS, device_name, free, is_dev, load_pipeline, make_pipeline, median_ms, sizes, to_bf16, versions  # noqa: E402
-from peer_timing import quartiles, ratio  # noqa: E402
+from peers.timing import quartiles, ratio  # noqa: E402
 
 MODE = "max-autotune-no-cudagraphs"
 # Before each image of a burst, so that the clock of the GPU is high again.

@@ -3,7 +3,7 @@
 
     python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
-    python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens.py, and how large activations are
+    python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens,    and how large activations are
     python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantised files
     python tools/random_checkpoint.py OUT --model 9b --format fp8 --encoder fp8 --quantised-only       # 18 GB instead of 53
     python tools/random_checkpoint.py OUT --model dev --blocks 2,4     # 45 GB: all of [dev] is 100

@@ -5,10 +5,10 @@ import pathlib
 
 import torch
 
-from peer_rows import Case, Scaled
-from peer_rows_mixed import Nvfp4
+from peers.rows import Case, Scaled
+from peers.rows_mixed import Nvfp4
 
-LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "target/release/examples/libkiln_peers.so"
+LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "target/release/examples/libkiln_peers.so"
 
 
 class PeerTensor(ctypes.Structure):
@@ -36,7 +36,7 @@ class Kiln:
         self.library.kiln_peers_abi.restype = ctypes.c_uint64
         found = self.library.kiln_peers_abi()
         if found != ABI:
-            raise SystemExit(f"error: {path} speaks {found:#x}, this script {ABI:#x}: build it again")
+            raise SystemExit(f"error: {path} speaks {found:#x}, this program {ABI:#x}: build it again")
         handle, text, size, u64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
         lists = [ctypes.POINTER(PeerTensor), size, ctypes.POINTER(ctypes.c_double), size]
         for name, arguments, result in (
