@@ -76,21 +76,18 @@ REAL_VAE = VAE | dict(block_out_channels=[128, 256, 512, 512])
 MODELS = {
     "tiny": dict(transformer=TRANSFORMER, text_encoder=TEXT_ENCODER, vae=VAE),
     "4b": dict(
-        transformer=TRANSFORMER
-        | dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
+        transformer=TRANSFORMER | dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
         text_encoder=QWEN3 | dict(hidden_size=2560, intermediate_size=9728),
         vae=REAL_VAE,
     ),
     "9b": dict(
-        transformer=TRANSFORMER
-        | dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
+        transformer=TRANSFORMER | dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
         text_encoder=QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
         vae=REAL_VAE,
     ),
     "tiny-dev": dict(transformer=GUIDANCE_TRANSFORMER, text_encoder=MISTRAL_ENCODER, vae=VAE),
     "dev": dict(
-        transformer=GUIDANCE_TRANSFORMER
-        | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360),
+        transformer=GUIDANCE_TRANSFORMER | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360),
         # The published one has 40 layers.
         text_encoder=MISTRAL_ENCODER
         | dict(vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_attention_heads=32, num_key_value_heads=8),
@@ -121,17 +118,9 @@ DEV_INDEX = {name: value for name, value in INDEX.items() if name != "is_distill
     tokenizer=["transformers", "PixtralProcessor"],
 )
 TOKENIZER_CONFIG = dict(
-    tokenizer_class="Qwen2Tokenizer",
-    add_prefix_space=False,
-    bos_token=None,
-    eos_token="<|im_end|>",
-    pad_token="<|endoftext|>",
-    unk_token=None,
-    padding_side="right",
-    model_max_length=131072,
-    clean_up_tokenization_spaces=False,
-    chat_template=CHAT_TEMPLATE,
-)
+    tokenizer_class="Qwen2Tokenizer", add_prefix_space=False, bos_token=None, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+    unk_token=None, padding_side="right", model_max_length=131072, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
+)  # fmt: skip
 
 # Without the side of padding, which is left to the library.
 DEV_TOKENIZER_CONFIG = dict(
@@ -391,13 +380,8 @@ ENCODERS = dict(
     fp8mixed=["fp8"] * 5 + ["nvfp4"] * 3 + ["bf16"],
     nvfp4=["nvfp4"],
 )
-ENCODER_STEMS = {
-    "tiny": "qwen_3_tiny",
-    "4b": "qwen_3_4b",
-    "9b": "qwen_3_8b",
-    "tiny-dev": "mistral_3_tiny_flux2",
-    "dev": "mistral_3_small_flux2",
-}
+ENCODER_STEMS = {"tiny": "qwen_3_tiny", "4b": "qwen_3_4b", "9b": "qwen_3_8b"}
+ENCODER_STEMS |= {"tiny-dev": "mistral_3_tiny_flux2", "dev": "mistral_3_small_flux2"}
 # Of the transformer of [dev]. Those of klein are named by variant, size and format.
 DEV_FILES = {
     ("tiny-dev", "fp8"): "flux2_tiny_dev_fp8mixed",
@@ -425,9 +409,17 @@ def write_single_file(path, part, weights, amax, device, pool):
     return size
 
 
+def arguments_of(case):
+    """The arguments of a pipeline that runs a case."""
+    from compare_diffusers import noise_of  # needs more packages
+
+    size = dict(width=case.width, height=case.height)
+    return dict(prompt=PROMPT, num_inference_steps=case.steps, latents=noise_of(case), **size)
+
+
 def calibrate(folder, args, device, weights):
     """The largest magnitude of the input of every layer that can be quantised, over a run of the bf16 model."""
-    from compare_diffusers import Case, build_model, exact_arithmetic, fill, is_narrow, make_pipeline, noise_of  # needs more packages
+    from compare_diffusers import Case, build_model, exact_arithmetic, fill, is_narrow, make_pipeline  # needs more packages
 
     started = time.monotonic()
     exact_arithmetic()
@@ -447,14 +439,7 @@ def calibrate(folder, args, device, weights):
             module = pipe.transformer.get_submodule(source.removesuffix(".weight"))
             module.register_forward_pre_hook(functools.partial(record, weight.layer))
     case = Case("calibration", 256, 256, 4)
-    pipe(
-        prompt=PROMPT,
-        width=case.width,
-        height=case.height,
-        num_inference_steps=case.steps,
-        latents=noise_of(case),
-        output_type="latent",
-    )
+    pipe(**arguments_of(case), output_type="latent")
     assert all(amax.values()), "a layer was never run"
     print(f"{'inputs of the layers':<36} {len(amax):>4} measured {time.monotonic() - started:29.1f} s", flush=True)
     return amax
@@ -542,7 +527,7 @@ def show_sizes(part, name, output):
 
 def check(folder, device, size):
     """Runs one step with the real classes and prints the size of what comes out of each block."""
-    from compare_diffusers import Case, draw_reference, exact_arithmetic, load_pipeline, noise_of  # needs more packages
+    from compare_diffusers import Case, draw_reference, exact_arithmetic, load_pipeline  # needs more packages
 
     exact_arithmetic()
     pipe = load_pipeline(folder, device)
@@ -551,17 +536,9 @@ def check(folder, device, size):
             if SHOWN.match(name):
                 module.register_forward_hook(lambda _m, _a, out, part=part, name=name: show_sizes(part, name, out))
     case = Case("check", size, size, 1)
-    picture = pipe(
-        prompt=PROMPT,
-        image=[draw_reference(0, (size, size))],
-        width=size,
-        height=size,
-        num_inference_steps=1,
-        latents=noise_of(case),
-        output_type="np",
-    ).images[0]
-    saturated = ((picture == 0) | (picture == 1)).mean()
-    print(f"picture: mean {picture.mean():.3f}, deviation {picture.std():.3f}, {saturated:.1%} of the values saturated")
+    image = pipe(**arguments_of(case), image=[draw_reference(0, (size, size))], output_type="np").images[0]
+    saturated = ((image == 0) | (image == 1)).mean()
+    print(f"image: mean {image.mean():.3f}, deviation {image.std():.3f}, {saturated:.1%} of the values saturated")
 
 
 def block_counts(text):

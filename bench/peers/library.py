@@ -63,6 +63,12 @@ class Kiln:
         if not self.handle:
             raise SystemExit(f"error: {self.text.value.decode()}")
 
+    def expect(self, found):
+        """What was found, or else an error with what the library says."""
+        if not found:
+            raise RuntimeError(f"kiln: {self.text.value.decode()}")
+        return found
+
     def close(self) -> None:
         self.library.kiln_peers_close(self.handle)
         self.handle = None
@@ -121,14 +127,11 @@ class KilnVae:
 
     def __init__(self, kiln: Kiln, folder: pathlib.Path, tiling: bool = False):
         self.kiln, library, text = kiln, kiln.library, kiln.text
-        self.vae = library.kiln_peers_vae_open(str(folder).encode(), int(tiling), text, len(text))
-        if not self.vae:
-            raise RuntimeError(f"kiln: {text.value.decode()}")
+        self.vae = kiln.expect(library.kiln_peers_vae_open(str(folder).encode(), int(tiling), text, len(text)))
         self.workspace = None
         if kiln.handle:
             self.weights = self.memory(library.kiln_peers_vae_weight_bytes(self.vae))
-            if library.kiln_peers_vae_load(self.vae, kiln.handle, self.aligned(self.weights), text, len(text)):
-                raise RuntimeError(f"kiln: {text.value.decode()}")
+            kiln.expect(not library.kiln_peers_vae_load(self.vae, kiln.handle, self.aligned(self.weights), text, len(text)))
 
     def close(self) -> None:
         self.kiln.library.kiln_peers_vae_close(self.vae)
@@ -144,10 +147,8 @@ class KilnVae:
         """Queues the work. Returns the bytes of working memory."""
         tensors = (PeerTensor * 2)(self.kiln.describe(out), self.kiln.describe(x))
         text = self.kiln.text
-        found = self.kiln.library.kiln_peers_vae_run(self.vae, handle, int(encode), tensors, *size, at, text, len(text))
-        if not found:
-            raise RuntimeError(f"kiln: {text.value.decode()}")
-        return found
+        run = self.kiln.library.kiln_peers_vae_run
+        return self.kiln.expect(run(self.vae, handle, int(encode), tensors, *size, at, text, len(text)))
 
     def bytes(self, encode: bool, out, x, size: tuple) -> int:
         """Working memory besides the operands, by a dry run."""

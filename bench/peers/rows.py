@@ -609,29 +609,20 @@ CONVOLUTIONS = [
     conv(1024, 3, 128),
 ]
 
+# Side and channels of the VAE's levels.
+GROUP_NORMS = ((128, 512), (256, 512), (512, 256), (1024, 256), (1024, 128))
+
 # 512 tokens of the prompt; 4096 of an image of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
 # 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
 ROWS = [
     copy(4608, 3072),
     copy(4608, 3072, F32),
     copy(16_896, 3072),
-    silu(4608, 3072),
-    silu(16_896, 3072),
-    rms_norm(512, 2560),
-    rms_norm(4608, 3072),
-    rms_norm(4608, 4096),
-    rms_norm(16_896, 3072),
-    layer_norm((4608,), 3072),
-    layer_norm((4608,), 4096),
-    layer_norm((512, 4096), 3072),
-    layer_norm((512, 4096), 4096),
-    layer_norm((16_896,), 3072),
-    layer_norm((512, 16_384), 3072),
-    *(
-        group_norm(side, channels, given)
-        for given in (True, False)
-        for side, channels in ((128, 512), (256, 512), (512, 256), (1024, 256), (1024, 128))
-    ),
+    *(silu(rows, 3072) for rows in (4608, 16_896)),
+    *(rms_norm(rows, cols) for rows, cols in ((512, 2560), (4608, 3072), (4608, 4096), (16_896, 3072))),
+    *(layer_norm(streams, cols) for streams in ((4608,), (512, 4096)) for cols in (3072, 4096)),
+    *(layer_norm(streams, 3072) for streams in ((16_896,), (512, 16_384))),
+    *(group_norm(*size, given) for given in (True, False) for size in GROUP_NORMS),
     patchify(64, 64, 32),
     unpatchify(64, 64, 32),
     euler(4096, 128),

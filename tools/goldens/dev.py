@@ -156,21 +156,15 @@ TIMES = ((1.0, 4.0), (1.0, None), (0.95469171, 2.5), (0.5, 0.0))
 
 WEIGHT_SAMPLES = dict(
     transformer=(
-        "context_embedder.weight",
-        "time_guidance_embed.timestep_embedder.linear_1.weight",
-        "time_guidance_embed.guidance_embedder.linear_1.weight",
-        "time_guidance_embed.guidance_embedder.linear_2.weight",
+        "context_embedder.weight", "time_guidance_embed.timestep_embedder.linear_1.weight",
+        "time_guidance_embed.guidance_embedder.linear_1.weight", "time_guidance_embed.guidance_embedder.linear_2.weight",
     ),
     language_model=(
-        "model.embed_tokens.weight",
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.0.self_attn.k_proj.weight",
-        "model.layers.29.mlp.down_proj.weight",
-        "model.layers.30.post_attention_layernorm.weight",
-        "model.norm.weight",
+        "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_proj.weight", "model.layers.29.mlp.down_proj.weight",
+        "model.layers.30.post_attention_layernorm.weight", "model.norm.weight",
     ),
-)
+)  # fmt: skip
 
 
 def language_model(encoder):

@@ -10,36 +10,28 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from goldens.values import hash_bytes
 
 TRANSFORMER = dict(
-    patch_size=1,
-    in_channels=128,
-    num_layers=2,
-    num_single_layers=2,
-    attention_head_dim=128,
-    num_attention_heads=2,
-    joint_attention_dim=384,
-    timestep_guidance_channels=256,
-    mlp_ratio=3.0,
-    axes_dims_rope=[32, 32, 32, 32],
-    rope_theta=2000,
-    eps=1e-6,
-    guidance_embeds=False,
-)
+    patch_size=1, in_channels=128, num_layers=2, num_single_layers=2, attention_head_dim=128, num_attention_heads=2,
+    joint_attention_dim=384, timestep_guidance_channels=256, mlp_ratio=3.0, axes_dims_rope=[32, 32, 32, 32], rope_theta=2000,
+    eps=1e-6, guidance_embeds=False,
+)  # fmt: skip
 GUIDANCE_TRANSFORMER = TRANSFORMER | dict(guidance_embeds=True)
 
-ENCODER = dict(vocab_size=320, hidden_size=128, intermediate_size=384, num_hidden_layers=28, num_attention_heads=4, num_key_value_heads=2)
-QWEN = dict(head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=1e6))
-TEXT_ENCODER = ENCODER | QWEN | dict(attention_bias=False, tie_word_embeddings=True)
-
+TEXT_ENCODER = dict(
+    vocab_size=320, hidden_size=128, intermediate_size=384, num_hidden_layers=28, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=1e6),
+    attention_bias=False, tie_word_embeddings=True,
+)  # fmt: skip
 # One layer more than the last tap, whose state is therefore not the normed last one.
-MISTRAL = dict(max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=dict(rope_type="default", rope_theta=1e9))
-MISTRAL |= dict(sliding_window=None, tie_word_embeddings=False)
-MISTRAL_ENCODER = ENCODER | QWEN | dict(vocab_size=1280, num_hidden_layers=31, num_attention_heads=8) | MISTRAL
-
+MISTRAL_ENCODER = dict(
+    vocab_size=1280, hidden_size=128, intermediate_size=384, num_hidden_layers=31, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=dict(rope_type="default", rope_theta=1e9),
+    sliding_window=None, tie_word_embeddings=False,
+)  # fmt: skip
 # Whatever is not named here keeps the class default, which is the FLUX.2 value.
 VAE = dict(block_out_channels=[32, 64, 64, 64], layers_per_block=2, latent_channels=32, norm_num_groups=32)
-
-SCHEDULER = dict(num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=True, time_shift_type="exponential")
-SCHEDULER |= dict(base_shift=0.5, max_shift=1.15)
+SCHEDULER = dict(
+    num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=True, time_shift_type="exponential", base_shift=0.5, max_shift=1.15
+)
 
 # --- Weights ----------------------------------------------------------------
 

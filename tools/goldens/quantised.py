@@ -127,25 +127,14 @@ MODELS = (
 )
 
 TRANSFORMER_SAMPLES = (
-    "double_blocks.0.img_attn.qkv",
-    "double_blocks.0.txt_attn.proj",
-    "double_blocks.1.img_mlp.0",
-    "double_blocks.1.txt_mlp.2",
-    "single_blocks.0.linear1",
-    "single_blocks.1.linear2",
-)
-SAMPLES = dict(
-    fp8=TRANSFORMER_SAMPLES,
-    nvfp4=TRANSFORMER_SAMPLES,
-    fp8mixed=(
-        "model.layers.4.mlp.down_proj",
-        "model.layers.6.self_attn.k_proj",
-        "model.layers.7.self_attn.q_proj",
-        "model.layers.7.self_attn.v_proj",
-        "model.layers.7.mlp.up_proj",
-        "model.layers.18.mlp.gate_proj",
-    ),
-)
+    "double_blocks.0.img_attn.qkv", "double_blocks.0.txt_attn.proj", "double_blocks.1.img_mlp.0", "double_blocks.1.txt_mlp.2",
+    "single_blocks.0.linear1", "single_blocks.1.linear2",
+)  # fmt: skip
+ENCODER_SAMPLES = (
+    "model.layers.4.mlp.down_proj", "model.layers.6.self_attn.k_proj", "model.layers.7.self_attn.q_proj",
+    "model.layers.7.self_attn.v_proj", "model.layers.7.mlp.up_proj", "model.layers.18.mlp.gate_proj",
+)  # fmt: skip
+SAMPLES = dict(fp8=TRANSFORMER_SAMPLES, nvfp4=TRANSFORMER_SAMPLES, fp8mixed=ENCODER_SAMPLES)
 
 # --- Number formats ---------------------------------------------------------
 
@@ -291,8 +280,7 @@ ENCODER_PARTS = (*ENCODER_GROUPS[0], "self_attn.o_proj", *ENCODER_GROUPS[1], "ml
 
 
 def encoder_layers():
-    names = (f"model.layers.{n}.{part}" for n in range(TEXT_ENCODER["num_hidden_layers"]) for part in ENCODER_PARTS)
-    return {name: [name] for name in names}
+    return {name: [name] for name in text_places(range(TEXT_ENCODER["num_hidden_layers"]))}
 
 
 # The part of the model that a file holds, its linear layers and their formats.

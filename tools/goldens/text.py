@@ -56,6 +56,18 @@ MISTRAL_TEMPLATE = (
     "{% endfor %}"
 )
 
+# Prompts that are hard to split, before and after those of each tokenizer.
+SPACES = ["\n", "\n\n\n", " ", "  \n  \n", " \r\n\t x"]
+SCRIPTS = [
+    "e\u0301 \u00e9 \u1100\u1161\u11a8 \u212b \ufb01",
+    "\u0301\u0302 a\u0328\u0301",
+    "\0\x01\x1b[2J\x7f\u0085",
+    "\u202eabc\u202c \u2028\u2029 \ufeff\u00a0\u3000",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2764\ufe0f",
+    "\U000e0041\U0010ffff\ufffd\ue000",
+    "\u0646\u0645\u0627 \u05e9\u05dc\u05d5\u05dd \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947",
+]
+
 
 def byte_alphabet():
     """GPT-2's printable character for each byte, in byte order."""

@@ -14,7 +14,7 @@ import gzip
 
 from goldens.files import ROOT, checksum, package_versions, token_file
 from goldens.pipeline import chat_text, qwen_tokenizer
-from goldens.text import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
+from goldens.text import PLAIN_ADDED_TOKENS, SCRIPTS, SPACES, SPECIAL_TOKENS
 
 SOURCE = ROOT / "models" / "qwen3" / "tokenizer.json.gz"
 
@@ -53,20 +53,10 @@ PROMPTS = [
     "\t<|endoftext|>\t",
     "x <|im_end|> y",
     # What the split pattern and the normalisation are about.
-    "\n",
-    "\n\n\n",
-    " ",
-    "  \n  \n",
-    " \r\n\t x",
+    *SPACES,
     "it's IT'S I'Ll they'VE 'd'",
     "1234567890 \u0661\u0662\u0663 \u2460 \u00bd",
-    "e\u0301 \u00e9 \u1100\u1161\u11a8 \u212b \ufb01",
-    "\u0301\u0302 a\u0328\u0301",
-    "\0\x01\x1b[2J\x7f\u0085",
-    "\u202eabc\u202c \u2028\u2029 \ufeff\u00a0\u3000",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2764\ufe0f",
-    "\U000e0041\U0010ffff\ufffd\ue000",
-    "\u0646\u0645\u0627 \u05e9\u05dc\u05d5\u05dd \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947",
+    *SCRIPTS,
 ]
 
 # Each is repeated.

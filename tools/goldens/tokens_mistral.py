@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from goldens.files import package_versions, token_file
 from goldens.ranks import TARGET
-from goldens.text import BYTE_LEVEL, MISTRAL_NAMED, byte_alphabet, mistral_content
+from goldens.text import BYTE_LEVEL, MISTRAL_NAMED, SCRIPTS, SPACES, byte_alphabet, mistral_content
 
 SYSTEM = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, "
@@ -36,20 +36,10 @@ PROMPTS = [
     "[inst] [ INST] [INST [[INST]] <<s>> <s [/INST/] [[/INST] [IM[IMG]G] [IMG[IMG]] [IMG_[IMG]END]",
     "<\u200bs> \uff1cs\uff1e <s>\u0301 [",
     # What the split pattern is about.
-    "\n",
-    "\n\n\n",
-    " ",
-    "  \n  \n",
-    " \r\n\t x",
+    *SPACES,
     "it's IT'S I'Ll they'VE 'd' \u017ft '\u017f \u2019s",
     "1234567890 \u0661\u0662\u0663 \u2460\u2461\u2462\u2463 \u00bd 12\u00b2",
-    "e\u0301 \u00e9 \u1100\u1161\u11a8 \u212b \ufb01",
-    "\u0301\u0302 a\u0328\u0301",
-    "\0\x01\x1b[2J\x7f\u0085",
-    "\u202eabc\u202c \u2028\u2029 \ufeff\u00a0\u3000",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2764\ufe0f",
-    "\U000e0041\U0010ffff\ufffd\ue000",
-    "\u0646\u0645\u0627 \u05e9\u05dc\u05d5\u05dd \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947",
+    *SCRIPTS,
     "path.\n/next, camelCaseWords HTTPServer",
     # Runs, where pairs that make the same token overlap.
     *[piece * 61 for piece in ("a", "-", "=", "ab", "xx.", "\u3042", " ", "\t", "\u0e2d", "ha", "\u200b")],

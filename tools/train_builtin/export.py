@@ -16,9 +16,7 @@ import words
 
 def export(weights, out):
     from diffusers import FlowMatchEulerDiscreteScheduler
-    vae, flow = C.make_vae(), C.Flow()
-    for name, m in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
-        assert C.load_part(weights, name, m), f"no {name} in {weights}"
+    vae, flow = C.load_models(weights)
     stats = vae.bn.running_mean.clone(), vae.bn.running_var.clone()
     for name, m in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
         m = m.to(torch.bfloat16)
