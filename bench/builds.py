@@ -3,7 +3,7 @@
     cargo build --release --example kiln_peers      # in each of two working trees
     python3 bench/builds.py OLD.so NEW.so [--rows REGEX] [--pairs N] [--json FILE]
 
-Needs a GPU and PyTorch; rows and protocol are those of bench/peers.py (bursts, taking turns forwards and backwards). Results of both
+Needs a GPU and PyTorch; rows and protocol are those of bench/peers (bursts, taking turns forwards and backwards). Results of both
 builds are compared to the bit.
 
 Exits 1 when a result differs, when a row fails, when a row that takes 50 us or more is slower by more than 1 %, when any row is slower
@@ -11,18 +11,16 @@ by more than 3 %, or when the geometric mean of all rows is below 0.998 of the o
 """
 
 import argparse
-import contextlib
-import gc
-import json
 import statistics
 import sys
 
 import torch
 
-from peer_library import Kiln
-from peer_rows import Operands, bare
-from peer_timing import FEWEST_PAIRS, Side, burst, quartiles, ratio, sets_of
-from peers import checked, gpu_state
+from peers import session
+from peers.compare import ROWS, title
+from peers.library import Kiln
+from peers.rows import Operands, bare
+from peers.timing import Side, burst, quartiles, ratio, sets_of
 
 LONG_ROW_S, LONG_ROW_LOSS, ANY_ROW_LOSS, LEAST_MEAN = 50e-6, 0.01, 0.03, 0.998
 
@@ -80,31 +78,21 @@ def line(record: dict) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = session.parser(__doc__, library=False)
     parser.add_argument("old", help="libkiln_peers.so of the old build")
     parser.add_argument("new", help="libkiln_peers.so of the new build")
-    parser.add_argument("--rows", metavar="REGEX", default="", help="rows whose `name shape` matches")
-    parser.add_argument("--pairs", type=int, default=21, help=f"rounds of a row, at least {FEWEST_PAIRS} (default 21)")
-    parser.add_argument("--json", metavar="FILE", help="write every time, one JSON object a row")
-    return checked(parser, parser.parse_args())
+    return session.checked(parser, parser.parse_args(), ROWS, title)
 
 
 def main() -> int:
     args = arguments()
     old, new = Kiln(args.old), Kiln(args.new)
     torch.manual_seed(1)
-    device = torch.cuda.get_device_properties(0)
-    args.cold = 2 * max(getattr(device, "L2_cache_size", 0), 64 << 20)
-    print(", ".join(f"{k} {v}" for k, v in ({"device": device.name} | gpu_state()).items()))
+    args.cold = session.cold_bytes()
+    session.show({"device": torch.cuda.get_device_name(0)} | session.gpu_state())
     print(f"{'row':<21}{'shape':<38}|{'old us':>10} {'quartiles':>17} {'new us':>10} {'quartiles':>17} | speed, new over old")
-    stream, records, failed = torch.cuda.Stream(), [], []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.cuda.stream(stream))
-        stack.enter_context(torch.inference_mode())
-        for build in (old, new):
-            build.open(torch.cuda.current_device(), stream.cuda_stream)
-            stack.callback(build.close)
-        out = stack.enter_context(open(args.json, "w")) if args.json else None
+    records, failed = [], []
+    with session.opened(old, new) as stream, session.records(args.json) as write:
         for row in args.rows:
             try:
                 records.append(compare(row, old, new, stream, args))
@@ -113,10 +101,8 @@ def main() -> int:
                 print(f"{row.name:<21}{row.shape:<38}| FAILED: {str(error).splitlines()[0]}", flush=True)
                 continue
             print(line(records[-1]), flush=True)
-            if out:
-                print(json.dumps(records[-1]), file=out, flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
+            write(records[-1])
+            session.free(stream)
     slow = [r for r in records if too_slow(r)]
     other = [r for r in records if not r["same"]]
     mean = statistics.geometric_mean(r["speed"] for r in records) if records else 0.0

@@ -1,4 +1,4 @@
-//! The GPU ops as a C library, so that `bench/peers.py` can time them beside PyTorch's in one process.
+//! The GPU ops as a C library, so that `bench/peers` can time them beside PyTorch's in one process.
 //!
 //! They run through the program's own backend and launch code, in the GPU's primary context (as PyTorch does), on the caller's
 //! stream and the caller's memory. A call only queues work: it can be timed with events and captured in a graph.

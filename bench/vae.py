@@ -15,11 +15,8 @@ Exits 1 when a row fails, and with --check when an error is above 1.2 times that
 import argparse
 import contextlib
 import functools
-import gc
-import json
 import os
 import pathlib
-import re
 import statistics
 import sys
 import tempfile
@@ -27,13 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
+from peers import session
+from peers.library import Kiln, KilnVae
+from peers.timing import FEWEST_SETS, Side, burst, quartiles, ratio, sustained
 
-from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline  # noqa: E402
-from peer_library import LIBRARY, Kiln, KilnVae  # noqa: E402
-from peer_timing import FEWEST_PAIRS, FEWEST_SETS, Side, burst, quartiles, ratio, sustained  # noqa: E402
-from random_checkpoint import HEADS, REAL_VAE, write_json, write_weights  # noqa: E402
+from goldens.model import latent_statistics  # isort: skip
+from random_checkpoint import HEADS, REAL_VAE, write_json, write_weights  # isort: skip
 
 # Channels of the levels, finest first: klein's, and those of the VAE with the small decoder.
 CONFIGS = {"klein": REAL_VAE, "small": REAL_VAE | dict(decoder_block_out_channels=[96, 192, 384, 384])}
@@ -91,15 +89,9 @@ def write_vae(folder: pathlib.Path, config: dict, device: str) -> None:
         write_weights(folder, "vae", config, device, pool)
 
 
-def statistics_of(vae) -> tuple:
-    """Mean and deviation of the latents, as the pipeline computes them."""
-    mean = vae.bn.running_mean.view(1, -1, 1, 1)
-    return mean, torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
-
-
 def latents_of(vae, tokens, row: Row):
     """What the pipeline gives to the decoder."""
-    mean, deviation = statistics_of(vae)
+    mean, deviation = latent_statistics(vae)
     tokens = tokens.to(vae.dtype).T.reshape(1, -1, row.height // 16, row.width // 16)
     return Flux2KleinPipeline._unpatchify_latents(tokens * deviation + mean)
 
@@ -113,7 +105,7 @@ def result(vae, x, row: Row):
     """The result of diffusers, in the shape of kiln's."""
     if not row.encode:
         return vae.decode(latents_of(vae, x, row)).sample[0].permute(1, 2, 0).reshape(-1, 3).float()
-    mean, deviation = statistics_of(vae)
+    mean, deviation = latent_statistics(vae)
     z = Flux2KleinPipeline._patchify_latents(vae.encode(image_of(vae, x, row)).latent_dist.mode())
     return ((z - mean) / deviation)[0].flatten(1).T.float()
 
@@ -160,10 +152,9 @@ class Models:
             vae.enable_tiling()
         return vae.to(memory_format=torch.channels_last).eval()
 
-    def free(self) -> None:
+    def free(self, stream) -> None:
         self.close.close()
-        gc.collect()
-        torch.cuda.empty_cache()
+        session.free(stream)
 
 
 def compiled(vae, mode: str):
@@ -202,10 +193,14 @@ def time_row(row: Row, models: Models, stream, args) -> dict:
     return record
 
 
-def time_line(record: dict) -> str:
+def line(record: dict) -> str:
     text = f"{record['row']:<24}{record['size']:<10}|"
     if "failed" in record:
         return f"{text} FAILED: {record['failed'].splitlines()[0]}"
+    return check_line(record, text) if "right" in record else time_line(record, text)
+
+
+def time_line(record: dict, text: str) -> str:
     for key in ("burst_s", "sustained_s"):
         times = record.get(key, {})
         for name, values in times.items():
@@ -234,10 +229,7 @@ def check_row(row: Row, models: Models) -> dict:
     return record | {"right": all(each <= ALLOWED for each in ratios)}
 
 
-def check_line(record: dict) -> str:
-    text = f"{record['row']:<24}{record['size']:<10}|"
-    if "failed" in record:
-        return f"{text} FAILED: {record['failed'].splitlines()[0]}"
+def check_line(record: dict, text: str) -> str:
     for i, what in enumerate(("rms", "max")):
         text += f" {what} {record['error'][i]:.2e}, diffusers bf16 {record['peer_error'][i]:.2e}, ratio {record['ratios'][i]:.3f} |"
     return text + ("" if record["right"] else " WRONG")
@@ -263,27 +255,13 @@ def dry(rows: list, kiln: Kiln) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", default=LIBRARY, help="libkiln_peers.so (default: what cargo builds in release)")
-    parser.add_argument("--rows", metavar="REGEX", default="", help="rows whose `name size` matches")
+    parser = session.parser(__doc__, "name size")
     parser.add_argument("--check", action="store_true", help="compare errors with those of diffusers in bf16, and time nothing")
-    parser.add_argument("--pairs", type=int, default=21, help=f"rounds of a row, at least {FEWEST_PAIRS} (default 21)")
-    parser.add_argument("--sustain", type=float, default=2.0, metavar="S", help="seconds of each side without pause (default 2)")
-    parser.add_argument("--quick", action="store_true", help=f"{FEWEST_PAIRS} rounds, nothing sustained")
     parser.add_argument("--compile", choices=MODES, default=MODES[0], help=f"how diffusers is compiled (default {MODES[0]})")
     parser.add_argument("--graphs", action="store_true", help="capture kiln's short rows in CUDA graphs, which the program does not")
-    parser.add_argument("--dry", action="store_true", help="check the shapes of all rows; needs no GPU")
-    parser.add_argument("--json", metavar="FILE", help="write every row, one JSON object a line")
     args = parser.parse_args()
-    if args.quick:
-        args.pairs, args.sustain = FEWEST_PAIRS, 0.0
-    if args.pairs < FEWEST_PAIRS:
-        parser.error(f"fewer than {FEWEST_PAIRS} pairs say nothing")
     rows = TIMED + CHECKED if args.dry else CHECKED if args.check else TIMED
-    args.rows = [row for row in dict.fromkeys(rows) if re.search(args.rows, f"{row.name} {row.size}")]
-    if not args.rows:
-        parser.error("no row has such a name")
-    return args
+    return session.checked(parser, args, list(dict.fromkeys(rows)), lambda row: f"{row.name} {row.size}")
 
 
 def main() -> int:
@@ -292,31 +270,22 @@ def main() -> int:
     if args.dry:
         return dry(args.rows, kiln)
     torch.backends.cudnn.benchmark = not args.check
-    for place in (torch.backends.cuda.matmul, torch.backends.cudnn):  # fp32 means fp32
-        place.allow_tf32 = False
-    about = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}
-    about["compile"] = None if args.check else args.compile
-    print(", ".join(f"{k} {v}" for k, v in about.items()), flush=True)
-    stream, records = torch.cuda.Stream(), []
-    with contextlib.ExitStack() as stack:
-        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(torch.cuda.stream(stream))
-        stack.enter_context(torch.inference_mode())
-        kiln.open(torch.cuda.current_device(), stream.cuda_stream)
-        stack.callback(kiln.close)
-        models = Models(folder, kiln, "cuda")
-        out = stack.enter_context(open(args.json, "w")) if args.json else None
+    session.exact_references()
+    about = session.about_device() | {"compile": None if args.check else args.compile}
+    session.show(about)
+    records = []
+    with tempfile.TemporaryDirectory() as folder, session.opened(kiln) as stream, session.records(args.json) as write:
+        models = Models(pathlib.Path(folder), kiln, "cuda")
         for row in args.rows:
             try:
                 record = check_row(row, models) if args.check else time_row(row, models, stream, args)
             except Exception as error:  # out of memory, a refused operand: the other rows may do
                 record = {"row": row.name, "size": row.size, "failed": str(error) or repr(error)}
             stream.synchronize()
-            models.free()
+            models.free(stream)
             records.append(record)
-            print(check_line(record) if args.check else time_line(record), flush=True)
-            if out:
-                print(json.dumps(about | record), file=out, flush=True)
+            print(line(record), flush=True)
+            write(about | record)
     bad = [f"{r['row']} {r['size']}" for r in records if "failed" in r or not r.get("right", True)]
     print("wrong or failed: " + ("; ".join(bad) or "none"))
     return 1 if bad else 0

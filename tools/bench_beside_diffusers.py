@@ -31,7 +31,6 @@ compiling; figures of it mean nothing. Writes two JSON files for each size and w
 import argparse
 import contextlib
 import copy
-import gc
 import io
 import itertools
 import json
@@ -45,19 +44,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
-from compare_diffusers import (  # noqa: E402
-    GUIDANCE,
-    PARTS,
-    device_name,
-    is_dev,
-    load_pipeline,
-    make_pipeline,
-    median_ms,
-    sizes,
-    to_bf16,
-    versions,
-)
-from peer_timing import quartiles, ratio  # noqa: E402
+from compare_diffusers import GUIDANCE, PARTS, device_name, free, is_dev, load_pipeline, make_pipeline, median_ms, sizes, to_bf16, versions  # noqa: E402
+from peers.timing import quartiles, ratio  # noqa: E402
 
 MODE = "max-autotune-no-cudagraphs"
 # Before each image of a burst, so that the clock of the GPU is high again.
@@ -200,9 +188,7 @@ def encode_first(args, pipe):
     encode = median_ms(args.device, 3, lambda: pipe.encode_prompt(prompt))
     print(f"diffusers encodes a prompt in {encode:.1f} ms", flush=True)
     pipe.text_encoder = None
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
+    free(args.device)
     return embeds
 
 

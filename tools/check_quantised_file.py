@@ -34,14 +34,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from quantised import fp8_scale, nvfp4_scale, pack, to_blocks, to_fp8
-from single_files import FORMATS, Weight, transformer_weights
+from single_files import FORMATS, SETTINGS, Weight, layer_settings, transformer_weights
 
 # Tensors that a layer of each format has, and the dtype of its elements.
 LAYER_TENSORS = {
     "float8_e4m3fn": (torch.float8_e4m3fn, {"weight", "weight_scale", "input_scale"}),
     "nvfp4": (torch.uint8, {"weight", "weight_scale", "weight_scale_2", "input_scale"}),
 }
-SETTINGS = "comfy_quant"
 # Text encoders of ComfyUI have no output head.
 UNUSED = "lm_head.weight"
 HEAD_DIM = 128
@@ -72,6 +71,14 @@ class Tensors:
         expect(name in self.places, f"there is no {name}")
         return self.places[name].get_tensor(name)
 
+    get_tensor = __getitem__
+
+    def keys(self):
+        return self.places.keys()
+
+    def metadata(self):
+        return self.files[0].metadata()
+
     def shapes(self):
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self.places.items()}
 
@@ -97,15 +104,6 @@ def original_values(weight, original, device):
     return weight.stack(lambda name, _: original[name].to(device, torch.bfloat16))
 
 
-def settings_for_comfy(quantised):
-    """The settings of quantised layers: those of the header, or else those of tensors beside the layers."""
-    metadata = quantised.files[0].metadata() or {}
-    if "_quantization_metadata" in metadata:
-        return json.loads(metadata["_quantization_metadata"])["layers"]
-    tensors = [name for name in quantised.places if name.endswith(f".{SETTINGS}")]
-    return {name.removesuffix(f".{SETTINGS}"): json.loads(bytes(quantised[name].tolist())) for name in tensors}
-
-
 def settings_by_scales(quantised):
     """The same of a file for diffusers, which has nothing but scales."""
     layers = [name.removesuffix(".weight_scale") for name in quantised.places if name.endswith(".weight_scale")]
@@ -117,7 +115,7 @@ class Layers:
     """The quantised layers of a file, and for which program they are laid out."""
 
     def __init__(self, quantised):
-        self.settings = settings_for_comfy(quantised)
+        self.settings = layer_settings(quantised)
         self.for_diffusers = not self.settings
         self.settings = self.settings or settings_by_scales(quantised)
 

@@ -43,15 +43,12 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import torch
-from dev_pipeline import PADDINGS, LanguageModel, padded_pipeline
-from diffusers import (
-    AutoencoderKLFlux2,
-    FlowMatchEulerDiscreteScheduler,
-    Flux2KleinPipeline,
-    Flux2Transformer2DModel,
-)
+from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.utils import logging as diffusers_logging
-from goldens import Recorder, hash_bytes, relative_l2, rms, to_bf16
+from goldens.dev_pipeline import PADDINGS, LanguageModel, padded_pipeline
+from goldens.model import to_bf16
+from goldens.pipeline import record
+from goldens.values import hashed_blocks, relative_l2, rms
 from random_lora import add_lora
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -78,13 +75,9 @@ class Case:
 def draw_reference(number, size):
     """An image with edges, colours and slopes, the same every time."""
     width, height = size
-    side = 24
-    rows, columns = -(-height // side), -(-width // side)
-    blocks = hash_bytes(f"reference.{number}", rows * columns * 3).reshape(rows, columns, 3)
-    blocks = blocks.repeat(side, axis=0).repeat(side, axis=1)[:height, :width]
     y, x = np.mgrid[:height, :width]
     slope = (x * 255 // width + y * 255 // height)[..., None] // 2
-    return PIL.Image.fromarray(((blocks + slope) // 2).astype(np.uint8))
+    return PIL.Image.fromarray(((hashed_blocks(f"reference.{number}", width, height, 24) + slope) // 2).astype(np.uint8))
 
 
 def noise_of(case):
@@ -252,22 +245,10 @@ def load_pipeline(folder, device, padding="left", narrow=True, parts=PARTS):
     return make_pipeline(folder, dict.fromkeys(PARTS) | models, padding)
 
 
-class StepRecorder(Recorder):
-    """Keeps the latents of every step, too."""
-
-    def __init__(self, pipe, exact_time):
-        super().__init__(pipe, exact_time)
-        self.steps = []
-
-    def on_step_end(self, pipe, step, timestep, tensors):
-        self.steps.append(tensors["latents"][0].clone())
-        return super().on_step_end(pipe, step, timestep, tensors)
-
-
-def call(pipe, args, case, prompt_embeds=None, **more):
-    """Calls the pipeline with the prompt, or with what a text encoder made of it."""
+def request(args, case, prompt_embeds=None):
+    """The arguments of a pipeline's call, with the prompt or with what a text encoder made of it."""
     images = [PIL.Image.open(file) for file in case.references]
-    return pipe(
+    return dict(
         prompt=args.prompt if prompt_embeds is None else None,
         prompt_embeds=prompt_embeds,
         image=images or None,
@@ -276,35 +257,21 @@ def call(pipe, args, case, prompt_embeds=None, **more):
         num_inference_steps=case.steps,
         guidance_scale=args.guidance if args.guidance is not None else 1.0,
         latents=noise_of(case),
-        **more,
     )
 
 
 def run_diffusers(pipe, args, case, exact_time=False, prompt_embeds=None):
     """Runs the pipeline. Returns the same tensors as kiln's dump, on the CPU."""
-    recorder = StepRecorder(pipe, exact_time)
-    names = ["latents", "prompt_embeds"]
-    try:
-        call(
-            pipe,
-            args,
-            case,
-            prompt_embeds,
-            output_type="pt",
-            callback_on_step_end=recorder.on_step_end,
-            callback_on_step_end_tensor_inputs=names,
-        )
-    finally:
-        recorder.close()
-    outputs = dict(prompt_embeds=recorder.prompt_embeds)
+    run, _ = record(pipe, exact_time, **request(args, case, prompt_embeds), output_type="pt")
+    outputs = dict(prompt_embeds=run.prompt_embeds)
     if prompt_embeds is None:
-        outputs["token_ids"] = recorder.token_ids
+        outputs["token_ids"] = run.token_ids
     for number in range(1, len(case.references) + 1):
-        outputs[f"reference.{number}.tokens"] = recorder.inputs[recorder.input_ids[:, 0] == 10 * number]
-    for step, (velocity, latents) in enumerate(zip(recorder.velocities, recorder.steps), 1):
+        outputs[f"reference.{number}.tokens"] = run.reference_tokens(number)
+    for step, (velocity, latents) in enumerate(zip(run.velocities, run.steps), 1):
         outputs[f"velocity.{step}"] = velocity
         outputs[f"latents.{step}"] = latents
-    outputs.update(image=recorder.decoded, sigmas=pipe.scheduler.sigmas)
+    outputs.update(image=run.decoded, sigmas=pipe.scheduler.sigmas)
     return {name: tensor.float().cpu() for name, tensor in outputs.items()}
 
 
@@ -336,7 +303,7 @@ def step_ms(pipe, args, case):
             ends.append(now(args.device))
             return {}
 
-        call(pipe, args, case, output_type="latent", callback_on_step_end=on_step_end)
+        pipe(**request(args, case), output_type="latent", callback_on_step_end=on_step_end)
         times.append([end - start for start, end in zip(ends, ends[1:])])
     return statistics.median([t for run in times[1:] for t in run]) if case.steps > 1 else None
 
@@ -348,7 +315,7 @@ def peer_times(pipe, args, case):
             step=step_ms(pipe, args, case),
             text_encode=median_ms(args.device, args.repeats, lambda: pipe.encode_prompt(args.prompt)),
             vae_decode=median_ms(args.device, args.repeats, lambda: pipe.vae.decode(latents)),
-            whole=median_ms(args.device, args.repeats, lambda: call(pipe, args, case, output_type="pil")),
+            whole=median_ms(args.device, args.repeats, lambda: pipe(**request(args, case), output_type="pil")),
         )
 
 
@@ -390,6 +357,13 @@ def compare(case, exact, rounded, timed, kiln):
         # NaN is not within any limit.
         rows.append(row | dict(ratio=ratio, ok=ratio <= ALLOWED))
     return rows, torch.equal(kiln["token_ids"].float(), exact["token_ids"])
+
+
+def free(device):
+    """Gives back memory, also that of models whose parts refer to each other."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def device_name(device):
@@ -463,9 +437,7 @@ def run(args):
         exact[case.name] = run_diffusers(pipe, args, case)
         said(f"diffusers fp32 {case.name}")
     to_bf16({part: getattr(pipe, part) for part in PARTS})
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
+    free(args.device)
     for case in cases:
         rounded[case.name] = run_diffusers(pipe, args, case)
         timed[case.name] = run_diffusers(pipe, args, case, exact_time=True)
@@ -491,13 +463,17 @@ def run(args):
 
     broken = [f"{row['case']}: {row['stage']} is {row['ratio']:.2f} times off" for row in rows if not row["ok"]]
     broken += [f"{name}: token ids differ" for name, same in ids.items() if not same]
+    more = dict(allowed=ALLOWED) | (dict(guidance=args.guidance, padding=args.padding) if is_dev(args.checkpoint) else {})
+    return finish(args, more | dict(rows=rows, peer_ms=times, peer_compiled_step_ms=compiled, kiln=reports, broken=broken))
+
+
+def finish(args, figures):
+    """Writes the figures, says what is broken, and returns the exit code."""
     if args.json:
-        result = dict(device=device_name(args.device), versions=versions(), prompt=args.prompt, steps=args.steps, allowed=ALLOWED)
-        result.update(dict(guidance=args.guidance, padding=args.padding) if is_dev(args.checkpoint) else {})
-        result.update(rows=rows, peer_ms=times, peer_compiled_step_ms=compiled, kiln=reports, broken=broken)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n" + "\n".join(broken or ["kiln is as close to fp32 as the rule asks, everywhere"]))
-    return 1 if broken else 0
+        about = dict(device=device_name(args.device), versions=versions(), prompt=args.prompt, steps=args.steps)
+        args.json.write_text(json.dumps(about | figures, indent=1) + "\n")
+    print("\n" + "\n".join(figures["broken"] or ["kiln is as close to fp32 as the rules ask, everywhere"]))
+    return 1 if figures["broken"] else 0
 
 
 def sizes(text):

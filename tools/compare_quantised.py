@@ -35,33 +35,16 @@ Exits 1 when a rule is broken. Needs what tools/compare_diffusers.py needs, and 
 """
 
 import functools
-import gc
-import json
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from compare_diffusers import (
-    ALLOWED,
-    Case,
-    arguments,
-    begin,
-    build_model,
-    denoised,
-    device_name,
-    is_dev,
-    is_narrow,
-    load_model,
-    make_pipeline,
-    parse,
-    run_diffusers,
-    run_kiln,
-    versions,
-    with_velocities,
-)
-from goldens import relative_l2, rms, to_bf16
-from goldens_quantised import Fp8Layer, Nvfp4Layer, QuantisedLinear, quantise_activations
+from compare_diffusers import ALLOWED, PARTS, Case, arguments, begin, build_model, denoised, finish, free, is_dev, is_narrow
+from compare_diffusers import load_model, make_pipeline, parse, run_diffusers, run_kiln, versions, with_velocities
+from goldens.model import to_bf16
+from goldens.quantised import Fp8Layer, Nvfp4Layer, QuantisedLinear, quantise_activations
+from goldens.values import relative_l2, rms
 from quantised import E2M1_MAX, nvfp4_to_fp8, to_fp8
 from random_lora import put_beside
 from safetensors import safe_open
@@ -280,10 +263,8 @@ def run(args):
     for case in cases:
         wide[case.name] = run_transformer(case, False)
         said(f"wide {case.name}")
-    to_bf16({part: getattr(pipe, part) for part in ("text_encoder", "transformer", "vae")})
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
+    to_bf16({part: getattr(pipe, part) for part in PARTS})
+    free(args.device)
     for case in cases:
         for quantises in sorted({variants[variant].quantises for variant in args.variants}):
             theirs[case.name][quantises] = run_transformer(case, quantises)
@@ -303,12 +284,7 @@ def run(args):
         for variant, dump in runs.items():
             if not torch.equal(dump["prompt_embeds"], kiln_embeds[args.text_encoder[0]]):
                 broken.append(f"{case}, {variant}: kiln's prompt embeddings are not those of its other runs")
-    if args.json:
-        result = dict(device=device_name(args.device), versions=versions(), prompt=args.prompt, steps=args.steps)
-        result.update(rows=rows, kiln=reports, broken=broken)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print("\n" + "\n".join(broken or ["kiln is as close to fp32 as the rules ask, everywhere"]))
-    return 1 if broken else 0
+    return finish(args, dict(rows=rows, kiln=reports, broken=broken))
 
 
 def format_of(path):

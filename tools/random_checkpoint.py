@@ -3,7 +3,7 @@
 
     python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
-    python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens.py, and how large activations are
+    python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens,    and how large activations are
     python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantised files
     python tools/random_checkpoint.py OUT --model 9b --format fp8 --encoder fp8 --quantised-only       # 18 GB instead of 53
     python tools/random_checkpoint.py OUT --model dev --blocks 2,4     # 45 GB: all of [dev] is 100
@@ -56,12 +56,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from dev_pipeline import CHAT_TEMPLATE as MISTRAL_TEMPLATE
-from dev_pipeline import NAMED_TOKENS, TINY_TEXT_ENCODER, LanguageModel, tiny_tokenizer_json
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-from goldens import CHAT_TEMPLATE, ROOT, SCHEDULER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE, fnv1a, rms
+from goldens.dev_pipeline import LanguageModel
+from goldens.files import ROOT, fnv1a
+from goldens.model import GUIDANCE_TRANSFORMER, MISTRAL_ENCODER, SCHEDULER, TEXT_ENCODER, TRANSFORMER, VAE
+from goldens.text import CHAT_TEMPLATE, MISTRAL_ROLES, MISTRAL_TEMPLATE, tiny_mistral_json, tokenizer_json
+from goldens.tokens_mistral import indented_json
+from goldens.values import rms
 from single_files import DTYPES, FORMATS, PUBLISHED, QUANTISABLE, encoder_weights, single_file, transformer_weights
-from tokens_mistral import tokenizer_json as mistral_tokenizer_json
 from transformers import MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
 PROMPT = "a red fox in the snow"
@@ -74,23 +76,20 @@ REAL_VAE = VAE | dict(block_out_channels=[128, 256, 512, 512])
 MODELS = {
     "tiny": dict(transformer=TRANSFORMER, text_encoder=TEXT_ENCODER, vae=VAE),
     "4b": dict(
-        transformer=TRANSFORMER
-        | dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
+        transformer=TRANSFORMER | dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
         text_encoder=QWEN3 | dict(hidden_size=2560, intermediate_size=9728),
         vae=REAL_VAE,
     ),
     "9b": dict(
-        transformer=TRANSFORMER
-        | dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
+        transformer=TRANSFORMER | dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
         text_encoder=QWEN3 | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
         vae=REAL_VAE,
     ),
-    "tiny-dev": dict(transformer=TRANSFORMER | dict(guidance_embeds=True), text_encoder=TINY_TEXT_ENCODER, vae=VAE),
+    "tiny-dev": dict(transformer=GUIDANCE_TRANSFORMER, text_encoder=MISTRAL_ENCODER, vae=VAE),
     "dev": dict(
-        transformer=TRANSFORMER
-        | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360, guidance_embeds=True),
+        transformer=GUIDANCE_TRANSFORMER | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360),
         # The published one has 40 layers.
-        text_encoder=TINY_TEXT_ENCODER
+        text_encoder=MISTRAL_ENCODER
         | dict(vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_attention_heads=32, num_key_value_heads=8),
         vae=REAL_VAE,
     ),
@@ -113,30 +112,19 @@ INDEX = dict(
     transformer=["diffusers", "Flux2Transformer2DModel"],
     vae=["diffusers", "AutoencoderKLFlux2"],
 )
-DEV_INDEX = dict(
+DEV_INDEX = {name: value for name, value in INDEX.items() if name != "is_distilled"} | dict(
     _class_name="Flux2Pipeline",
-    scheduler=INDEX["scheduler"],
     text_encoder=["transformers", "Mistral3ForConditionalGeneration"],
     tokenizer=["transformers", "PixtralProcessor"],
-    transformer=INDEX["transformer"],
-    vae=INDEX["vae"],
 )
 TOKENIZER_CONFIG = dict(
-    tokenizer_class="Qwen2Tokenizer",
-    add_prefix_space=False,
-    bos_token=None,
-    eos_token="<|im_end|>",
-    pad_token="<|endoftext|>",
-    unk_token=None,
-    padding_side="right",
-    model_max_length=131072,
-    clean_up_tokenization_spaces=False,
-    chat_template=CHAT_TEMPLATE,
-)
+    tokenizer_class="Qwen2Tokenizer", add_prefix_space=False, bos_token=None, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+    unk_token=None, padding_side="right", model_max_length=131072, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
+)  # fmt: skip
 
 # Without the side of padding, which is left to the library.
 DEV_TOKENIZER_CONFIG = dict(
-    NAMED_TOKENS, tokenizer_class="LlamaTokenizerFast", model_max_length=131072, clean_up_tokenization_spaces=False
+    MISTRAL_ROLES, tokenizer_class="LlamaTokenizerFast", model_max_length=131072, clean_up_tokenization_spaces=False
 )
 
 # Stem of the weight files and bytes of the largest, as the libraries that save real models have them.
@@ -351,13 +339,11 @@ def write_weights(folder, part, config, device, pool):
     return len(tensors), total
 
 
-def tokenizer_json(model):
-    if model == "tiny-dev":
-        return tiny_tokenizer_json().encode()
-    if model == "dev":
-        return json.dumps(mistral_tokenizer_json(), indent=2, ensure_ascii=False).encode()
+def tokenizer_of(model):
+    """The bytes of its tokenizer.json."""
+    tiny = {"tiny": tokenizer_json, "tiny-dev": tiny_mistral_json, "dev": indented_json}
     packed = ROOT / "models" / "qwen3" / "tokenizer.json.gz"
-    return TOKENIZER.read_bytes() if model == "tiny" else gzip.decompress(packed.read_bytes())
+    return tiny[model]().encode() if model in tiny else gzip.decompress(packed.read_bytes())
 
 
 def report(what, tensors, size, started):
@@ -382,7 +368,7 @@ def write_checkpoint(folder, args, device, pool):
     write_json(folder / "tokenizer" / "tokenizer_config.json", DEV_TOKENIZER_CONFIG if dev else TOKENIZER_CONFIG)
     if dev:
         (folder / "tokenizer" / "chat_template.jinja").write_text(MISTRAL_TEMPLATE, encoding="utf-8")
-    (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_json(args.model))
+    (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_of(args.model))
 
 
 # --- Quantised files --------------------------------------------------------
@@ -394,13 +380,8 @@ ENCODERS = dict(
     fp8mixed=["fp8"] * 5 + ["nvfp4"] * 3 + ["bf16"],
     nvfp4=["nvfp4"],
 )
-ENCODER_STEMS = {
-    "tiny": "qwen_3_tiny",
-    "4b": "qwen_3_4b",
-    "9b": "qwen_3_8b",
-    "tiny-dev": "mistral_3_tiny_flux2",
-    "dev": "mistral_3_small_flux2",
-}
+ENCODER_STEMS = {"tiny": "qwen_3_tiny", "4b": "qwen_3_4b", "9b": "qwen_3_8b"}
+ENCODER_STEMS |= {"tiny-dev": "mistral_3_tiny_flux2", "dev": "mistral_3_small_flux2"}
 # Of the transformer of [dev]. Those of klein are named by variant, size and format.
 DEV_FILES = {
     ("tiny-dev", "fp8"): "flux2_tiny_dev_fp8mixed",
@@ -428,9 +409,17 @@ def write_single_file(path, part, weights, amax, device, pool):
     return size
 
 
+def arguments_of(case):
+    """The arguments of a pipeline that runs a case."""
+    from compare_diffusers import noise_of  # needs more packages
+
+    size = dict(width=case.width, height=case.height)
+    return dict(prompt=PROMPT, num_inference_steps=case.steps, latents=noise_of(case), **size)
+
+
 def calibrate(folder, args, device, weights):
     """The largest magnitude of the input of every layer that can be quantised, over a run of the bf16 model."""
-    from compare_diffusers import Case, build_model, exact_arithmetic, fill, is_narrow, make_pipeline, noise_of  # needs more packages
+    from compare_diffusers import Case, build_model, exact_arithmetic, fill, is_narrow, make_pipeline  # needs more packages
 
     started = time.monotonic()
     exact_arithmetic()
@@ -450,14 +439,7 @@ def calibrate(folder, args, device, weights):
             module = pipe.transformer.get_submodule(source.removesuffix(".weight"))
             module.register_forward_pre_hook(functools.partial(record, weight.layer))
     case = Case("calibration", 256, 256, 4)
-    pipe(
-        prompt=PROMPT,
-        width=case.width,
-        height=case.height,
-        num_inference_steps=case.steps,
-        latents=noise_of(case),
-        output_type="latent",
-    )
+    pipe(**arguments_of(case), output_type="latent")
     assert all(amax.values()), "a layer was never run"
     print(f"{'inputs of the layers':<36} {len(amax):>4} measured {time.monotonic() - started:29.1f} s", flush=True)
     return amax
@@ -545,7 +527,7 @@ def show_sizes(part, name, output):
 
 def check(folder, device, size):
     """Runs one step with the real classes and prints the size of what comes out of each block."""
-    from compare_diffusers import Case, draw_reference, exact_arithmetic, load_pipeline, noise_of  # needs more packages
+    from compare_diffusers import Case, draw_reference, exact_arithmetic, load_pipeline  # needs more packages
 
     exact_arithmetic()
     pipe = load_pipeline(folder, device)
@@ -554,17 +536,9 @@ def check(folder, device, size):
             if SHOWN.match(name):
                 module.register_forward_hook(lambda _m, _a, out, part=part, name=name: show_sizes(part, name, out))
     case = Case("check", size, size, 1)
-    picture = pipe(
-        prompt=PROMPT,
-        image=[draw_reference(0, (size, size))],
-        width=size,
-        height=size,
-        num_inference_steps=1,
-        latents=noise_of(case),
-        output_type="np",
-    ).images[0]
-    saturated = ((picture == 0) | (picture == 1)).mean()
-    print(f"picture: mean {picture.mean():.3f}, deviation {picture.std():.3f}, {saturated:.1%} of the values saturated")
+    image = pipe(**arguments_of(case), image=[draw_reference(0, (size, size))], output_type="np").images[0]
+    saturated = ((image == 0) | (image == 1)).mean()
+    print(f"image: mean {image.mean():.3f}, deviation {image.std():.3f}, {saturated:.1%} of the values saturated")
 
 
 def block_counts(text):

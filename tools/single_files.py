@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 import torch
-from goldens import fnv1a
+from goldens.files import fnv1a
 from quantised import amax, fp8_scale, nvfp4_scale, to_fp8, to_nvfp4
 
 # Names of dtypes, in the order in which the safetensors library puts tensors into a file: the widest first.
@@ -23,6 +23,8 @@ DTYPES = {
     torch.uint8: "U8",
 }
 
+# The tensor with the settings of a layer, in files for ComfyUI.
+SETTINGS = "comfy_quant"
 # What files call the formats.
 FORMATS = dict(fp8="float8_e4m3fn", nvfp4="nvfp4")
 TENSOR_SCALES = dict(fp8=fp8_scale, nvfp4=nvfp4_scale)
@@ -135,7 +137,7 @@ class Weight:
             stored["input_scale"] = scale_of(input_amax)
         else:
             mark = json.dumps({"format": FORMATS[self.format]}).encode()
-            stored["comfy_quant"] = torch.tensor(list(mark), dtype=torch.uint8)
+            stored[SETTINGS] = torch.tensor(list(mark), dtype=torch.uint8)
         return {f"{self.layer}.{name}": tensor for name, tensor in stored.items()}
 
 
@@ -196,13 +198,16 @@ def single_file(weights, input_amax):
     return tensors, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
 
 
-def declared_formats(file):
-    """The formats of the quantised layers of a single file, which is open."""
+def layer_settings(file):
+    """The settings of the quantised layers of a single file, which is open: the header has them, or tensors next to the layers."""
     metadata = (file.metadata() or {}).get("_quantization_metadata")
     if metadata:
-        layers = json.loads(metadata)["layers"]
-    else:
-        marks = [name for name in file.keys() if name.endswith(".comfy_quant")]
-        layers = {name.removesuffix(".comfy_quant"): json.loads(bytes(file.get_tensor(name).tolist())) for name in marks}
+        return json.loads(metadata)["layers"]
+    marks = [name for name in file.keys() if name.endswith(f".{SETTINGS}")]
+    return {name.removesuffix(f".{SETTINGS}"): json.loads(bytes(file.get_tensor(name).tolist())) for name in marks}
+
+
+def declared_formats(file):
+    """The formats of the quantised layers of a single file, which is open."""
     names = {name: format for format, name in FORMATS.items()}
-    return {layer: names[declared["format"]] for layer, declared in layers.items()}
+    return {layer: names[declared["format"]] for layer, declared in layer_settings(file).items()}

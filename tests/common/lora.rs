@@ -36,7 +36,7 @@ impl Tensor {
     }
 }
 
-/// The values of the tensor `name`, as `tools/goldens.py` describes them.
+/// The values of the tensor `name`, as `tools/goldens` describes them.
 pub fn hashed_values(name: &str, shape: &[usize]) -> Vec<f32> {
     let fan_in = shape[1..].iter().product::<usize>();
     let e = (0..).find(|e| 4_usize.pow(e + 1) >= fan_in).unwrap();

@@ -1,4 +1,4 @@
-//! The quantised files of the tiny model, rebuilt from its weights as `tools/goldens_quantised.py` describes them, and written in
+//! The quantised files of the tiny model, rebuilt from its weights as `tools/goldens/quantised.py` describes them, and written in
 //! every form in which such files are published.
 
 pub mod goldens;

@@ -16,7 +16,7 @@ use std::path::Path;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 
-/// The record that `tools/goldens_builtin.py` writes.
+/// The record that `tools/goldens builtin` writes.
 #[derive(serde::Deserialize)]
 struct Recorded {
     /// The CRC-32 of each weight file.
@@ -117,7 +117,7 @@ fn the_recorded_weights_are_these() {
     for (file, crc) in recorded().weights {
         let mut sum = flate2::Crc::new();
         sum.update(&std::fs::read(Path::new(FOLDER).join(&file)).unwrap());
-        assert_eq!(format!("{:08x}", sum.sum()), crc, "{file} changed: run tools/goldens_builtin.py");
+        assert_eq!(format!("{:08x}", sum.sum()), crc, "{file} changed: run tools/goldens builtin");
     }
 }
 

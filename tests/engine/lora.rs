@@ -1,5 +1,5 @@
 //! Adapters on the tiny model against what diffusers and PEFT compute with the same files, or the plain pipeline with weights that were
-//! merged in f64: `tools/goldens_lora.py` tells which case is which.
+//! merged in f64: `tools/goldens/lora.py` tells which case is which.
 
 use common::lora::{File, Tensor};
 use common::random::long;

@@ -1,7 +1,7 @@
 //! The tokenizer from the outside: ids equal those of the reference, and neither files nor prompts make it panic, run long or
 //! take much memory.
 //!
-//! `tests/fixtures/tokens.json` is written by `tools/tokens.py`.
+//! `tests/fixtures/tokens.json` is written by `tools/goldens tokens`.
 
 use common::cost::{allocated_by, peak_of, time_of};
 use common::fnv::fnv1a;

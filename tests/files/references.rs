@@ -1,6 +1,6 @@
 //! Reference images from the outside: results equal those of Pillow and of the diffusers pipeline, and hostile files are refused.
 //!
-//! The fixtures are written by `tools/references.py`.
+//! The fixtures are written by `tools/goldens references`.
 
 mod bombs;
 mod equality;

@@ -201,6 +201,14 @@ def load_part(folder, name, module):
     return True
 
 
+def load_models(folder):
+    """The VAE, and text encoder with transformer, with weights of a folder."""
+    vae, flow = make_vae().eval(), Flow().eval()
+    for name, module in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
+        assert load_part(folder, name, module), f"no {name} in {folder}"
+    return vae, flow
+
+
 def null_prompt(device):
     ids, n = Tok()([""])
     return torch.from_numpy(ids).long().to(device), torch.from_numpy(n).long().to(device)

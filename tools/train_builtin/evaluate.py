@@ -7,7 +7,6 @@ It shares the renderer with training, so it is a check while training, not the p
 import argparse
 import os
 import random
-from dataclasses import replace
 
 import torch
 
@@ -162,10 +161,8 @@ def main():
         print("true renders:", [round(100 * sum(o[i] for o in per) / len(per), 1) for i in range(3)],
               round(100 * sum(b for _, b in res) / len(res), 1))
         return
-    vae, flow = C.make_vae().to(dev).eval(), C.Flow().to(dev).eval()
-    for name, m in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
-        assert C.load_part(a.weights, name, m), name
-    report(flow, vae, dev, a.out, f"eval{a.steps}", a.n, a.steps, guidance=a.guidance)
+    vae, flow = C.load_models(a.weights)
+    report(flow.to(dev), vae.to(dev), dev, a.out, f"eval{a.steps}", a.n, a.steps, guidance=a.guidance)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ import words
 
 def export(weights, out):
     from diffusers import FlowMatchEulerDiscreteScheduler
-    vae, flow = C.make_vae(), C.Flow()
-    for name, m in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
-        assert C.load_part(weights, name, m), f"no {name} in {weights}"
+    vae, flow = C.load_models(weights)
     stats = vae.bn.running_mean.clone(), vae.bn.running_var.clone()
     for name, m in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
         m = m.to(torch.bfloat16)
@@ -30,7 +28,8 @@ def export(weights, out):
     FlowMatchEulerDiscreteScheduler(num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=True, base_shift=0.5,
                                     max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096,
                                     time_shift_type="exponential").save_pretrained(os.path.join(out, "scheduler"))
-    shutil.copytree(tokenizer.FOLDER, os.path.join(out, "tokenizer"), dirs_exist_ok=True)
+    if os.path.realpath(out) != os.path.realpath(os.path.dirname(tokenizer.FOLDER)):
+        shutil.copytree(tokenizer.FOLDER, os.path.join(out, "tokenizer"), dirs_exist_ok=True)
     json.dump({"_class_name": "Flux2KleinPipeline", "_diffusers_version": "0.42.1", "is_distilled": True,
                "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
                "text_encoder": ["transformers", "Qwen3ForCausalLM"], "tokenizer": ["transformers", "Qwen2TokenizerFast"],

@@ -148,9 +148,8 @@ def main():
     torch.manual_seed(a.seed)
     torch.set_num_threads(os.cpu_count() or 1)
     rng = random.Random(a.seed)
-    vae, flow = C.make_vae().eval().requires_grad_(False), C.Flow().eval()
-    for name, module in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
-        assert C.load_part(a.model, name, module), name
+    vae, flow = C.load_models(a.model)
+    vae.requires_grad_(False)
     adapted = adapt(flow.transformer, a.rank)
     moons = Pool(flow, vae, [world.moon_scene(rng) for _ in range(a.scenes)], rng)
     others = Pool(flow, vae, [world.sample_scene(rng) for _ in range(a.scenes // 3)], rng)

@@ -1,4 +1,4 @@
-"""Builds the small tokenizer (byte-level BPE, Qwen's pre-split and special tokens) into tokenizer/.
+"""Builds the small tokenizer (byte-level BPE, Qwen's pre-split and special tokens) into models/builtin/tokenizer.
 
 The result is committed: weights depend on it. Run again only before training from nothing.
 """
@@ -11,14 +11,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 import world
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-FOLDER = os.path.join(HERE, "tokenizer")
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-            "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-            "<|image_pad|>", "<|video_pad|>"]
-PLAIN_ADDED = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
-               "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-REGEX = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+TOOLS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+sys.path.append(TOOLS)
+from goldens.text import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS, SPLIT_PATTERN
+
+FOLDER = os.path.join(TOOLS, "..", "models", "builtin", "tokenizer")
 PREFIX, SUFFIX = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 TEMPLATE = ("{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
             "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
@@ -41,14 +38,14 @@ def build():
     text += [" ".join(world.COLOURS + world.SHAPES + world.SIZES + ["grey", "color", "colour", "centre", "center"])] * 200
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
-    tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(REGEX), "isolated", False),
+    tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated", False),
                                                  pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tok.decoder = decoders.ByteLevel()
     tok.train_from_iterator(text, trainers.BpeTrainer(
-        vocab_size=VOCAB - len(SPECIALS) - len(PLAIN_ADDED), special_tokens=[], min_frequency=3, show_progress=False,
+        vocab_size=VOCAB - len(SPECIAL_TOKENS) - len(PLAIN_ADDED_TOKENS), special_tokens=[], min_frequency=3, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
-    tok.add_tokens([AddedToken(t, special=False, normalized=False) for t in PLAIN_ADDED])
+    tok.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    tok.add_tokens([AddedToken(t, special=False, normalized=False) for t in PLAIN_ADDED_TOKENS])
     os.makedirs(FOLDER, exist_ok=True)
     tok.save(os.path.join(FOLDER, "tokenizer.json"))
     j = json.load(open(os.path.join(FOLDER, "tokenizer.json"), encoding="utf-8"))
@@ -59,11 +56,11 @@ def build():
              for a in j["added_tokens"]}
     cfg = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False, "added_tokens_decoder": added,
            "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None,
-           "additional_special_tokens": SPECIALS[1:], "padding_side": "right", "model_max_length": 64,
+           "additional_special_tokens": SPECIAL_TOKENS[1:], "padding_side": "right", "model_max_length": 64,
            "clean_up_tokenization_spaces": False, "errors": "replace", "split_special_tokens": False,
            "chat_template": TEMPLATE}
     json.dump(cfg, open(os.path.join(FOLDER, "tokenizer_config.json"), "w"), indent=1)
-    json.dump({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "additional_special_tokens": SPECIALS[1:]},
+    json.dump({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "additional_special_tokens": SPECIAL_TOKENS[1:]},
               open(os.path.join(FOLDER, "special_tokens_map.json"), "w"), indent=1)
     return tok
 

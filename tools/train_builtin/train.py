@@ -11,12 +11,10 @@ import copy
 import math
 import os
 import random
-import sys
 import time
 
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 
 import common as C
 import world

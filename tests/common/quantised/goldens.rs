@@ -1,4 +1,4 @@
-//! The pipeline with quantised weights against outputs recorded from the formulas of `tools/goldens_quantised.py`, on any
+//! The pipeline with quantised weights against outputs recorded from the formulas of `tools/goldens/quantised.py`, on any
 //! backend.
 
 use super::super::wrapped::Wrapped;

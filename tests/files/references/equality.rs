@@ -52,7 +52,7 @@ fn tensors() -> Shard {
     Shard::open(&fixtures().join("references.safetensors")).unwrap()
 }
 
-/// The image `tools/references.py` makes from the same seed.
+/// The image `tools/goldens/references.py` makes from the same seed.
 fn source(seed: u64, (width, height): Size) -> Image {
     let byte = |i| match (splitmix(seed, i) >> 56) as u8 {
         byte if seed.is_multiple_of(2) => byte,

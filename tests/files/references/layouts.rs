@@ -1,5 +1,5 @@
 //! JPEGs of every layout: subsampling, order and split of scans, progression, restart markers, colour markers. The encoder in
-//! `tools/jpeg_layouts.py` writes them, because common programs write only a few; each is valid, and must decode as in Pillow.
+//! `tools/goldens/jpeg_layouts.py` writes them, because common programs write only a few; each is valid, and must decode as in Pillow.
 
 use super::{decode, fixtures, refusal};
 use kiln::image::Image;

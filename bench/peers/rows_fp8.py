@@ -1,4 +1,4 @@
-"""The rows of `peers.py` with e4m3 inputs or results: W8A8 GEMMs, ops that store e4m3, attention with e4m3 queries and keys.
+"""The rows with e4m3 inputs or results: W8A8 GEMMs, ops that store e4m3, attention with e4m3 queries and keys.
 
 The peer of a W8A8 GEMM is `torch._scaled_mm` with fast accumulation (`torch`) and without (`slow`); kiln accumulates `fast`, and
 `exact` beside it. Both multiply the same codes by the same scales, and references take the codes as they are: what quantisation
@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from peer_rows import (
-    BF16, BLOCK_GEMMS, ENCODER_GEMMS, EPS, F32, HEAD_DIM, Case, Row, Scaled, attention_f64, gemm_f64, rms, rotate, swiglu
-)
+from peers import rows as bf16
+from peers.rows import BF16, BLOCK_GEMMS, ENCODER_GEMMS, EPS, F32, HEAD_DIM, HIDDEN_SCALE
+from peers.rows import Case, Operands, Row, Scaled, attention_f64, gemm_f64, many, rms, rotate, row, store, swiglu
 
 E4M3 = torch.float8_e4m3fn
 # Standard normal values reach the largest code but rarely saturate. No power of two, so that a factor that is left out shows.
 INPUT_SCALE, WEIGHT_SCALE = 0.0131, 0.0127
-# Of results of a SwiGLU of normal values, which are up to about 30, and of modulated norms and attention.
-HIDDEN_SCALE, NORMED_SCALE, ATTENDED_SCALE = 0.1, 0.02, 0.005
+# Of results of attention.
+ATTENDED_SCALE = 0.005
 # The factor of queries and of keys: their product is log2(e) / sqrt(head_dim), so that scores are exponents of two.
 HEAD_SCALE = math.sqrt(math.log2(math.e) / math.sqrt(HEAD_DIM))
 # Relative error of attention from rounding probabilities to bf16 and scores to thirteen places, by a simulation of both.
@@ -34,25 +34,11 @@ def fast_sums(inner: int) -> float:
     return 0.0025 * math.sqrt(inner / 12_288)
 
 
-def codes(m, rows: int, cols: int, scale: float, spread: float = 1.0) -> Scaled:
-    values = m.normal(rows, cols, F32, spread / scale)
-    return Scaled(values.clamp_(-448, 448).to(E4M3), scale)
-
-
-def weight(m, rows: int, cols: int) -> Scaled:
-    spread = cols**-0.5
-    return codes(m, rows, cols, WEIGHT_SCALE * spread, spread)
-
-
-def results(m, rows: int, cols: int, scale: float) -> Scaled:
-    return Scaled(m.empty(rows, cols, E4M3), scale)
-
-
 class Product:
     """PyTorch's x W^T in bf16; `row_scales` replace the scale of the weight."""
 
     def __init__(self, m, x: Scaled, w: Scaled, row_scales=None):
-        self.operands = x.codes, w.codes.t()
+        self.operands, self.inner = (x.codes, w.codes.t()), x.codes.shape[1]
         if row_scales is None:
             scales = [torch.full((), t.scale, device=m.device, dtype=F32) for t in (x, w)]
         else:  # it takes them for both operands or for none
@@ -63,57 +49,61 @@ class Product:
         return torch._scaled_mm(*self.operands, **self.scales, out_dtype=BF16, use_fast_accum=fast)
 
 
-def both(case: Case, inner: int, own: dict | None = None) -> Case:
-    """The case with fast accumulation, and with exact accumulation beside it."""
-    case.accumulate, case.arithmetic = "fast", fast_sums(inner)
-    case.others = {"exact": replace(case, accumulate="exact", arithmetic=0.0, others={}, **(own or {})), **case.others}
-    return case
+class Fp8Operands(Operands):
+    """Operands of a bf16 row. Inputs and weights of its GEMMs, and some results, are in e4m3."""
+
+    def __init__(self, operands: Operands):
+        self.device, self.generator, self.products = operands.device, operands.generator, []
+
+    def codes(self, rows: int, cols: int, scale: float, spread: float = 1.0) -> Scaled:
+        values = self.normal(rows, cols, F32, spread / scale)
+        return Scaled(values.clamp_(-448, 448).to(E4M3), scale)
+
+    def input(self, rows: int, cols: int) -> Scaled:
+        return self.codes(rows, cols, INPUT_SCALE)
+
+    def weight(self, rows: int, cols: int) -> Scaled:
+        spread = cols**-0.5
+        return self.codes(rows, cols, WEIGHT_SCALE * spread, spread)
+
+    def result(self, rows: int, cols: int, scale: float) -> Scaled:
+        return Scaled(self.empty(rows, cols, E4M3), scale)
+
+    def product(self, x: Scaled, w: Scaled, row_scales=None) -> Product:
+        self.products.append(Product(self, x, w, row_scales))
+        return self.products[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------- W8A8
 
 
-def linear(rows: int, cols: int, inner: int, by_row: bool = False) -> Row:
+def w8a8(row: Row) -> Row:
+    """A row with inputs and weights in e4m3: with fast accumulation, and with exact accumulation as well."""
+
     def make(m):
-        x, w, out = codes(m, rows, inner, INPUT_SCALE), weight(m, cols, inner), m.empty(rows, cols)
-        row_scales = None
-        if by_row:
-            row_scales = m.normal(cols, 1, F32, 0.2).exp_().mul_(w.scale)
-            w.scale = 1.0
-        product = Product(m, x, w, row_scales)
-        factor = row_scales.double().view(1, -1) if by_row else 1.0
-        reference, others = lambda: (gemm_f64(x, w) * factor,), {"slow": lambda: (product(fast=False),)}
-        tensors, flops = [out, x, w, row_scales, None], 2 * rows * cols * inner
-        return both(Case("linear", tensors, [], [out], lambda: (product(),), reference, others, flops=flops), inner)
+        operands = Fp8Operands(m)
+        case = row.make(operands)
+        product = operands.products[0]
+        if case.op == "linear":
+            case.others["slow"] = lambda: (product(fast=False),)
+        tensors, outputs = case.own_results()
+        exact = replace(case, accumulate="exact", arithmetic=0.0, others={})
+        others, arithmetic = {"exact": exact, **case.others}, fast_sums(product.inner)
+        return replace(case, tensors=tensors, outputs=outputs, accumulate="fast", arithmetic=arithmetic, others=others)
 
-    return Row("linear", f"{rows}x{cols}x{inner} W8A8" + (", row scales" if by_row else ""), make, "W8A8")
-
-
-def linear_swiglu(rows: int, cols: int, inner: int) -> Row:
-    def make(m):
-        x, w, out = codes(m, rows, inner, INPUT_SCALE), weight(m, 2 * cols, inner), results(m, rows, cols, HIDDEN_SCALE)
-        product = Product(m, x, w)
-        peer, reference = lambda: (out.store(swiglu(product())),), lambda: (swiglu(gemm_f64(x, w)),)
-        tensors, others = [out, x, w, None, None], {"product": lambda: (product(),)}
-        case = Case("linear_swiglu", tensors, [], [out], peer, reference, others, flops=4 * rows * cols * inner)
-        return both(case, inner)
-
-    return Row("linear_swiglu", f"{rows}x2*{cols}x{inner} W8A8", make, "W8A8")
+    size, comma, more = row.shape.partition(",")
+    return Row(row.name, f"{size} W8A8{comma}{more}", make, "W8A8")
 
 
-def linear_gate_residual(rows: int, cols: int, inner: int) -> Row:
-    def make(m):
-        x, w = codes(m, rows, inner, INPUT_SCALE), weight(m, cols, inner)
-        into, gate = m.normal(rows, cols), m.normal(1, cols, scale=0.2)
-        product, theirs, own = Product(m, x, w), into.clone(), into.clone()
-        peer = lambda: (theirs.addcmul_(gate, product()),)
-        add = lambda into: lambda: (into.double() + gate.double() * gemm_f64(x, w),)
-        tensors, others = lambda into: [into, x, w, None, None, gate], {"product": lambda: (product(),)}
-        flops = 2 * rows * cols * inner
-        case = Case("linear_gate_residual", tensors(into), [], [into], peer, add(into), others, in_place=True, flops=flops)
-        return both(case, inner, {"tensors": tensors(own), "outputs": [own], "reference": add(own)})
-
-    return Row("linear_gate_residual", f"{rows}x{cols}x{inner} W8A8", make, "W8A8")
+@row("{rows}x{cols}x{inner}, row scales", "linear")
+def linear_by_row(m, rows: int, cols: int, inner: int):
+    x, w, out = m.input(rows, inner), m.weight(cols, inner), m.empty(rows, cols)
+    row_scales = m.normal(cols, 1, F32, 0.2).exp_().mul_(w.scale)
+    w.scale = 1.0
+    product = m.product(x, w, row_scales)
+    reference = lambda: (gemm_f64(x, w) * row_scales.double().view(1, -1),)
+    tensors, flops = [out, x, w, row_scales, None], 2 * rows * cols * inner
+    return Case("linear", tensors, [], [out], lambda: (product(),), reference, flops=flops)
 
 
 def qkv(streams: tuple, inner: int, heads: int, mlp: int = 0) -> Row:
@@ -124,14 +114,14 @@ def qkv(streams: tuple, inner: int, heads: int, mlp: int = 0) -> Row:
     def make(m):
         tensors, outputs, parts = [], [], []
         for rows in streams:
-            x, w, table = codes(m, rows, inner, INPUT_SCALE), weight(m, sum(sizes), inner), m.rope_table(rows)
+            x, w, table = m.input(rows, inner), m.weight(sum(sizes), inner), m.rope_table(rows)
             norm_q, norm_k = m.vector(HEAD_DIM, 1.0), m.vector(HEAD_DIM, 1.0)
-            q, k, v = results(m, rows, width, 1.0), results(m, rows, width, 1.0), m.empty(rows, width)
+            q, k, v = m.result(rows, width, 1.0), m.result(rows, width, 1.0), m.empty(rows, width)
             # A slice of a wider buffer that also takes the attention's result, as in a single block.
             hidden = Scaled(m.empty(rows, width + mlp, E4M3)[:, width:], HIDDEN_SCALE) if mlp else None
             tensors += [x, w, None, norm_q, norm_k, table, q, k, v, hidden]
             outputs += [q, k, v] + ([hidden] if mlp else [])
-            parts.append((x, w, norm_q, norm_k, table, Product(m, x, w)))
+            parts.append((x, w, norm_q, norm_k, table, m.product(x, w)))
 
         def finish(y, norm_q, norm_k, table):
             """What follows the product, in its type."""
@@ -148,44 +138,19 @@ def qkv(streams: tuple, inner: int, heads: int, mlp: int = 0) -> Row:
         def peer():
             each = (finish(product(), norm_q, norm_k, table) for *_, norm_q, norm_k, table, product in parts)
             found = [result for stream in each for result in stream]
-            return tuple(out.store(f) if isinstance(out, Scaled) else f for f, out in zip(found, outputs))
+            return tuple(map(store, outputs, found))
 
         others = {"product": lambda: tuple(product() for *_, product in parts)}
         numbers, flops = [EPS, 0, HEAD_SCALE, HEAD_SCALE], 2 * sum(streams) * sum(sizes) * inner
-        return both(Case("qkv", tensors, numbers, outputs, peer, reference, others, flops=flops), inner)
+        return Case("qkv", tensors, numbers, outputs, peer, reference, others, flops=flops)
 
     name = "qkv_mlp" if mlp else "qkv_norm_rope"
-    return Row(name, "+".join(map(str, streams)) + f"x{sum(sizes)}x{inner} W8A8", make, "W8A8")
+    return Row(name, f"{many(streams)}x{sum(sizes)}x{inner}", make)
 
 
-# ----------------------------------------------------------------------------------------------------------------- producers
-
-
-def layer_norm(streams: tuple, cols: int) -> Row:
-    """The peer is PyTorch's norm and a conversion of its result."""
-
-    def make(m):
-        tensors, outputs, weights = [], [], []
-        for rows in streams:
-            out, x = results(m, rows, cols, NORMED_SCALE), m.normal(rows, cols)
-            shift, scale = m.normal(1, cols), m.normal(1, cols, scale=0.2)
-            tensors += [out, x, shift, scale]
-            outputs.append(out)
-            # The factor of the result is in weight and bias already.
-            weights.append((x, ((1 + scale) / NORMED_SCALE).view(-1), (shift / NORMED_SCALE).view(-1)))
-        xs, shifts, scales = tensors[1::4], tensors[2::4], tensors[3::4]
-
-        def reference():
-            normed = [F.layer_norm(x.double(), (cols,), eps=EPS) for x in xs]
-            return tuple((1 + a.double()) * n + b.double() for n, a, b in zip(normed, scales, shifts))
-
-        def peer():
-            normed = (F.layer_norm(x, (cols,), w, b, EPS) for x, w, b in weights)
-            return tuple(Scaled(n.clamp_(-448, 448).to(E4M3), NORMED_SCALE) for n in normed)
-
-        return Case("layer_norm_modulate", tensors, [EPS], outputs, peer, reference, arithmetic=0.0)
-
-    return Row("layer_norm_modulate", "+".join(map(str, streams)) + f"x{cols} to e4m3", make, "e4m3")
+def to_e4m3(row: Row) -> Row:
+    """A row with its result in e4m3."""
+    return Row(row.name, f"{row.shape} to e4m3", lambda m: replace(row.make(Fp8Operands(m)), arithmetic=0.0), "e4m3")
 
 
 # ----------------------------------------------------------------------------------------------------------------- attention
@@ -204,7 +169,7 @@ def attention(tokens: int, heads: int) -> Row:
         wide = heads_of(), heads_of()
         plain_q, plain_k = (t.to(BF16) for t in wide)
         q, k = (Scaled(t.to(E4M3), 1.0) for t in wide)
-        v, out, plain_out = m.normal(tokens, width), results(m, tokens, width, ATTENDED_SCALE), m.empty(tokens, width)
+        v, out, plain_out = m.normal(tokens, width), Scaled(m.empty(tokens, width, E4M3), ATTENDED_SCALE), m.empty(tokens, width)
         batch = lambda t: t.unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1).unsqueeze(0)
         operands, scale = (batch(plain_q), batch(plain_k), batch(v)), math.log(2)
         peer = lambda: (F.scaled_dot_product_attention(*operands, scale=scale).squeeze(0).transpose(0, 1),)
@@ -228,22 +193,24 @@ def attention(tokens: int, heads: int) -> Row:
 
 # The GEMMs of the BF16 rows; ops of a double and a single block of both models; attention at 512x512, 1024x1024, with a reference, at
 # 2048x2048 and at as many tokens as there may be.
-ROWS = [
-    *(linear(*shape) for shape in BLOCK_GEMMS + ENCODER_GEMMS),
-    linear(4608, 27_648, 3072, by_row=True),
-    linear(4608, 3072, 12_288, by_row=True),
+W8A8 = [
+    *(bf16.linear(*shape) for shape in BLOCK_GEMMS + ENCODER_GEMMS),
+    linear_by_row(4608, 27_648, 3072),
+    linear_by_row(4608, 3072, 12_288),
     qkv((4608,), 3072, 24, mlp=9216),
     qkv((4608,), 4096, 32, mlp=12_288),
     qkv((16_896,), 3072, 24, mlp=9216),
     qkv((512, 4096), 3072, 24),
-    linear_swiglu(4096, 9216, 3072),
-    linear_gate_residual(4608, 3072, 12_288),
-    linear_gate_residual(4608, 4096, 16_384),
-    linear_gate_residual(4096, 3072, 9216),
-    layer_norm((4608,), 3072),
-    layer_norm((4608,), 4096),
-    layer_norm((512, 4096), 3072),
-    layer_norm((16_896,), 3072),
+    bf16.linear_swiglu(4096, 9216, 3072),
+    bf16.linear_gate_residual(4608, 3072, 12_288),
+    bf16.linear_gate_residual(4608, 4096, 16_384),
+    bf16.linear_gate_residual(4096, 3072, 9216),
+]
+NORMS = [((4608,), 3072), ((4608,), 4096), ((512, 4096), 3072), ((16_896,), 3072)]
+
+ROWS = [
+    *map(w8a8, W8A8),
+    *(to_e4m3(bf16.layer_norm(streams, cols)) for streams, cols in NORMS),
     *(attention(tokens, 24) for tokens in (1536, 4608, 8704, 16_896, 52_000)),
     attention(4608, 32),
 ]

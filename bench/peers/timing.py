@@ -1,4 +1,4 @@
-"""How `peers.py` and `builds.py` time: in bursts and sustained, sides taking turns. The protocol is in bench/README.md."""
+"""How kernels are timed: in bursts and sustained, sides taking turns. The protocol is in bench/README.md."""
 
 import itertools
 import math

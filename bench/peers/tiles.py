@@ -1,11 +1,11 @@
-"""The sweep of `peers.py --tiles`: every tile of the GEMM kernels at a row's shape, from which costs in kernels/tiles.def are set."""
+"""The sweep of --tiles: every tile of the GEMM kernels at a row's shape, from which costs in kernels/tiles.def are set."""
 
 import re
 import statistics
 from dataclasses import replace
 
-from peer_rows import Operands, bare
-from peer_timing import Side, burst, sets_of
+from peers.rows import Operands, bare
+from peers.timing import Side, burst, sets_of
 
 # Tiles are compared by time a multiply-accumulate only where there are many of them: the last wave says nothing about a tile.
 MANY_TILES = 1000

@@ -1,11 +1,4 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/tiling.*: the VAE with diffusers' tiling enabled.
-
-Same tiny VAE, weights and conventions as tools/goldens.py, which holds all that is
-shared; read its description first. Its tiles are TILE pixels wide here.
-
-    python tools/goldens_tiling.py            # write the fixtures
-    python tools/goldens_tiling.py --check    # recompute and compare, exit 1 on mismatch
+"""tests/fixtures/tiling.*: the VAE with diffusers' tiling enabled. Its tiles are TILE pixels wide here.
 
 tests/fixtures/tiling.safetensors, from the fp32 run:
     <case>.image    U16 [H, W, 3]  the decoded tokens: round(65535 * v), v in [0, 1]
@@ -13,34 +6,23 @@ tests/fixtures/tiling.safetensors, from the fp32 run:
 
 tests/fixtures/tiling.json: the side of a tile, the cases and the bf16 errors.
 
-Inputs. With k as in goldens.py for the name "<case>.tokens", shape [N, 128], the tokens
+Inputs. With k as in the package for the name "<case>.tokens", shape [N, 128], the tokens
 to decode are (2k - 255) / 128; with k for "<case>.image", the image to encode is blocks
-of 8x8 pixels of one colour each, as in goldens_modes.py, 2 * (k / 255) - 1.
+of 8x8 pixels of one color each, as in modes.py, 2 * (k / 255) - 1.
 
 The report ends with deliberate mistakes and how far they move the results: the fixtures
 must notice each of them.
 """
 
-import sys
 from dataclasses import asdict, dataclass
 from unittest import mock
 
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
-from goldens import (
-    PACKAGES,
-    VAE,
-    Fixture,
-    as_arrays,
-    error_report,
-    fill,
-    hash_bytes,
-    package_versions,
-    relative_l2,
-    rms,
-    run_tool,
-    to_u16,
-)
+
+from goldens.files import package_versions
+from goldens.model import VAE, fill, latent_statistics
+from goldens.values import PACKAGES, Recording, hashed, hashed_blocks, relative_l2, to_u16
 
 TILE = 64
 # Far above what the order of sums may move a result by.
@@ -67,30 +49,16 @@ CASES = (
 # --- The VAE ----------------------------------------------------------------
 
 
-def tokens_of(case):
-    shape = (case.height // 16) * (case.width // 16), 128
-    k = hash_bytes(f"{case.name}.tokens", shape[0] * shape[1]).reshape(shape)
-    return torch.from_numpy((2 * k - 255) / 128).float()
-
-
 def pixels_of(case):
-    rows, columns = case.height // 8, case.width // 8
-    blocks = hash_bytes(f"{case.name}.image", rows * columns * 3).reshape(rows, columns, 3)
-    k = torch.from_numpy(blocks.repeat(8, axis=0).repeat(8, axis=1)).float()
+    k = torch.from_numpy(hashed_blocks(f"{case.name}.image", case.width, case.height)).float()
     return (2 * (k / 255) - 1).permute(2, 0, 1).unsqueeze(0)
-
-
-def statistics(vae):
-    """Mean and deviation of the latents, as the pipeline computes them."""
-    mean = vae.bn.running_mean.view(1, -1, 1, 1)
-    return mean, torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
 
 
 @torch.no_grad()
 def run(vae, case):
-    mean, deviation = statistics(vae)
-    grid = case.height // 16, case.width // 16
-    tokens = tokens_of(case).to(vae.dtype).T.reshape(1, 128, *grid)
+    mean, deviation = latent_statistics(vae)
+    rows, columns = case.height // 16, case.width // 16
+    tokens = (2 * hashed(f"{case.name}.tokens", rows * columns, 128)).to(vae.dtype).T.reshape(1, 128, rows, columns)
     z = Flux2KleinPipeline._unpatchify_latents(tokens * deviation + mean)
     image = vae.decode(z).sample[0].permute(1, 2, 0).float()
     z = Flux2KleinPipeline._patchify_latents(vae.encode(pixels_of(case).to(vae.dtype)).latent_dist.mode())
@@ -148,29 +116,15 @@ def sensitivity(vae, exact):
 
 
 def compute():
-    """Run everything. Returns the tensors, the summary and a printable report."""
-    vae = fill(AutoencoderKLFlux2(**VAE, sample_size=TILE))
+    vae, recording = fill(AutoencoderKLFlux2(**VAE, sample_size=TILE)), Recording()
     vae.enable_tiling()
     exact = run_all(vae)
     moves = sensitivity(vae, exact)
     rounded = run_all(vae.to(torch.bfloat16))
-    errors = {name: error_report(rounded[name], outputs) for name, outputs in exact.items()}
-    tensors = {}
-    for name, outputs in exact.items():
-        assert outputs["image"].std() > 0.02, f"{name}: the image is nearly constant"
-        tensors.update(as_arrays(name, outputs | dict(image=to_u16(outputs["image"]))))
-    cases = [asdict(case) | dict(bf16_relative_l2=errors[case.name]) for case in CASES]
-    summary = dict(versions=package_versions(PACKAGES), tile=TILE, cases=cases)
-    report = ["case       output     rms     bf16"]
-    for name, outputs in exact.items():
-        report += [f"{name:<10} {key:<8} {rms(value):6.3f}  {errors[name][key]:.2e}" for key, value in outputs.items()]
-    report += [f"{name:<34} {' '.join(f'{key} {move:.2e}' for key, move in by.items())}" for name, by in moves.items()]
-    return tensors, summary, "\n".join(report)
-
-
-def main():
-    return run_tool("Rebuild or check the fixtures of the tiled VAE.", Fixture.named("tiling"), compute, {})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for case in CASES:
+        outputs = exact[case.name]
+        assert outputs["image"].std() > 0.02, f"{case.name}: the image is nearly constant"
+        recording.add(asdict(case), outputs | dict(image=to_u16(outputs["image"])), outputs, rounded[case.name])
+    summary = dict(versions=package_versions(*PACKAGES), tile=TILE, cases=recording.cases)
+    report = [f"{name:<34} {' '.join(f'{key} {move:.2e}' for key, move in by.items())}" for name, by in moves.items()]
+    return recording.golden("tiling", summary, report)

@@ -6,30 +6,14 @@
 """
 
 import contextlib
-import json
 
-import goldens
 import torch
 from diffusers import Flux2Pipeline
 from tokenizers import Tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import MistralModel, PixtralImageProcessorPil, PixtralProcessor, PreTrainedTokenizerFast
 
-# One layer more than the last tap, whose state is therefore not the normed last one.
-TINY_TEXT_ENCODER = dict(
-    vocab_size=1280,
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=31,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=1e9),
-    sliding_window=None,
-    tie_word_embeddings=False,
-)
+from goldens.text import MISTRAL_ROLES, MISTRAL_TEMPLATE
 
 PADDINGS = ("left", "right", "left-zeros", "right-zeros")
 
@@ -56,49 +40,10 @@ class LanguageModel(torch.nn.Module):
         return self.language_model["model"](**inputs)
 
 
-# --- Tokenizer --------------------------------------------------------------
-
-SPECIAL_TOKENS = (
-    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
-    "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
-    *(f"<SPECIAL_{i}>" for i in range(20, 1000)),
-)  # fmt: skip
-
-NAMED_TOKENS = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
-
-# What Mistral's template yields for a system text and one user message.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% set name = 'SYSTEM_PROMPT' if message['role'] == 'system' else 'INST' %}"
-    "{{ '[' + name + ']' }}"
-    "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}"
-    "{{ '[/' + name + ']' }}"
-    "{% endfor %}"
-)
-
-
-def tiny_tokenizer_json():
-    """Qwen's tokenizer with Mistral's tokens, no normaliser, and up to three numerals together."""
-    content = json.loads(goldens.tokenizer_json())
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    content["added_tokens"] = [dict(id=i, content=token, **flags) for i, token in enumerate(SPECIAL_TOKENS)]
-    content["normalizer"] = None
-    split = content["pre_tokenizer"]["pretokenizers"][0]
-    split["pattern"] = dict(Regex=goldens.SPLIT_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"))
-    assert "{1,3}" in split["pattern"]["Regex"]
-    vocabulary = [*SPECIAL_TOKENS, *goldens.byte_alphabet()]
-    content["model"] |= dict(vocab={token: i for i, token in enumerate(vocabulary)}, ignore_merges=True)
-    return json.dumps(content)
-
-
 def processor(tokenizer_json, side):
     """The processor with a tokenizer.json, which pads on a side."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer_json), padding_side=side, **NAMED_TOKENS
-    )
-    return PixtralProcessor(PixtralImageProcessorPil(), tokenizer, chat_template=CHAT_TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json), padding_side=side, **MISTRAL_ROLES)
+    return PixtralProcessor(PixtralImageProcessorPil(), tokenizer, chat_template=MISTRAL_TEMPLATE)
 
 
 # --- Padding ----------------------------------------------------------------

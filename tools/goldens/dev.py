@@ -1,13 +1,7 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/dev.*: FLUX.2 [dev], with Mistral and embedded guidance.
+"""tests/fixtures/dev.*: FLUX.2 [dev], with Mistral and embedded guidance.
 
-Same weights and conventions as tools/goldens.py, which holds all that is shared; read
-its description first. The classes are Flux2Pipeline, Flux2Transformer2DModel with a
-guidance embedding, AutoencoderKLFlux2, Mistral3ForConditionalGeneration and
-PixtralProcessor.
-
-    python tools/goldens_dev.py            # write the fixtures
-    python tools/goldens_dev.py --check    # recompute and compare, exit 1 on mismatch
+The classes are Flux2Pipeline, Flux2Transformer2DModel with a guidance embedding, AutoencoderKLFlux2,
+Mistral3ForConditionalGeneration and PixtralProcessor.
 
 Names of the encoder's weights. The language model's tensors are hashed as `model.` and
 the rest (model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight), whatever a
@@ -32,7 +26,7 @@ tests/fixtures/dev.safetensors, for each case, F32 from the fp32 run where not s
     <case>.velocity           [N, 128]     what the scheduler is given in step 0
     <case>.latents            [N, 128]     after the last step, still normalised
     <case>.image          U16 [H, W, 3]    round(65535 * v), v in [0, 1]
-    <case>.reference.1.tokens [n, 128]     as in tools/goldens_modes.py
+    <case>.reference.1.tokens [n, 128]     as in modes.py
     Only what `kept` of the case names; prompt_embeds and prompt_rows of a case that does
     not keep them are those of the case `embeds`.
 and
@@ -44,11 +38,11 @@ and
 tests/fixtures/dev_turbo.safetensors:
     An adapter of rank 4, bf16, in the layout of fal's FLUX.2-dev-Turbo as made for ComfyUI: names
     of BFL behind `diffusion_model.`, and for the attention of double blocks names of
-    diffusers behind `transformer.`, both in one file. Values by tools/goldens_lora.py.
+    diffusers behind `transformer.`, both in one file. Values as in lora.py.
 
 tests/fixtures/dev.json:
     versions, config, weights   as in goldens.json
-    cases      the pipeline calls, with the bf16 errors as in goldens.json; `exact_time` is
+    cases      the pipeline calls with their bf16 errors; `exact_time` is
                with exact guidance too, which the pipeline rounds to bf16 as it does times.
                `sigmas` are given to the pipeline, whose scheduler shifts them once more.
                An adapter is merged into the fp32 weights.
@@ -66,55 +60,35 @@ to them.
 """
 
 import copy
-import functools
-import json
 import re
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 
-import goldens
 import numpy as np
 import safetensors.torch
 import torch
-from dev_pipeline import SPECIAL_TOKENS, padded_pipeline, recorded_mask, side_of, tiny_tokenizer_json
-from dev_pipeline import TINY_TEXT_ENCODER as TEXT_ENCODER
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
-from goldens import (
-    ERROR_KINDS,
-    PACKAGES,
-    SCHEDULER,
-    VAE,
-    Fixture,
-    as_arrays,
-    case_outputs,
-    check_sanity,
-    error_report,
-    fill,
-    package_versions,
-    relative_l2,
-    rms,
-    run_pipeline,
-    run_tool,
-    stored_tensors,
-    to_bf16,
-    weight_summary,
-)
-from goldens_lora import AGREE, DOUBLE, Writer, bfl_places, merge, rows
-from goldens_modes import GUIDANCE_TRANSFORMER, image_summary, reference_image
 from transformers import Mistral3Config, Mistral3ForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
-ADAPTER = Fixture.named("dev_turbo").tensors
+from goldens.dev_pipeline import padded_pipeline, recorded_mask, side_of
+from goldens.files import FIXTURES, package_versions
+from goldens.lora import AGREE, DOUBLE, Writer, bfl_places, merge, rows
+from goldens.model import GUIDANCE_TRANSFORMER, SCHEDULER, VAE, fill, stored_tensors, to_bf16, weight_summary
+from goldens.model import MISTRAL_ENCODER as TEXT_ENCODER
+from goldens.modes import image_summary, reference_image
+from goldens.pipeline import Run, run_pipeline
+from goldens.text import MISTRAL_TOKENS, tiny_mistral_json
+from goldens.values import PACKAGES, Recording, as_arrays, error_report, relative_l2, rms
+
+ADAPTER = FIXTURES / "dev_turbo.safetensors"
 LENGTH, PAD = 512, 11
 
 # --- The tiny model ---------------------------------------------------------
 
-VISION = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16, image_size=64
-)
+VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16, image_size=64)
 
 TAPS = (10, 20, 30)
 
@@ -182,21 +156,15 @@ TIMES = ((1.0, 4.0), (1.0, None), (0.95469171, 2.5), (0.5, 0.0))
 
 WEIGHT_SAMPLES = dict(
     transformer=(
-        "context_embedder.weight",
-        "time_guidance_embed.timestep_embedder.linear_1.weight",
-        "time_guidance_embed.guidance_embedder.linear_1.weight",
-        "time_guidance_embed.guidance_embedder.linear_2.weight",
+        "context_embedder.weight", "time_guidance_embed.timestep_embedder.linear_1.weight",
+        "time_guidance_embed.guidance_embedder.linear_1.weight", "time_guidance_embed.guidance_embedder.linear_2.weight",
     ),
     language_model=(
-        "model.embed_tokens.weight",
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.0.self_attn.q_proj.weight",
-        "model.layers.0.self_attn.k_proj.weight",
-        "model.layers.29.mlp.down_proj.weight",
-        "model.layers.30.post_attention_layernorm.weight",
-        "model.norm.weight",
+        "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_proj.weight", "model.layers.29.mlp.down_proj.weight",
+        "model.layers.30.post_attention_layernorm.weight", "model.norm.weight",
     ),
-)
+)  # fmt: skip
 
 
 def language_model(encoder):
@@ -227,14 +195,14 @@ def build_components():
 
 # --- Tokenizer --------------------------------------------------------------
 
-SPECIALS = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
+SPECIALS = re.compile("(" + "|".join(map(re.escape, MISTRAL_TOKENS)) + ")")
 
 
 def ids_of(text):
     """Written down by hand: special tokens, and bytes of everything else."""
     ids = []
     for part in SPECIALS.split(text):
-        ids += [SPECIAL_TOKENS.index(part)] if part in SPECIAL_TOKENS else [1000 + byte for byte in part.encode()]
+        ids += [MISTRAL_TOKENS.index(part)] if part in MISTRAL_TOKENS else [1000 + byte for byte in part.encode()]
     return ids
 
 
@@ -257,13 +225,13 @@ def padded(ids, side, pad=PAD):
 
 @dataclass
 class DevRun:
-    run: goldens.Run
+    run: Run
     real: torch.Tensor  # [512], which rows are not pads
     sigmas: torch.Tensor
     rows: dict  # the number of the first real row, the last and a pad row
 
     def outputs(self):
-        return case_outputs(self.run)
+        return self.run.outputs()
 
     def tensor(self, name):
         if name == "prompt_rows":
@@ -271,8 +239,8 @@ class DevRun:
         if name == "sigmas":
             return self.sigmas
         if name == "reference.1.tokens":
-            return self.run.inputs[self.run.input_ids[:, 0] == 10]
-        return goldens.case_tensors(self.run)[name]
+            return self.run.reference_tokens(1)
+        return self.run.tensors()[name]
 
 
 def chosen_rows(real, side):
@@ -283,13 +251,8 @@ def chosen_rows(real, side):
     return found
 
 
-@functools.cache
-def tokenizer_json():
-    return tiny_tokenizer_json()
-
-
 def make_pipeline(components, padding):
-    return padded_pipeline(components, FlowMatchEulerDiscreteScheduler(**SCHEDULER), tokenizer_json(), padding)
+    return padded_pipeline(components, FlowMatchEulerDiscreteScheduler(**SCHEDULER), tiny_mistral_json(), padding)
 
 
 def run_case(components, case, exact_time=False):
@@ -352,11 +315,7 @@ def run_times(components):
 def turbo_adapter():
     """An adapter of all layers that the Turbo file has, under its two prefixes: no MLP of a double block, no last modulation."""
     writer = Writer("dev_turbo", model=Flux2Transformer2DModel(**GUIDANCE_TRANSFORMER))
-    guidance = {
-        f"guidance_in.{bfl}": rows(f"time_guidance_embed.guidance_embedder.{ours}")
-        for bfl, ours in dict(in_layer="linear_1", out_layer="linear_2").items()
-    }
-    for layer, place in (bfl_places() | guidance).items():
+    for layer, place in bfl_places(guidance_embeds=True).items():
         if not layer.startswith("double_blocks.") and "adaLN" not in layer:
             writer.lora(f"diffusion_model.{layer}", place, 4)
     names = "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"
@@ -649,7 +608,6 @@ class Known:
 
 
 def compute():
-    """Run everything. Returns the tensors, the summary and a printable report."""
     transformers_logging.set_verbosity_error()
     components, adapter = build_components(), turbo_adapter()
     parts = components | dict(language_model=language_model(components["text_encoder"]))
@@ -671,34 +629,29 @@ def compute():
     loaded_error = max(error_report(loaded.outputs(), exact["turbo_lora"].outputs()).values())
     assert loaded_error < AGREE, f"diffusers reads the adapter differently, by {loaded_error}"
 
-    tensors, cases = {}, []
-    report = ["case           output           rms     bf16      bf16 with exact times and guidance"]
+    recording = Recording()
     for case in CASES:
         fp32 = exact[case.name]
         rounded = copy.deepcopy(with_adapter(components, case, adapter))
         to_bf16(rounded)
         bf16 = [run_case(rounded, case, exact_time) for exact_time in (False, True)]
         assert all(torch.equal(one.run.noise, fp32.run.noise.to(torch.bfloat16)) for one in bf16)
-        errors = [error_report(one.outputs(), fp32.outputs()) for one in bf16]
-        check_sanity(case, fp32.run, errors[1])
+        kept = {name: fp32.tensor(name) for name in case.kept}
+        described_case = asdict(case) | dict(real=int(fp32.real.sum()), rows=fp32.rows)
+        errors = recording.add(described_case, kept, fp32.outputs(), *(one.outputs() for one in bf16))
+        fp32.run.check_sanity(case, errors[1])
         for one in (fp32, *bf16):
             check_pads(case, one)
         if case.embeds:
             assert torch.equal(fp32.run.prompt_embeds, exact[case.embeds].run.prompt_embeds), case.name
-        tensors.update(as_arrays(case.name, {name: fp32.tensor(name) for name in case.kept}))
-        cases.append(asdict(case) | dict(real=int(fp32.real.sum()), rows=fp32.rows) | dict(zip(ERROR_KINDS, errors)))
-        for name, tensor in fp32.outputs().items():
-            report.append(f"{case.name:<14} {name:<15} {rms(tensor):6.3f}  {errors[0][name]:.2e}  {errors[1][name]:.2e}")
     pads = [exact[name].run.prompt_embeds[0] for name in ("left", "wide")]
     assert torch.equal(*pads), "pad rows depend on the prompt"
-    tensors.update(as_arrays("residual", residual) | as_arrays("time", dict(vectors=times)))
+    recording.tensors.update(as_arrays("residual", residual) | as_arrays("time", dict(vectors=times)))
 
     summary = dict(
-        versions=package_versions((*PACKAGES, "peft", "pillow", "torchvision")),
-        config=dict(
-            transformer=GUIDANCE_TRANSFORMER, text_encoder=TEXT_ENCODER, taps=TAPS, vae=VAE, scheduler=SCHEDULER
-        ),
-        cases=cases,
+        versions=package_versions(*PACKAGES, "peft", "pillow", "torchvision"),
+        config=dict(transformer=GUIDANCE_TRANSFORMER, text_encoder=TEXT_ENCODER, taps=TAPS, vae=VAE, scheduler=SCHEDULER),
+        cases=recording.cases,
         residual=dict(layers=RESIDUAL_LAYERS, rows=chosen),
         time=described,
         images=[dict(index=2) | image_summary(2)],
@@ -706,19 +659,10 @@ def compute():
         mistakes=found,
         weights=weights,
     )
-    report += ["", *known.lines, "", f"the second implementation agrees to {agrees:.1e}"]
+    report = ["", *known.lines, "", f"the second implementation agrees to {agrees:.1e}"]
     report += [f"the adapter moves the velocity by {moved:.2f}; diffusers reads it to {loaded_error:.1e}"]
     report += ["", "mistake          relative L2 of the embeddings"]
     report += [f"{one['name']:<16} {one['relative_l2']:.5f}  {one['what']}" for one in found]
-    return tensors, summary, "\n".join(report)
-
-
-def main():
-    adapter = safetensors.torch.save(turbo_adapter().tensors)
-    assert len(adapter) < 300_000
-    description = "Rebuild or check the fixtures of FLUX.2 [dev]."
-    return run_tool(description, Fixture.named("dev"), compute, {ADAPTER: adapter}, limit=1_800_000)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    file = safetensors.torch.save(adapter.tensors)
+    assert len(file) < 300_000
+    return recording.golden("dev", summary, report, contents={ADAPTER: file}, limit=1_800_000)

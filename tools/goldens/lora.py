@@ -1,11 +1,4 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/lora.*: adapters, LoRA and LoKr, in every spelling.
-
-Same tiny model, weights and conventions as tools/goldens.py, which holds all that
-is shared; read its description first.
-
-    python tools/goldens_lora.py            # write the fixtures
-    python tools/goldens_lora.py --check    # recompute and compare, exit 1 on mismatch
+"""tests/fixtures/lora.*: adapters, LoRA and LoKr, in every spelling, on the tiny model of klein.
 
 Each case is a pipeline call with one or two adapter files, prompts of 64 tokens
 and one step. It is computed in two ways that share nothing:
@@ -32,14 +25,15 @@ tests/fixtures/lora.json:
     files      name, metadata, the text of an adapter_config.json beside the file, and
                all tensors: "BF16 2x256", or "F32 =1.5", the value of an alpha
     cases      files with scales, and the errors of the merged model in bf16 with exact
-               timesteps, as in goldens.json
+               timesteps
 
-Values of a factor. As those of weights in goldens.py, by the tensor's name in the
+Values of a factor. As weights have them, by the tensor's name in the
 file: of unit gain, and exact in bf16 and in f16. A delta is therefore about as large
 as the weight it is added to, so that any mistake shows.
 """
 
 import copy
+import functools
 import json
 import sys
 import tempfile
@@ -49,25 +43,13 @@ from pathlib import Path
 import peft
 import safetensors.torch
 import torch
-from diffusers import Flux2KleinPipeline
-from goldens import (
-    PACKAGES,
-    TEXT_ENCODER,
-    TRANSFORMER,
-    Case,
-    Fixture,
-    as_arrays,
-    build_components,
-    error_report,
-    make_pipeline,
-    package_versions,
-    record,
-    relative_l2,
-    rms,
-    run_tool,
-    tensor_values,
-    to_bf16,
-)
+from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
+from single_files import SWAPPED, transformer_tables
+
+from goldens.files import package_versions
+from goldens.model import TRANSFORMER, build_components, tensor_values, to_bf16
+from goldens.pipeline import Case, make_pipeline, run_pipeline
+from goldens.values import PACKAGES, Recording, error_report, relative_l2, rms
 
 HIDDEN = TRANSFORMER["attention_head_dim"] * TRANSFORMER["num_attention_heads"]
 DOUBLE, SINGLE = range(TRANSFORMER["num_layers"]), range(TRANSFORMER["num_single_layers"])
@@ -84,35 +66,17 @@ def rows(name, *ranges):
     return [(f"{name}.weight", *r) for r in ranges or [(0, None)]]
 
 
-def bfl_places():
-    """The places of all layers by their BFL names: section 5.2 of the format specification."""
-    h = HIDDEN
-    places = {
-        "img_in": rows("x_embedder"),
-        "txt_in": rows("context_embedder"),
-        "time_in.in_layer": rows("time_guidance_embed.timestep_embedder.linear_1"),
-        "time_in.out_layer": rows("time_guidance_embed.timestep_embedder.linear_2"),
-        "double_stream_modulation_img.lin": rows("double_stream_modulation_img.linear"),
-        "double_stream_modulation_txt.lin": rows("double_stream_modulation_txt.linear"),
-        "single_stream_modulation.lin": rows("single_stream_modulation.linear"),
-        "final_layer.linear": rows("proj_out"),
-        # BFL stores (shift, scale), diffusers (scale, shift).
-        "final_layer.adaLN_modulation.1": rows("norm_out.linear", (h, 2 * h), (0, h)),
-    }
-    for n in DOUBLE:
-        block, attn = f"transformer_blocks.{n}", f"transformer_blocks.{n}.attn"
-        stream = dict(
-            img=(("to_q", "to_k", "to_v"), "to_out.0", "ff"),
-            txt=(("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "ff_context"),
-        )
-        for name, (qkv, out, ff) in stream.items():
-            places[f"double_blocks.{n}.{name}_attn.qkv"] = [row for one in qkv for row in rows(f"{attn}.{one}")]
-            places[f"double_blocks.{n}.{name}_attn.proj"] = rows(f"{attn}.{out}")
-            places[f"double_blocks.{n}.{name}_mlp.0"] = rows(f"{block}.{ff}.linear_in")
-            places[f"double_blocks.{n}.{name}_mlp.2"] = rows(f"{block}.{ff}.linear_out")
-    for n in SINGLE:
-        places[f"single_blocks.{n}.linear1"] = rows(f"single_transformer_blocks.{n}.attn.to_qkv_mlp_proj")
-        places[f"single_blocks.{n}.linear2"] = rows(f"single_transformer_blocks.{n}.attn.to_out")
+@functools.cache
+def bfl_places(**changes):
+    """The places of all linear layers by their BFL names, of the tiny transformer or one with other settings."""
+    h, places = HIDDEN, {}
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in Flux2Transformer2DModel(**TRANSFORMER | changes).state_dict().items()}
+    for name, sources in transformer_tables(shapes).items():
+        if len(shapes[sources[0]]) == 2:
+            # BFL stores (shift, scale), diffusers (scale, shift).
+            halves = [(h, 2 * h), (0, h)] if name == SWAPPED else [(0, None)]
+            places[name.removesuffix(".weight")] = [(source, *half) for source in sources for half in halves]
     return places
 
 
@@ -232,14 +196,12 @@ class Writer:
 
 
 KOHYA = (".lora_down.weight", ".lora_up.weight")
-_built = {}
 
 
+@functools.cache
 def build_once():
     """The components, which nobody changes."""
-    if not _built:
-        _built.update(build_components())
-    return _built
+    return build_components()
 
 
 def fresh():
@@ -433,19 +395,9 @@ def merge(components, files, case):
 def run(components_or_pipe, case, exact_time=False):
     pipe = components_or_pipe
     if isinstance(pipe, dict):
-        pipe = make_pipeline(Flux2KleinPipeline, pipe, case.distilled)
-    recorder, _ = record(
-        pipe,
-        exact_time,
-        prompt=case.prompt,
-        width=case.width,
-        height=case.height,
-        num_inference_steps=case.steps,
-        guidance_scale=case.guidance,
-        max_sequence_length=64,
-        generator=torch.Generator("cpu").manual_seed(case.seed),
-    )
-    return dict(prompt_embeds=recorder.prompt_embeds, velocity=recorder.velocities[0])
+        pipe = make_pipeline(pipe, case.distilled)
+    outputs = run_pipeline(pipe, case, exact_time, guidance_scale=case.guidance, max_sequence_length=64).outputs()
+    return {name: outputs[name] for name in ("prompt_embeds", "velocity")}
 
 
 def run_reference(files, case, folder):
@@ -464,7 +416,7 @@ def run_reference(files, case, folder):
         wrapped = peft.PeftModel.from_pretrained(components[part], home)
         components[part] = wrapped.base_model.model.eval()
         return run(components, case)
-    pipe = make_pipeline(Flux2KleinPipeline, components, case.distilled)
+    pipe = make_pipeline(components, case.distilled)
     names, strengths = zip(*case.files)
     for name in names:
         pipe.load_lora_weights(files[name].write(folder), adapter_name=name)
@@ -479,7 +431,7 @@ def run_reference(files, case, folder):
 def compute():
     files = build_files()
     plain = run(fresh(), CASES[0])
-    tensors, cases, report = {}, [], ["case                 reference  moves     agree     bf16: embeds  velocity"]
+    recording, report = Recording(), ["", "case                 reference  moves     agree"]
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
             merged = run(merge(fresh(), files, case), case)
@@ -494,28 +446,13 @@ def compute():
             assert 0.05 < moved < 10 and 0.05 < rms(outputs["velocity"]) < 10, f"{case.name}: {moved}"
             rounded = merge(fresh(), files, case)
             to_bf16(rounded)
-            errors = error_report(run(rounded, case, exact_time=True), merged)
-            kept = dict(velocity=outputs["velocity"])
-            if text:
-                kept["prompt_embeds"] = outputs["prompt_embeds"][::4]
-            tensors.update(as_arrays(case.name, kept))
-            cases.append(asdict(case) | dict(bf16_exact_time_relative_l2=errors))
-            agreed = f"{agree['velocity']:.1e}" if agree else "-"
-            report.append(
-                f"{case.name:<20} {case.reference:<9}  {moved:.1e}   {agreed:<8}  {errors['prompt_embeds']:.1e}  {errors['velocity']:.1e}"
-            )
+            kept = dict(velocity=outputs["velocity"]) | (dict(prompt_embeds=outputs["prompt_embeds"][::4]) if text else {})
+            recording.add(asdict(case), kept, merged, run(rounded, case, exact_time=True), kinds=["bf16_exact_time_relative_l2"])
+            report.append(f"{case.name:<20} {case.reference:<9}  {moved:.1e}   {agree.get('velocity', '-')}")
             print(report[-1], file=sys.stderr, flush=True)
     summary = dict(
-        versions=package_versions((*PACKAGES, "peft")),
+        versions=package_versions(*PACKAGES, "peft"),
         files=[file.summary() for file in files.values()],
-        cases=json.loads(json.dumps(cases)),
+        cases=recording.cases,
     )
-    return tensors, summary, "\n".join(report)
-
-
-def main():
-    return run_tool("Rebuild or check the fixtures of adapters.", Fixture.named("lora"), compute, {})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return recording.golden("lora", summary, report)

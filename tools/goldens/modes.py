@@ -1,11 +1,4 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/modes.*: the modes beyond text to image.
-
-Same tiny model, weights and conventions as tools/goldens.py, which holds all that
-is shared; read its description first.
-
-    python tools/goldens_modes.py            # write the fixtures
-    python tools/goldens_modes.py --check    # recompute and compare, exit 1 on mismatch
+"""tests/fixtures/modes.*: the modes beyond text to image, on the tiny model of klein.
 
 tests/fixtures/modes.safetensors, F32 from the fp32 run where not said otherwise:
     <case>.velocity                [N, 128]   what the scheduler is given in step 0, so
@@ -31,8 +24,8 @@ tests/fixtures/modes.json:
     config, weights  of the two models that differ from those of goldens.json
     and the bf16 errors, as in goldens.json.
 
-Test images. Blocks of 8x8 pixels with the colours of the weights' hash: with k as in
-goldens.py for the name "image.<index>", pixel (y, x), channel c has the value
+Test images. Blocks of 8x8 pixels with the colors of the weights' hash: with k as in
+the package for the name "image.<index>", pixel (y, x), channel c has the value
 k[((y / 8) * ceil(width / 8) + x / 8) * 3 + c], a byte; integer divisions.
 
 Direct inputs of `guidance_embed`. (2k - 255) / 256 with k for the name
@@ -49,7 +42,6 @@ of its bf16 error with exact times: the fixtures must notice each of them.
 import contextlib
 import functools
 import itertools
-import sys
 from dataclasses import asdict, dataclass, replace
 from unittest import mock
 
@@ -59,35 +51,15 @@ import torch
 from diffusers import AutoencoderKLFlux2, Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.models.transformers import transformer_flux2
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
-from goldens import (
-    ERROR_KINDS,
-    PACKAGES,
-    TRANSFORMER,
-    VAE,
-    Case,
-    Fixture,
-    as_arrays,
-    build_components,
-    check_sanity,
-    error_report,
-    fill,
-    fnv1a,
-    hash_bytes,
-    make_pipeline,
-    package_versions,
-    relative_l2,
-    rms,
-    run_pipeline,
-    run_tool,
-    to_bf16,
-    to_u16,
-    weight_summary,
-)
+
+from goldens.files import checksum, package_versions
+from goldens.model import GUIDANCE_TRANSFORMER, TRANSFORMER, VAE, build_components, fill, to_bf16, weight_summary
+from goldens.pipeline import Case, make_pipeline, run_pipeline
+from goldens.values import PACKAGES, Recording, hashed, hashed_blocks, relative_l2, to_u16
 
 # As in the released small decoder, the encoder is unchanged, the first decoder layer
 # tells the two apart, and its groups have three channels.
 SMALL_DECODER_VAE = VAE | dict(decoder_block_out_channels=[32, 64, 96, 96])
-GUIDANCE_TRANSFORMER = TRANSFORMER | dict(guidance_embeds=True)
 
 
 @dataclass(frozen=True)
@@ -114,22 +86,15 @@ ENCODE = dict(name="encode", image=2)
 LAYOUT = dict(width=1024, height=1024, references=[[605, 807], [1500, 1000]])
 
 WEIGHT_SAMPLES = dict(
-    guidance_transformer=(
-        "time_guidance_embed.guidance_embedder.linear_1.weight",
-        "time_guidance_embed.guidance_embedder.linear_2.weight",
-    ),
+    guidance_transformer=[f"time_guidance_embed.guidance_embedder.linear_{i}.weight" for i in (1, 2)],
     small_decoder_vae=(
-        "decoder.conv_in.weight",
-        "decoder.up_blocks.2.resnets.0.conv_shortcut.weight",
-        "decoder.mid_block.attentions.0.to_q.weight",
+        "decoder.conv_in.weight", "decoder.up_blocks.2.resnets.0.conv_shortcut.weight", "decoder.mid_block.attentions.0.to_q.weight",
     ),
     vae=(
-        "encoder.conv_in.weight",
-        "encoder.down_blocks.0.downsamplers.0.conv.weight",
-        "encoder.mid_block.attentions.0.to_out.0.bias",
+        "encoder.conv_in.weight", "encoder.down_blocks.0.downsamplers.0.conv.weight", "encoder.mid_block.attentions.0.to_out.0.bias",
         "quant_conv.weight",
     ),
-)
+)  # fmt: skip
 
 
 def build_models():
@@ -143,10 +108,7 @@ def build_models():
 
 
 def image_pixels(index):
-    width, height = IMAGES[index]
-    columns, rows = -(-width // 8), -(-height // 8)
-    blocks = hash_bytes(f"image.{index}", rows * columns * 3).astype(np.uint8).reshape(rows, columns, 3)
-    return np.ascontiguousarray(blocks.repeat(8, axis=0).repeat(8, axis=1)[:height, :width])
+    return hashed_blocks(f"image.{index}", *IMAGES[index]).astype(np.uint8)
 
 
 def reference_image(index):
@@ -156,12 +118,7 @@ def reference_image(index):
 def image_summary(index):
     pixels = image_pixels(index).tobytes()
     width, height = IMAGES[index]
-    return dict(width=width, height=height, first=pixels[:27].hex(), fnv1a=f"{fnv1a(pixels):016x}")
-
-
-def hashed_features(name, shape):
-    values = (2 * hash_bytes(name, int(np.prod(shape))) - 255) / 256
-    return torch.from_numpy(values).float().reshape(shape)
+    return dict(width=width, height=height, first=pixels[:27].hex(), fnv1a=checksum(pixels))
 
 
 # --- Running the reference --------------------------------------------------
@@ -186,7 +143,7 @@ def run_mode(models, case, exact_time=False):
     if not case.kv:
         arguments.update(guidance_scale=case.guidance)
     with kept_processors(models["transformer"]):
-        pipe = make_pipeline(Flux2KleinKVPipeline if case.kv else Flux2KleinPipeline, components, case.distilled)
+        pipe = make_pipeline(components, case.distilled, Flux2KleinKVPipeline if case.kv else Flux2KleinPipeline)
         if case.negative is not None:
             with torch.no_grad():
                 arguments.update(negative_prompt_embeds=pipe.encode_prompt(case.negative)[0])
@@ -194,7 +151,7 @@ def run_mode(models, case, exact_time=False):
 
     outputs = {}
     for number in range(1, len(case.references) + 1):
-        outputs[f"reference.{number}.tokens"] = run.inputs[run.input_ids[:, 0] == 10 * number]
+        outputs[f"reference.{number}.tokens"] = run.reference_tokens(number)
     if case.negative is not None:
         outputs["negative_prompt_embeds"] = arguments["negative_prompt_embeds"][0]
     outputs["velocity"] = run.velocity
@@ -212,15 +169,15 @@ def check_order(case, run):
         references += [10 * number] * ((width // 16) * (height // 16))
     expected = references + canvas if case.kv else canvas + references
     assert run.input_ids[:, 0].tolist() == expected, case.name
-    assert torch.equal(run.inputs[run.input_ids[:, 0] == 0], run.noise), case.name
+    assert torch.equal(run.reference_tokens(0), run.noise), case.name
 
 
 def run_guidance(models, guidance, exact_time=False):
     """Velocity of the transformer with a guidance embedding; `guidance` may be None."""
     transformer = models["guidance_transformer"]
     columns, rows = GUIDANCE["width"] // 16, GUIDANCE["height"] // 16
-    features = hashed_features("guidance.features", (1, 512, TRANSFORMER["joint_attention_dim"]))
-    noise = hashed_features("guidance.noise", (1, rows * columns, 128))
+    features = hashed("guidance.features", 1, 512, TRANSFORMER["joint_attention_dim"])
+    noise = hashed("guidance.noise", 1, rows * columns, 128)
     time = torch.tensor([GUIDANCE["time"]])
     guidance = None if guidance is None else torch.tensor([guidance])
     # The sinusoid is computed for the time and then for the guidance.
@@ -243,9 +200,7 @@ def run_guidance(models, guidance, exact_time=False):
 
 
 def run_guidances(models, exact_time=False):
-    return {
-        f"velocity.{i}": run_guidance(models, guidance, exact_time) for i, guidance in enumerate(GUIDANCE["guidance"])
-    }
+    return {f"velocity.{i}": run_guidance(models, guidance, exact_time) for i, guidance in enumerate(GUIDANCE["guidance"])}
 
 
 def run_encode(models):
@@ -275,7 +230,7 @@ def layout_ids(models, kind):
         raise Captured(txt_ids[0], img_ids[0])
 
     components = {name: models[name] for name in ("transformer", "vae", "text_encoder")}
-    pipe = make_pipeline(kind, components, distilled=True)
+    pipe = make_pipeline(components, True, kind)
     with (
         mock.patch.object(pipe, "_encode_vae_image", encode),
         mock.patch.object(Flux2Transformer2DModel, "forward", forward),
@@ -293,7 +248,7 @@ def layout_ids(models, kind):
 
 
 def ids_checksum(ids):
-    return f"{fnv1a(ids.numpy().astype('<i4').tobytes()):016x}"
+    return checksum(ids.numpy().astype("<i4").tobytes())
 
 
 def layout_summary(models):
@@ -321,12 +276,7 @@ def references_see_all(query, key, value, num_txt, num_ref, kv_cache=None, backe
 
 def mistakes():
     """(case, what is wrong, changed fields of the case, a patch of the reference)."""
-    klein, kv, processor, transformer = (
-        Flux2KleinPipeline,
-        Flux2KleinKVPipeline,
-        Flux2ImageProcessor,
-        Flux2Transformer2DModel,
-    )
+    klein, kv, processor, transformer = Flux2KleinPipeline, Flux2KleinKVPipeline, Flux2ImageProcessor, Flux2Transformer2DModel
     ids, patchify, forward = klein._prepare_image_ids, klein._patchify_latents, transformer.forward
     calls = itertools.count()
 
@@ -412,28 +362,26 @@ def stored(name, tensor):
 
 
 def compute():
-    """Run everything. Returns the tensors, the summary and a printable report."""
-    models = build_models()
+    models, recording = build_models(), Recording()
     weights = weight_summary(models, WEIGHT_SAMPLES)
     layout = layout_summary(models)
     exact, runs = run_all(models)
     moves = sensitivity(models, exact)
     to_bf16(models)
-    rounded, _ = run_all(models)
-    timed, _ = run_all(models, exact_time=True)
+    bf16 = [run_all(models, exact_time)[0] for exact_time in (False, True)]
 
-    errors = {name: [error_report(run[name], exact[name]) for run in (rounded, timed)] for name in exact}
+    errors = {}
+    for part in [asdict(case) for case in CASES] + [GUIDANCE, ENCODE]:
+        name = part["name"]
+        kept = {key: stored(key, tensor) for key, tensor in exact[name].items()}
+        # Not the errors with rounded times, which may be of any size.
+        _, errors[name] = recording.add(part, kept, exact[name], *(run[name] for run in bf16))
     for case in CASES:
         check_order(case, runs[case.name])
-        # Not the errors with rounded times, which may be of any size.
-        check_sanity(case, runs[case.name], errors[case.name][1])
-    tensors = {}
-    for name, outputs in exact.items():
-        tensors.update(as_arrays(name, {key: stored(key, tensor) for key, tensor in outputs.items()}))
-    parts = [asdict(case) for case in CASES] + [GUIDANCE, ENCODE]
-    *cases, guidance, encode = (part | dict(zip(ERROR_KINDS, errors[part["name"]])) for part in parts)
+        runs[case.name].check_sanity(case, errors[case.name])
+    *cases, guidance, encode = recording.cases
     summary = dict(
-        versions=package_versions((*PACKAGES, "pillow")),
+        versions=package_versions(*PACKAGES, "pillow"),
         config=dict(guidance_transformer=GUIDANCE_TRANSFORMER, small_decoder_vae=SMALL_DECODER_VAE),
         images=[image_summary(index) for index in range(len(IMAGES))],
         cases=cases,
@@ -442,18 +390,4 @@ def compute():
         layout=layout,
         weights=weights,
     )
-    report = ["case            output                  rms     bf16      bf16 with exact times"]
-    for name, outputs in exact.items():
-        for key, tensor in outputs.items():
-            plain, exact_time = (error[key] for error in errors[name])
-            report.append(f"{name:<15} {key:<22} {rms(tensor):6.3f}  {plain:.2e}  {exact_time:.2e}")
-    report += format_sensitivity(moves, {name: error for name, (_, error) in errors.items()})
-    return tensors, summary, "\n".join(report)
-
-
-def main():
-    return run_tool("Rebuild or check the fixtures of the other modes.", Fixture.named("modes"), compute, {})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return recording.golden("modes", summary, format_sensitivity(moves, errors))

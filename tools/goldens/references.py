@@ -1,14 +1,6 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) the fixtures of the reference image tests under tests/fixtures.
+"""tests/fixtures/references* and layouts.safetensors: reference images.
 
-Pillow and the image processor of the diffusers FLUX.2 [klein] pipeline say what the
-right pixels are. Nothing is downloaded and nothing is random.
-
-    pip install -r tools/requirements.txt
-    python tools/references.py            # write the fixtures
-    python tools/references.py --check    # recompute and compare, exit 1 on mismatch
-
-Written files:
+Pillow and the image processor of the diffusers FLUX.2 [klein] pipeline say what the right pixels are.
 
 tests/fixtures/references/
     Small PNG and JPEG files of many kinds.
@@ -34,48 +26,30 @@ One expectation is not Pillow's: of 16-bit grey the upper byte is kept, as Pillo
 with 16-bit colour, while its conversion of grey to RGB clips at 255.
 """
 
-import argparse
 import io
 import json
 import struct
-import sys
 import tempfile
 import zlib
 from pathlib import Path
 
-import jpeg_layouts
 import numpy as np
 import safetensors.numpy
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.utils import load_image
 from PIL import Image
 
-FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
-
-# --- Sources and checksums ----------------------------------------------------
-
-GAMMA = 0x9E3779B97F4A7C15
+from goldens import jpeg_layouts
+from goldens.files import FIXTURES, Files, checksum
+from goldens.values import splitmix_bytes
 
 
 def hashed_image(seed, width, height):
     """The RGB image that the tests make from the same seed."""
-    with np.errstate(over="ignore"):
-        z = np.uint64(seed) + np.arange(1, width * height * 3 + 1, dtype=np.uint64) * np.uint64(GAMMA)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-    top = (z >> np.uint64(56)).astype(np.uint8)
+    top = splitmix_bytes(seed, width * height * 3).astype(np.uint8)
     if seed % 2:
         top = np.where(top >= 128, np.uint8(255), np.uint8(0))
     return Image.fromarray(top.reshape(height, width, 3))
-
-
-def fnv(data):
-    """FNV-1a 64, as 16 hexadecimal digits."""
-    state = 0xCBF29CE484222325
-    for byte in bytes(data):
-        state = (state ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return f"{state:016x}"
 
 
 # --- Resizing -----------------------------------------------------------------
@@ -104,7 +78,7 @@ def lanczos_cases():
     cases, tensors = [], {}
     for seed, (before, after) in enumerate(sizes):
         out = np.asarray(hashed_image(seed, *before).resize(after, Image.Resampling.LANCZOS))
-        cases.append({"seed": seed, "from": before, "to": after, "pixels": fnv(out.tobytes())})
+        cases.append({"seed": seed, "from": before, "to": after, "pixels": checksum(out.tobytes())})
         if seed < 5:
             tensors[f"lanczos.{seed}"] = np.ascontiguousarray(out)
     return cases, tensors
@@ -138,8 +112,8 @@ def prepared_cases():
             "original": size,
             "resized": resized if resized != size else None,
             "size": [pixels.shape[1], pixels.shape[0]],
-            "pixels": fnv(pixels.tobytes()),
-            "values": fnv(values.astype("<f4").tobytes()),
+            "pixels": checksum(pixels.tobytes()),
+            "values": checksum(values.astype("<f4").tobytes()),
         })
     return cases
 
@@ -273,7 +247,7 @@ def image_cases():
                 pixels = np.repeat(eight_bit(1), 3, axis=-1)
             case = {"file": name, "size": [pixels.shape[1], pixels.shape[0]]}
             if name.endswith(".png"):
-                case["pixels"] = fnv(pixels.tobytes())
+                case["pixels"] = checksum(pixels.tobytes())
             else:
                 is_grey = (pixels[..., :1] == pixels).all()
                 tensors[f"image.{name}"] = np.ascontiguousarray(pixels[..., :1] if is_grey else pixels)
@@ -299,41 +273,16 @@ def layout_tensors():
     return tensors
 
 
-# --- Main ---------------------------------------------------------------------
-
-
-def build():
-    """Every fixture, as path below FIXTURES and content."""
+def compute():
     lanczos, lanczos_tensors = lanczos_cases()
     images, image_tensors, files = image_cases()
     summary = {"lanczos": lanczos, "prepared": prepared_cases(), "images": images}
     # One case a line: the file stays short and a change shows.
-    sections = (
-        f'  "{name}": [\n    ' + ",\n    ".join(map(json.dumps, cases)) + "\n  ]" for name, cases in summary.items()
-    )
-    return {
+    sections = (f'  "{name}": [\n    ' + ",\n    ".join(map(json.dumps, cases)) + "\n  ]" for name, cases in summary.items())
+    contents = {
         "references.json": ("{\n" + ",\n".join(sections) + "\n}\n").encode(),
         "references.safetensors": safetensors.numpy.save({**lanczos_tensors, **image_tensors}),
         "layouts.safetensors": safetensors.numpy.save(layout_tensors()),
         **{f"references/{name}": data for name, data in files.items()},
     }
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
-    check = parser.parse_args().check
-    wrong = []
-    for name, data in build().items():
-        path = FIXTURES / name
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        elif not path.exists() or path.read_bytes() != data:
-            wrong.append(name)
-    if wrong:
-        sys.exit(f"not as recomputed: {', '.join(wrong)}")
-
-
-if __name__ == "__main__":
-    main()
+    return Files(contents={FIXTURES / name: data for name, data in contents.items()})

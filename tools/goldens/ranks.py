@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) models/mistral/ranks.gz: the vocabulary of Mistral Small 3, by rank.
+"""models/mistral/ranks.gz: the vocabulary of Mistral Small 3, by rank.
 
 The text encoder of FLUX.2 [dev] reads these tokens. They are the first 130,072 of the file
 `tekken_240911.json` in mistral-common 1.13.0 (Apache-2.0); the other ids, 0 to 999, are
@@ -7,15 +6,13 @@ special tokens, whose names src/tokenizer/mistral.rs has. A merge has the rank o
 that it makes, so no table of merges is needed.
 
     pip install --no-deps mistral-common==1.13.0
-    python tools/mistral_ranks.py                  # write the file
-    python tools/mistral_ranks.py --check          # recompute and compare, exit 1 on mismatch
-    python tools/mistral_ranks.py --wheel FILE     # with the package as it was downloaded
+    python tools/goldens ranks                  # write the file
+    python tools/goldens ranks --wheel FILE     # with the package as it was downloaded
 
 models/mistral/ranks.gz, unpacked: per token, in the order of ranks, one byte that says how
 many bytes it has, and these bytes. The ranks from 0 to 255 are the single bytes in order.
 """
 
-import argparse
 import base64
 import gzip
 import hashlib
@@ -24,9 +21,8 @@ import sys
 import zipfile
 from importlib.metadata import version
 from importlib.resources import files
-from pathlib import Path
 
-from fixtures import ROOT, fnv1a
+from goldens.files import ROOT, Files, fnv1a
 
 TARGET = ROOT / "models" / "mistral" / "ranks.gz"
 
@@ -66,23 +62,5 @@ def ranks(text):
     return bytes(out)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Rebuild or check the vocabulary of Mistral Small 3.")
-    parser.add_argument("--check", action="store_true", help="compare with the stored file instead of writing")
-    parser.add_argument("--wheel", type=Path, help=f"the wheel of {PACKAGE} {VERSION}, instead of the installed package")
-    arguments = parser.parse_args()
-    found = ranks(source(arguments.wheel))
-    if arguments.check:
-        # What is unpacked is compared, because versions of zlib compress differently.
-        same = gzip.decompress(TARGET.read_bytes()) == found
-        print("the file is up to date" if same else "the file differs")
-        return 0 if same else 1
-    packed = gzip.compress(found, compresslevel=9, mtime=0)
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_bytes(packed)
-    print(f"{len(packed):>8} bytes  {TARGET.relative_to(ROOT)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def compute(wheel=None):
+    return Files(contents={TARGET: gzip.compress(ranks(source(wheel)), compresslevel=9, mtime=0)}, limit=2_000_000)

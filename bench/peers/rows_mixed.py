@@ -1,22 +1,18 @@
-"""The rows of `peers.py` with quantised weights and bf16 inputs: W8A16 (e4m3) and W4A16 (NVFP4) GEMMs.
+"""The rows with quantised weights and bf16 inputs: W8A16 (e4m3) and W4A16 (NVFP4) GEMMs.
 
-Each is a row of `peer_rows.py` whose weights are quantised. They are expanded to bf16 beforehand for PyTorch (`torch`) and for kiln's
+Each is a row of `rows.py` whose weights are quantised. They are expanded to bf16 beforehand for PyTorch (`torch`) and for kiln's
 own bf16 GEMM (`bf16`), which all take turns. Scales of tensors are powers of two, so that bf16 holds the expanded weights exactly, and
 one reference is right for all sides.
 """
 
 import math
-import pathlib
-import sys
 from dataclasses import dataclass, replace
 
-import peer_rows
 import torch
-from peer_rows import BF16, ENCODER_GEMMS, F32, Operands, Row, Scaled
-
-# The formulas of quantised weights are those of the tools.
-sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
 from quantised import E2M1_MAX, E4M3_MAX, from_nvfp4, to_fp8, to_nvfp4
+
+from peers import rows
+from peers.rows import BF16, ENCODER_GEMMS, F32, Operands, Row, Scaled
 
 # Standard deviations of a weight that its largest code stands for at least; what is beyond saturates.
 RANGE = 5.5
@@ -78,13 +74,10 @@ def mixed(row: Row, format: str) -> Row:
     def make(m):
         operands = Expanding(m, format)
         bf16 = replace(row.make(operands), arithmetic=0.0)
-        tensors, outputs = operands.replaced(bf16.tensors), bf16.outputs
+        tensors, outputs = bf16.own_results()
         others = {"bf16": replace(bf16, others={})} | {name: way for name, way in bf16.others.items() if name == "product"}
-        if bf16.in_place:  # each side has a result of its own
-            own = {id(out): out.clone() for out in outputs}
-            tensors, outputs = [own.get(id(t), t) for t in tensors], list(own.values())
         # The bytes are counted again.
-        return replace(bf16, tensors=tensors, outputs=outputs, others=others, bytes=0)
+        return replace(bf16, tensors=operands.replaced(tensors), outputs=outputs, others=others, bytes=0)
 
     return Row(row.name, f"{row.shape} {format}", make, format)
 
@@ -93,10 +86,10 @@ def mixed(row: Row, format: str) -> Row:
 
 # Layers of the text encoder.
 ENCODER = [
-    *(peer_rows.linear(*shape) for shape in ENCODER_GEMMS),
-    peer_rows.qkv((512,), 2560, 32, 8, half_split=True),
-    peer_rows.linear_swiglu(512, 9728, 2560),
-    peer_rows.linear_gate_residual(512, 2560, 9728, gated=False),
+    *(rows.linear(*shape) for shape in ENCODER_GEMMS),
+    rows.qkv((512,), 2560, 32, 8, half_split=True),
+    rows.linear_swiglu(512, 9728, 2560),
+    rows.linear_gate_residual(512, 2560, 9728, gated=False),
 ]
 # Single blocks of both models: both layers, the first of all epilogues; and a few hundred rows of the smaller one, as its text stream
 # and small images have them.
@@ -105,11 +98,11 @@ BLOCKS = [
     *((512, cols, inner) for cols, inner in ((27_648, 3072), (3072, 12_288))),
 ]
 SINGLE_BLOCKS = [
-    *(peer_rows.linear(*shape) for shape in BLOCKS),
-    peer_rows.qkv((4608,), 3072, 24, 24, mlp=9216),
-    peer_rows.qkv((4608,), 4096, 32, 32, mlp=12_288),
-    peer_rows.linear_gate_residual(4608, 3072, 12_288),
-    peer_rows.linear_gate_residual(4608, 4096, 16_384),
+    *(rows.linear(*shape) for shape in BLOCKS),
+    rows.qkv((4608,), 3072, 24, 24, mlp=9216),
+    rows.qkv((4608,), 4096, 32, 32, mlp=12_288),
+    rows.linear_gate_residual(4608, 3072, 12_288),
+    rows.linear_gate_residual(4608, 4096, 16_384),
 ]
 
 ROWS = [

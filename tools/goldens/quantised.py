@@ -1,13 +1,7 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/quantised.*: the tiny model with FP8 and NVFP4 weights.
+"""tests/fixtures/quantised.*: the tiny model of klein with FP8 and NVFP4 weights.
 
-Same tiny model, weights and conventions as tools/goldens.py, which holds all that is
-shared; read its description first. The pipeline is that of diffusers; the quantised
-layers follow ComfyUI's arithmetic, described below: codes, scales and expanded weights are
-computed in tools/quantised.py, which the other tools share, and the products here.
-
-    python tools/goldens_quantised.py            # write the fixtures
-    python tools/goldens_quantised.py --check    # recompute and compare, exit 1 on mismatch
+The pipeline is diffusers'; the quantised layers follow ComfyUI's arithmetic, described below: codes, scales and expanded weights
+are computed in tools/quantised.py, which the other tools share, and the products here.
 
 Models. A layer is a tensor of the original (BFL) layout, so that q, k and v of a double
 block are one tensor with one scale. Quantised are the linear layers of the double and
@@ -43,8 +37,7 @@ tests/fixtures/quantised.json, scales as the bits of an f32:
               `weight` and, if NVFP4, of `weight_scale`, both as in the file; for those in
               `linear` also of the codes of the input, [8, K] or [8, K / 2], and of its block
               scales, in tiles like those of a weight of 8 rows
-    cases     <model>.<case> with the relative L2 errors of bf16 runs, once as the pipeline
-              is and once with exact timesteps, as in goldens.json, over what is stored:
+    cases     <model>.<case> with the bf16 errors over what is stored:
                   wide.<stage>, quantised.<stage>  the model as ComfyUI runs it in bf16,
                       against `wide` and against `quantised`
                   expanded.<stage>  the model with expanded weights, rounded to bf16, and
@@ -98,53 +91,21 @@ bf16 error with exact times: a pipeline run or, where marked, only `linear` noti
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from unittest import mock
 
-import quantised
+import quantised as formulas
 import torch
-from goldens import (
-    CASES,
-    ERROR_KINDS,
-    PACKAGES,
-    TEXT_ENCODER,
-    TRANSFORMER,
-    Fixture,
-    as_arrays,
-    build_components,
-    error_report,
-    fnv1a,
-    hash_bytes,
-    package_versions,
-    relative_l2,
-    rms,
-    run_case,
-    run_tool,
-    to_bf16,
-    to_u16,
-)
-from quantised import (
-    E2M1,
-    amax,
-    e2m1,
-    e4m3,
-    fp8_scale,
-    from_blocks,
-    from_e2m1,
-    from_fp8,
-    from_nvfp4,
-    nvfp4_scale,
-    stored_blocks,
-    swizzle,
-    tile_offsets,
-    to_blocks,
-    to_fp8,
-    to_nvfp4,
-    unpack,
-    unswizzle,
-)
+from quantised import E2M1, amax, e2m1, e4m3, fp8_scale, from_blocks, from_e2m1, from_fp8, from_nvfp4, nvfp4_scale
+from quantised import stored_blocks, swizzle, tile_offsets, to_blocks, to_fp8, to_nvfp4, unpack, unswizzle
+
+from goldens.files import checksum, fnv1a, package_versions
+from goldens.klein import CASES
+from goldens.lora import bfl_places, text_places
+from goldens.model import TEXT_ENCODER, build_components, to_bf16
+from goldens.pipeline import run_case
+from goldens.values import ERROR_KINDS, PACKAGES, Golden, as_arrays, error_report, hashed, relative_l2, rms, to_u16
 
 FP8, NVFP4, BF16 = "float8_e4m3fn", "nvfp4", "bf16"
 
@@ -166,25 +127,14 @@ MODELS = (
 )
 
 TRANSFORMER_SAMPLES = (
-    "double_blocks.0.img_attn.qkv",
-    "double_blocks.0.txt_attn.proj",
-    "double_blocks.1.img_mlp.0",
-    "double_blocks.1.txt_mlp.2",
-    "single_blocks.0.linear1",
-    "single_blocks.1.linear2",
-)
-SAMPLES = dict(
-    fp8=TRANSFORMER_SAMPLES,
-    nvfp4=TRANSFORMER_SAMPLES,
-    fp8mixed=(
-        "model.layers.4.mlp.down_proj",
-        "model.layers.6.self_attn.k_proj",
-        "model.layers.7.self_attn.q_proj",
-        "model.layers.7.self_attn.v_proj",
-        "model.layers.7.mlp.up_proj",
-        "model.layers.18.mlp.gate_proj",
-    ),
-)
+    "double_blocks.0.img_attn.qkv", "double_blocks.0.txt_attn.proj", "double_blocks.1.img_mlp.0", "double_blocks.1.txt_mlp.2",
+    "single_blocks.0.linear1", "single_blocks.1.linear2",
+)  # fmt: skip
+ENCODER_SAMPLES = (
+    "model.layers.4.mlp.down_proj", "model.layers.6.self_attn.k_proj", "model.layers.7.self_attn.q_proj",
+    "model.layers.7.self_attn.v_proj", "model.layers.7.mlp.up_proj", "model.layers.18.mlp.gate_proj",
+)  # fmt: skip
+SAMPLES = dict(fp8=TRANSFORMER_SAMPLES, nvfp4=TRANSFORMER_SAMPLES, fp8mixed=ENCODER_SAMPLES)
 
 # --- Number formats ---------------------------------------------------------
 
@@ -262,10 +212,10 @@ class Fp8Layer:
         return dict(weight_scale=self.weight_scale, input_scale=self.input_scale)
 
     def sample(self):
-        return dict(weight_shape=list(self.weight.shape), weight_fnv1a=checksum(self.weight))
+        return dict(weight_shape=list(self.weight.shape), weight_fnv1a=checksum(bytes_of(self.weight)))
 
     def input_sample(self, x):
-        return dict(input_fnv1a=checksum(to_fp8(x, self.input_scale)))
+        return dict(input_fnv1a=checksum(bytes_of(to_fp8(x, self.input_scale))))
 
 
 @dataclass(frozen=True)
@@ -297,13 +247,13 @@ class Nvfp4Layer:
     def sample(self):
         return dict(
             weight_shape=list(self.weight.shape),
-            weight_fnv1a=checksum(self.weight),
-            weight_scale_fnv1a=checksum(self.weight_scale),
+            weight_fnv1a=checksum(bytes_of(self.weight)),
+            weight_scale_fnv1a=checksum(bytes_of(self.weight_scale)),
         )
 
     def input_sample(self, x):
         packed, block_scales = to_nvfp4(x, self.input_scale)
-        return dict(input_fnv1a=checksum(packed), input_block_scale_fnv1a=checksum(block_scales))
+        return dict(input_fnv1a=checksum(bytes_of(packed)), input_block_scale_fnv1a=checksum(bytes_of(block_scales)))
 
 
 def block_products(codes, block_scales):
@@ -315,32 +265,14 @@ def scaled_product(inputs, weights, alpha):
     return (inputs.double() @ weights.double().mT).float() * alpha
 
 
-def checksum(codes):
-    return f"{fnv1a(bytes_of(codes)):016x}"
-
-
 def f32_bits(value):
     return f"0x{value.float().view(torch.int32).item() & 0xFFFFFFFF:08x}"
 
 
 def transformer_layers():
     """The quantised layers and the modules of diffusers that hold their rows."""
-    layers = {}
-    for n in range(TRANSFORMER["num_layers"]):
-        attention = f"transformer_blocks.{n}.attn"
-        for stream, qkv, out, mlp in (
-            ("img", ("to_q", "to_k", "to_v"), "to_out.0", "ff"),
-            ("txt", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "ff_context"),
-        ):
-            block = f"double_blocks.{n}.{stream}"
-            layers[f"{block}_attn.qkv"] = [f"{attention}.{part}" for part in qkv]
-            layers[f"{block}_attn.proj"] = [f"{attention}.{out}"]
-            layers[f"{block}_mlp.0"] = [f"transformer_blocks.{n}.{mlp}.linear_in"]
-            layers[f"{block}_mlp.2"] = [f"transformer_blocks.{n}.{mlp}.linear_out"]
-    for n in range(TRANSFORMER["num_single_layers"]):
-        layers[f"single_blocks.{n}.linear1"] = [f"single_transformer_blocks.{n}.attn.to_qkv_mlp_proj"]
-        layers[f"single_blocks.{n}.linear2"] = [f"single_transformer_blocks.{n}.attn.to_out"]
-    return layers
+    blocks = {name: place for name, place in bfl_places().items() if "_blocks." in name}
+    return {name: [weight.removesuffix(".weight") for weight, _, _ in place] for name, place in blocks.items()}
 
 
 ENCODER_GROUPS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
@@ -348,8 +280,7 @@ ENCODER_PARTS = (*ENCODER_GROUPS[0], "self_attn.o_proj", *ENCODER_GROUPS[1], "ml
 
 
 def encoder_layers():
-    names = (f"model.layers.{n}.{part}" for n in range(TEXT_ENCODER["num_hidden_layers"]) for part in ENCODER_PARTS)
-    return {name: [name] for name in names}
+    return {name: [name] for name in text_places(range(TEXT_ENCODER["num_hidden_layers"]))}
 
 
 # The part of the model that a file holds, its linear layers and their formats.
@@ -498,9 +429,7 @@ LINEAR_ROWS = 8
 
 def linear_input(layer, columns):
     """Rows of very different size, exact in bf16: the last are beyond every input scale, the first underflow."""
-    values = (2 * hash_bytes(f"linear.{layer}", LINEAR_ROWS * columns) - 255) / 256
-    sizes = 16.0 ** (torch.arange(LINEAR_ROWS) - 4)
-    return torch.from_numpy(values).float().reshape(LINEAR_ROWS, columns) * sizes[:, None]
+    return hashed(f"linear.{layer}", LINEAR_ROWS, columns) * (16.0 ** (torch.arange(LINEAR_ROWS) - 4))[:, None]
 
 
 def run_linears(layers, names):
@@ -616,7 +545,7 @@ def mistakes():
         return right_forward(self, x * (1 + signs * 2.0**-23))
 
     def function(name, mistaken):
-        return functools.partial(mock.patch.object, quantised, name, mistaken)
+        return functools.partial(mock.patch.object, formulas, name, mistaken)
 
     def forward(mistaken):
         return functools.partial(mock.patch.object, QuantisedLinear, "forward", mistaken)
@@ -741,7 +670,6 @@ def stored_stages(truths):
 
 
 def compute():
-    """Run everything. Returns the tensors, the summary and a printable report."""
     check_formats()
     base = build_components()
     input_amax = calibrate(base)
@@ -764,14 +692,14 @@ def compute():
         columns = {layer: y[:, ::16] for layer, y in products.items()}
         tensors.update(as_arrays(f"linear.{file}", columns))
     summary = dict(
-        versions=package_versions(PACKAGES),
+        versions=package_versions(*PACKAGES),
         models=[asdict(model) for model in MODELS],
         layers={file: layer_summary(file, layers) for file, layers in files.items()},
         samples={file: sample_summary(files[file], names) for file, names in SAMPLES.items()},
         cases=cases,
     )
     report += format_sensitivity(sensitivity(base, files, results, linears))
-    return tensors, summary, "\n".join(report)
+    return Golden(name="quantised", tensors=tensors, summary=summary, report="\n".join(report), noise=noise)
 
 
 def noise(summary):
@@ -782,12 +710,3 @@ def noise(summary):
         for key, error in case["bf16_exact_time_relative_l2"].items()
         if key.startswith("quantised.")
     }
-
-
-def main():
-    description = "Rebuild or check the fixtures of the quantised models."
-    return run_tool(description, Fixture.named("quantised"), compute, {}, noise)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,11 @@
-"""What `peers.py` compares: one row per op and size of FLUX.2 [klein], with PyTorch's way of doing the same.
+"""What is compared: one row per op and size of FLUX.2 [klein], with PyTorch's way of doing the same.
 
 A row makes operand sets. Each names kiln's op with its tensors and numbers (in the order `peers.rs` states), a `peer` that does
 the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with. Rows of FP8 are in
-`peer_rows_fp8.py`, those of quantised weights by bf16 inputs in `peer_rows_mixed.py`.
+`rows_fp8.py`, those of quantised weights by bf16 inputs in `rows_mixed.py`.
 """
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Callable
@@ -18,6 +19,8 @@ EPS = 1e-6
 HEAD_DIM = 128
 # Relative error of a sum of products of which one factor was rounded to bf16.
 BF16_ACTIVATIONS = 1.66e-3
+# Factors of results in e4m3: of a SwiGLU of normal values, which are up to about 30, and of modulated norms.
+HIDDEN_SCALE, NORMED_SCALE = 0.1, 0.02
 # What does not fit here is read from memory again when it is read twice.
 CACHE = 60_000_000
 
@@ -32,9 +35,18 @@ class Scaled:
     def double(self):
         return self.codes.float().double() * self.scale
 
+    def round(self, multiples):
+        """These multiples of the factor in the same format."""
+        return Scaled(multiples.clamp_(-448, 448).to(self.codes.dtype), self.scale)
+
     def store(self, values):
         """These values in the same format."""
-        return Scaled((values.float() / self.scale).clamp_(-448, 448).to(self.codes.dtype), self.scale)
+        return self.round(values.float() / self.scale)
+
+
+def store(out, values):
+    """These values in the format of a result."""
+    return out.store(values) if isinstance(out, Scaled) else values
 
 
 def bare(t):
@@ -65,6 +77,13 @@ class Case:
             updated = self.outputs if self.in_place else []
             self.bytes = sum(size_of(t) for t in self.tensors + updated if t is not None)
 
+    def own_results(self) -> tuple:
+        """Tensors and outputs with copies of what is updated in place: each side has a result of its own."""
+        if not self.in_place:
+            return self.tensors, self.outputs
+        own = {id(out): out.clone() for out in self.outputs}
+        return [own.get(id(t), t) for t in self.tensors], list(own.values())
+
 
 @dataclass
 class Row:
@@ -72,6 +91,28 @@ class Row:
     shape: str
     make: Callable[["Operands"], Case]
     format: str = "bf16"  # of weight and input
+
+
+def row(shape, name=None):
+    """Has a function that makes a case from operands and sizes make the row of these sizes. `shape` and `name` are texts of the sizes,
+    or functions of them; without a name it is the function's."""
+
+    def decorate(case):
+        sizes_of = inspect.signature(case)
+
+        def make(*args, **kwargs) -> Row:
+            sizes = sizes_of.bind(None, *args, **kwargs)
+            sizes.apply_defaults()
+            text = lambda of: of(*sizes.args[1:]) if callable(of) else of.format(**sizes.arguments)
+            return Row(text(name or case.__name__), text(shape), lambda m: case(m, *args, **kwargs))
+
+        return make
+
+    return decorate
+
+
+def many(streams: tuple) -> str:
+    return "+".join(map(str, streams))
 
 
 class Operands:
@@ -94,6 +135,18 @@ class Operands:
     def weight(self, rows: int, cols: int):
         return self.normal(rows, cols, scale=cols**-0.5)
 
+    def input(self, rows: int, cols: int):
+        """The input of a GEMM."""
+        return self.normal(rows, cols)
+
+    def result(self, rows: int, cols: int, _scale: float):
+        """A result that FP8 stores in e4m3, with a factor."""
+        return self.empty(rows, cols)
+
+    def product(self, x, w):
+        """PyTorch's x W^T."""
+        return lambda: F.linear(x, w)
+
     def rope_table(self, rows: int):
         angles = self.normal(rows, HEAD_DIM // 2, F32, 3.0)
         return torch.cat([angles.cos(), angles.sin()], 1)
@@ -106,166 +159,146 @@ def size_of(t) -> int:
 # ------------------------------------------------------------------------------------------------------------- bound by memory
 
 
-def copy(rows: int, cols: int, to=BF16) -> Row:
-    def make(m):
-        x, out, theirs = m.normal(rows, cols), m.empty(rows, cols, to), m.empty(rows, cols, to)
-        return Case("copy", [out, x], [], [out], lambda: (theirs.copy_(x),), lambda: (x.double(),))
-
-    return Row("copy", f"{rows}x{cols}" + (" to f32" if to == F32 else ""), make)
+@row(lambda rows, cols, to: f"{rows}x{cols}" + (" to f32" if to == F32 else ""))
+def copy(m, rows: int, cols: int, to=BF16):
+    x, out, theirs = m.normal(rows, cols), m.empty(rows, cols, to), m.empty(rows, cols, to)
+    return Case("copy", [out, x], [], [out], lambda: (theirs.copy_(x),), lambda: (x.double(),))
 
 
-def silu(rows: int, cols: int) -> Row:
-    def make(m):
-        x, out = m.normal(rows, cols), m.empty(rows, cols)
-        return Case("silu", [out, x], [], [out], lambda: (F.silu(x),), lambda: (F.silu(x.double()),))
-
-    return Row("silu", f"{rows}x{cols}", make)
+@row("{rows}x{cols}")
+def silu(m, rows: int, cols: int):
+    x, out = m.normal(rows, cols), m.empty(rows, cols)
+    return Case("silu", [out, x], [], [out], lambda: (F.silu(x),), lambda: (F.silu(x.double()),))
 
 
 def rms(x, weight):
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def rms_norm(rows: int, cols: int) -> Row:
-    def make(m):
-        x, out, weight = m.normal(rows, cols), m.empty(rows, cols), m.vector(cols, 1.0)
-        theirs = weight.view(-1).to(BF16)  # PyTorch's fused kernel wants one type
-        peer = lambda: (F.rms_norm(x, (cols,), theirs, EPS),)
-        return Case("rms_norm", [out, x, weight], [EPS], [out], peer, lambda: (rms(x.double(), weight.double()),))
-
-    return Row("rms_norm", f"{rows}x{cols}", make)
+@row("{rows}x{cols}")
+def rms_norm(m, rows: int, cols: int):
+    x, out, weight = m.normal(rows, cols), m.empty(rows, cols), m.vector(cols, 1.0)
+    theirs = weight.view(-1).to(BF16)  # PyTorch's fused kernel wants one type
+    peer = lambda: (F.rms_norm(x, (cols,), theirs, EPS),)
+    return Case("rms_norm", [out, x, weight], [EPS], [out], peer, lambda: (rms(x.double(), weight.double()),))
 
 
-def layer_norm(streams: tuple, cols: int) -> Row:
-    """The peer's scale and shift are its norm's weight and bias: one kernel, the best PyTorch has."""
+@row(lambda streams, cols: f"{many(streams)}x{cols}", "layer_norm_modulate")
+def layer_norm(m, streams: tuple, cols: int):
+    """The peer's scale and shift are its norm's weight and bias: one kernel, the best PyTorch has. A result in e4m3 is then converted."""
+    tensors, outputs, weights = [], [], []
+    for rows in streams:
+        out, x = m.result(rows, cols, NORMED_SCALE), m.normal(rows, cols)
+        shift, scale = m.normal(1, cols), m.normal(1, cols, scale=0.2)
+        tensors += [out, x, shift, scale]
+        outputs.append(out)
+        # The factor of the result is in weight and bias already.
+        factor = out.scale if isinstance(out, Scaled) else 1.0
+        weights.append((x, ((1 + scale) / factor).view(-1), (shift / factor).view(-1)))
+    xs, shifts, scales = tensors[1::4], tensors[2::4], tensors[3::4]
 
-    def make(m):
-        tensors, outputs, weights = [], [], []
-        for rows in streams:
-            out, x, shift, scale = m.empty(rows, cols), m.normal(rows, cols), m.normal(1, cols), m.normal(1, cols, scale=0.2)
-            tensors += [out, x, shift, scale]
-            outputs.append(out)
-            weights.append((x, (1 + scale).view(-1), shift.view(-1)))
-        xs, shifts, scales = tensors[1::4], tensors[2::4], tensors[3::4]
+    def reference():
+        normed = [F.layer_norm(x.double(), (cols,), eps=EPS) for x in xs]
+        return tuple((1 + a.double()) * n + b.double() for n, a, b in zip(normed, scales, shifts))
 
-        def reference():
-            normed = [F.layer_norm(x.double(), (cols,), eps=EPS) for x in xs]
-            return tuple((1 + a.double()) * n + b.double() for n, a, b in zip(normed, scales, shifts))
+    def peer():
+        normed = (F.layer_norm(x, (cols,), w, b, EPS) for x, w, b in weights)
+        return tuple(out.round(n) if isinstance(out, Scaled) else n for n, out in zip(normed, outputs))
 
-        peer = lambda: tuple(F.layer_norm(x, (cols,), w, b, EPS) for x, w, b in weights)
-        return Case("layer_norm_modulate", tensors, [EPS], outputs, peer, reference)
-
-    return Row("layer_norm_modulate", "+".join(map(str, streams)) + f"x{cols}", make)
+    return Case("layer_norm_modulate", tensors, [EPS], outputs, peer, reference)
 
 
-def group_norm(side: int, channels: int, given: bool) -> Row:
+@row(lambda side, channels, given: f"{side}x{side}, {channels}" + (", stats given" if given else ""))
+def group_norm(m, side: int, channels: int, given: bool):
     """With `given` the statistics are there (the convolution before makes them) and the peer is told scale and shift. Without,
     they come first, so x is read twice where no cache holds it; the peer has its image channels first, where it is faster."""
     groups = 32
-
-    def make(m):
-        x, out = m.normal(side * side, channels, mean=0.3), m.empty(side * side, channels)
-        weight, bias = m.vector(channels, 1.0), m.vector(channels)
-        var, mean = torch.var_mean(x.view(-1, groups, channels // groups).float(), (0, 2), correction=0)
-        stats = torch.stack([mean, var], 1) if given else None
-        per_channel = lambda v: v.repeat_interleave(channels // groups).view(1, -1)
-        scale = weight * (per_channel(var) + EPS).rsqrt()
-        shift = bias - per_channel(mean) * scale
-        if given:
-            a, b = scale.to(BF16), shift.to(BF16)
-            peer = lambda: (F.silu(torch.addcmul(b, x, a), inplace=True),)
-        else:
-            image = x.view(1, side, side, channels).permute(0, 3, 1, 2).contiguous()
-            w, b = weight.view(-1).to(BF16), bias.view(-1).to(BF16)
-            peer = lambda: (F.silu(F.group_norm(image, groups, w, b, EPS), inplace=True).permute(0, 2, 3, 1),)
-        reference = lambda: (F.silu(x.double() * scale.double() + shift.double()),)
-        tensors = [out, x, weight, bias, stats]
-        twice = size_of(x) if not given and size_of(x) > CACHE else 0
-        moved = sum(size_of(t) for t in tensors if t is not None) + twice
-        return Case("group_norm", tensors, [groups, EPS, 1], [out], peer, reference, bytes=moved)
-
-    return Row("group_norm", f"{side}x{side}, {channels}" + (", stats given" if given else ""), make)
+    x, out = m.normal(side * side, channels, mean=0.3), m.empty(side * side, channels)
+    weight, bias = m.vector(channels, 1.0), m.vector(channels)
+    var, mean = torch.var_mean(x.view(-1, groups, channels // groups).float(), (0, 2), correction=0)
+    stats = torch.stack([mean, var], 1) if given else None
+    per_channel = lambda v: v.repeat_interleave(channels // groups).view(1, -1)
+    scale = weight * (per_channel(var) + EPS).rsqrt()
+    shift = bias - per_channel(mean) * scale
+    if given:
+        a, b = scale.to(BF16), shift.to(BF16)
+        peer = lambda: (F.silu(torch.addcmul(b, x, a), inplace=True),)
+    else:
+        image = x.view(1, side, side, channels).permute(0, 3, 1, 2).contiguous()
+        w, b = weight.view(-1).to(BF16), bias.view(-1).to(BF16)
+        peer = lambda: (F.silu(F.group_norm(image, groups, w, b, EPS), inplace=True).permute(0, 2, 3, 1),)
+    reference = lambda: (F.silu(x.double() * scale.double() + shift.double()),)
+    tensors = [out, x, weight, bias, stats]
+    twice = size_of(x) if not given and size_of(x) > CACHE else 0
+    moved = sum(size_of(t) for t in tensors if t is not None) + twice
+    return Case("group_norm", tensors, [groups, EPS, 1], [out], peer, reference, bytes=moved)
 
 
-def patchify(width: int, height: int, channels: int) -> Row:
-    def make(m):
-        x, out = m.normal(4 * width * height, channels), m.empty(width * height, 4 * channels)
-        mean, var = m.vector(4 * channels), m.vector(4 * channels, 2.0)
-        patches = x.view(height, 2, width, 2, channels).permute(0, 2, 4, 1, 3)
+@row(lambda width, height, channels: f"{width * height}x{4 * channels}")
+def patchify(m, width: int, height: int, channels: int):
+    x, out = m.normal(4 * width * height, channels), m.empty(width * height, 4 * channels)
+    mean, var = m.vector(4 * channels), m.vector(4 * channels, 2.0)
+    patches = x.view(height, 2, width, 2, channels).permute(0, 2, 4, 1, 3)
 
-        def result(patches, mean, var, to):
-            return (((patches.reshape(width * height, -1) - mean) / (var + EPS).sqrt()).to(to),)
+    def result(patches, mean, var, to):
+        return (((patches.reshape(width * height, -1) - mean) / (var + EPS).sqrt()).to(to),)
 
-        peer = lambda: result(patches, mean, var, BF16)
-        reference = lambda: result(patches.double(), mean.double(), var.double(), torch.float64)
-        return Case("patchify", [out, x, mean, var], [EPS, width], [out], peer, reference)
-
-    return Row("patchify", f"{width * height}x{4 * channels}", make)
+    peer = lambda: result(patches, mean, var, BF16)
+    reference = lambda: result(patches.double(), mean.double(), var.double(), torch.float64)
+    return Case("patchify", [out, x, mean, var], [EPS, width], [out], peer, reference)
 
 
-def unpatchify(width: int, height: int, channels: int) -> Row:
-    def make(m):
-        x, out = m.normal(width * height, 4 * channels, F32), m.empty(4 * width * height, channels)
-        mean, var = m.vector(4 * channels), m.vector(4 * channels, 2.0)
+@row(lambda width, height, channels: f"{width * height}x{4 * channels}")
+def unpatchify(m, width: int, height: int, channels: int):
+    x, out = m.normal(width * height, 4 * channels, F32), m.empty(4 * width * height, channels)
+    mean, var = m.vector(4 * channels), m.vector(4 * channels, 2.0)
 
-        def result(x, mean, var, to):
-            patches = (x * (var + EPS).sqrt() + mean).to(to).view(height, width, channels, 2, 2)
-            return (patches.permute(0, 3, 1, 4, 2).reshape(-1, channels),)
+    def result(x, mean, var, to):
+        patches = (x * (var + EPS).sqrt() + mean).to(to).view(height, width, channels, 2, 2)
+        return (patches.permute(0, 3, 1, 4, 2).reshape(-1, channels),)
 
-        peer = lambda: result(x, mean, var, BF16)
-        reference = lambda: result(x.double(), mean.double(), var.double(), torch.float64)
-        return Case("unpatchify", [out, x, mean, var], [EPS, width], [out], peer, reference)
-
-    return Row("unpatchify", f"{width * height}x{4 * channels}", make)
+    peer = lambda: result(x, mean, var, BF16)
+    reference = lambda: result(x.double(), mean.double(), var.double(), torch.float64)
+    return Case("unpatchify", [out, x, mean, var], [EPS, width], [out], peer, reference)
 
 
-def euler(rows: int, cols: int) -> Row:
-    def make(m):
-        latents, velocity, dt = m.normal(rows, cols, F32), m.normal(rows, cols, F32), -0.25
-        theirs = latents.clone()
-        peer = lambda: (theirs.add_(velocity, alpha=dt),)
-        reference = lambda: (latents.double() + dt * velocity.double(),)
-        return Case("euler", [latents, velocity], [dt], [latents], peer, reference, in_place=True)
-
-    return Row("euler", f"{rows}x{cols}", make)
+@row("{rows}x{cols}")
+def euler(m, rows: int, cols: int):
+    latents, velocity, dt = m.normal(rows, cols, F32), m.normal(rows, cols, F32), -0.25
+    theirs = latents.clone()
+    peer = lambda: (theirs.add_(velocity, alpha=dt),)
+    reference = lambda: (latents.double() + dt * velocity.double(),)
+    return Case("euler", [latents, velocity], [dt], [latents], peer, reference, in_place=True)
 
 
-def guidance(rows: int, cols: int) -> Row:
-    def make(m):
-        out, cond, uncond, scale = m.empty(rows, cols, F32), m.normal(rows, cols, F32), m.normal(rows, cols, F32), 4.0
-        peer = lambda: (torch.lerp(uncond, cond, scale),)
-        reference = lambda: (torch.lerp(uncond.double(), cond.double(), scale),)
-        return Case("guidance", [out, cond, uncond], [scale], [out], peer, reference)
-
-    return Row("guidance", f"{rows}x{cols}", make)
+@row("{rows}x{cols}")
+def guidance(m, rows: int, cols: int):
+    out, cond, uncond, scale = m.empty(rows, cols, F32), m.normal(rows, cols, F32), m.normal(rows, cols, F32), 4.0
+    peer = lambda: (torch.lerp(uncond, cond, scale),)
+    reference = lambda: (torch.lerp(uncond.double(), cond.double(), scale),)
+    return Case("guidance", [out, cond, uncond], [scale], [out], peer, reference)
 
 
-def non_finite(rows: int, cols: int, dtype) -> Row:
-    def make(m):
-        x, count = m.normal(rows, cols, dtype), m.empty(1, 1, F32)
-        x[rows // 2, 0], x[rows - 1, cols - 1], x[0, cols // 2] = float("nan"), float("inf"), float("-inf")
-        result = lambda: ((~torch.isfinite(x)).sum().view(1, 1),)
-        return Case("non_finite", [count, x], [], [count], result, result)
-
-    return Row("non_finite", f"{rows}x{cols}" + (" f32" if dtype == F32 else ""), make)
+@row(lambda rows, cols, dtype: f"{rows}x{cols}" + (" f32" if dtype == F32 else ""))
+def non_finite(m, rows: int, cols: int, dtype):
+    x, count = m.normal(rows, cols, dtype), m.empty(1, 1, F32)
+    x[rows // 2, 0], x[rows - 1, cols - 1], x[0, cols // 2] = float("nan"), float("inf"), float("-inf")
+    result = lambda: ((~torch.isfinite(x)).sum().view(1, 1),)
+    return Case("non_finite", [count, x], [], [count], result, result)
 
 
-def largest_magnitude(rows: int, cols: int, dtype) -> Row:
-    def make(m):
-        x, largest = m.normal(rows, cols, dtype), m.normal(1, 1, F32).abs_()
-        result = lambda: (torch.maximum(largest, x.abs().amax().float().view(1, 1)),)
-        return Case("largest_magnitude", [largest, x], [], [largest], result, result, in_place=True)
-
-    return Row("largest_magnitude", f"{rows}x{cols}" + (" f32" if dtype == F32 else ""), make)
+@row(lambda rows, cols, dtype: f"{rows}x{cols}" + (" f32" if dtype == F32 else ""))
+def largest_magnitude(m, rows: int, cols: int, dtype):
+    x, largest = m.normal(rows, cols, dtype), m.normal(1, 1, F32).abs_()
+    result = lambda: (torch.maximum(largest, x.abs().amax().float().view(1, 1)),)
+    return Case("largest_magnitude", [largest, x], [], [largest], result, result, in_place=True)
 
 
-def pixels(side: int) -> Row:
-    def make(m):
-        x, out = m.normal(side * side, 3, F32, 0.6), m.empty(side * side, 3, torch.uint8)
-        result = lambda: (((x * 0.5 + 0.5).clamp_(0, 1) * 255).round_().to(torch.uint8),)
-        return Case("pixels", [out, x], [], [out], result, result)
-
-    return Row("pixels", f"{side}x{side}x3", make)
+@row("{side}x{side}x3")
+def pixels(m, side: int):
+    x, out = m.normal(side * side, 3, F32, 0.6), m.empty(side * side, 3, torch.uint8)
+    result = lambda: (((x * 0.5 + 0.5).clamp_(0, 1) * 255).round_().to(torch.uint8),)
+    return Case("pixels", [out, x], [], [out], result, result)
 
 
 # --------------------------------------------------------------------------------------------------------------- compute-bound
@@ -275,13 +308,11 @@ def gemm_f64(x, w):
     return x.double() @ w.double().T
 
 
-def linear(rows: int, cols: int, inner: int) -> Row:
-    def make(m):
-        x, w, out = m.normal(rows, inner), m.weight(cols, inner), m.empty(rows, cols)
-        flops = 2 * rows * cols * inner
-        return Case("linear", [out, x, w, None, None], [], [out], lambda: (F.linear(x, w),), lambda: (gemm_f64(x, w),), flops=flops)
-
-    return Row("linear", f"{rows}x{cols}x{inner}", make)
+@row("{rows}x{cols}x{inner}")
+def linear(m, rows: int, cols: int, inner: int):
+    x, w, out = m.input(rows, inner), m.weight(cols, inner), m.empty(rows, cols)
+    product, flops = m.product(x, w), 2 * rows * cols * inner
+    return Case("linear", [out, x, w, None, None], [], [out], lambda: (product(),), lambda: (gemm_f64(x, w),), flops=flops)
 
 
 def swiglu(y):
@@ -289,33 +320,29 @@ def swiglu(y):
     return F.silu(gate) * up
 
 
-def linear_swiglu(rows: int, cols: int, inner: int) -> Row:
-    def make(m):
-        x, w, out = m.normal(rows, inner), m.weight(2 * cols, inner), m.empty(rows, cols)
-        peer, reference = lambda: (swiglu(F.linear(x, w)),), lambda: (swiglu(gemm_f64(x, w)),)
-        others = {"product": lambda: (F.linear(x, w),)}
-        return Case("linear_swiglu", [out, x, w, None, None], [], [out], peer, reference, others, flops=4 * rows * cols * inner)
+@row("{rows}x2*{cols}x{inner}")
+def linear_swiglu(m, rows: int, cols: int, inner: int):
+    x, w, out = m.input(rows, inner), m.weight(2 * cols, inner), m.result(rows, cols, HIDDEN_SCALE)
+    product = m.product(x, w)
+    peer, reference = lambda: (store(out, swiglu(product())),), lambda: (swiglu(gemm_f64(x, w)),)
+    others = {"product": lambda: (product(),)}
+    return Case("linear_swiglu", [out, x, w, None, None], [], [out], peer, reference, others, flops=4 * rows * cols * inner)
 
-    return Row("linear_swiglu", f"{rows}x2*{cols}x{inner}", make)
 
-
-def linear_gate_residual(rows: int, cols: int, inner: int, gated: bool = True) -> Row:
+@row("{rows}x{cols}x{inner}")
+def linear_gate_residual(m, rows: int, cols: int, inner: int, gated: bool = True):
     """The text encoder's have no gate."""
-
-    def make(m):
-        x, w, into = m.normal(rows, inner), m.weight(cols, inner), m.normal(rows, cols)
-        gate = m.normal(1, cols, scale=0.2) if gated else None
-        theirs = into.clone()
-        if gated:
-            peer = lambda: (theirs.addcmul_(gate, F.linear(x, w)),)
-            reference = lambda: (into.double() + gate.double() * gemm_f64(x, w),)
-        else:
-            peer, reference = lambda: (theirs.add_(F.linear(x, w)),), lambda: (into.double() + gemm_f64(x, w),)
-        tensors, flops = [into, x, w, None, None, gate], 2 * rows * cols * inner
-        others = {"product": lambda: (F.linear(x, w),)}
-        return Case("linear_gate_residual", tensors, [], [into], peer, reference, others, in_place=True, flops=flops)
-
-    return Row("linear_gate_residual", f"{rows}x{cols}x{inner}", make)
+    x, w, into = m.input(rows, inner), m.weight(cols, inner), m.normal(rows, cols)
+    gate = m.normal(1, cols, scale=0.2) if gated else None
+    product, theirs = m.product(x, w), into.clone()
+    if gated:
+        peer = lambda: (theirs.addcmul_(gate, product()),)
+        reference = lambda: (into.double() + gate.double() * gemm_f64(x, w),)
+    else:
+        peer, reference = lambda: (theirs.add_(product()),), lambda: (into.double() + gemm_f64(x, w),)
+    tensors, flops = [into, x, w, None, None, gate], 2 * rows * cols * inner
+    others = {"product": lambda: (product(),)}
+    return Case("linear_gate_residual", tensors, [], [into], peer, reference, others, in_place=True, flops=flops)
 
 
 def rotate(x, cos, sin, half_split: bool):
@@ -394,7 +421,7 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
         return Case("qkv", tensors, [EPS, int(half_split), 1.0, 1.0], outputs, peer, reference, others, flops=flops)
 
     name = "qkv_mlp" if mlp else "qkv_norm_rope"
-    return Row(name, "+".join(map(str, streams)) + f"x{sum(sizes)}x{inner}", make)
+    return Row(name, f"{many(streams)}x{sum(sizes)}x{inner}", make)
 
 
 def attention_f64(q, k, v, heads: int, head_dim: int, scale: float, causal: bool = False):
@@ -519,33 +546,30 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
     return Row("conv", f"{side}x{side}, {channels} to {to}{change}", make)
 
 
-def norm_conv(side: int, channels: int, to: int) -> Row:
+@row("{side}x{side}, {channels} to {to}")
+def norm_conv(m, side: int, channels: int, to: int):
     """The decoder's last layers: group norm with given statistics, SiLU and a convolution into f32."""
+    x, out = m.normal(side * side, channels), m.empty(side * side, to, F32)
+    gain, shift, bias, w = m.vector(channels, 1.0), m.vector(channels), m.vector(to), m.weight(to, 9 * channels)
+    if m.device == "meta":
+        stats = m.empty(32, 2, F32)
+    else:
+        var, mean = torch.var_mean(x.float().view(-1, 32, channels // 32), (0, 2), correction=0)
+        stats = torch.stack([mean, var], 1)
+    image = x.view(1, side, side, channels).permute(0, 3, 1, 2)
+    filters = w.view(to, 3, 3, channels).permute(0, 3, 1, 2)
 
-    def make(m):
-        x, out = m.normal(side * side, channels), m.empty(side * side, to, F32)
-        gain, shift, bias, w = m.vector(channels, 1.0), m.vector(channels), m.vector(to), m.weight(to, 9 * channels)
-        if m.device == "meta":
-            stats = m.empty(32, 2, F32)
-        else:
-            var, mean = torch.var_mean(x.float().view(-1, 32, channels // 32), (0, 2), correction=0)
-            stats = torch.stack([mean, var], 1)
-        image = x.view(1, side, side, channels).permute(0, 3, 1, 2)
-        filters = w.view(to, 3, 3, channels).permute(0, 3, 1, 2)
+    def result(image, filters, *vectors):
+        gain, shift, bias = (v.view(-1).to(image.dtype) for v in vectors)
+        y = F.conv2d(F.silu(F.group_norm(image, 32, gain, shift, EPS)), filters, bias, padding=1)
+        return (y.permute(0, 2, 3, 1).reshape(-1, to),)
 
-        def result(image, filters, *vectors):
-            gain, shift, bias = (v.view(-1).to(image.dtype) for v in vectors)
-            y = F.conv2d(F.silu(F.group_norm(image, 32, gain, shift, EPS)), filters, bias, padding=1)
-            return (y.permute(0, 2, 3, 1).reshape(-1, to),)
-
-        peer = lambda: result(image, filters, gain, shift, bias)
-        reference = lambda: result(image.float(), filters.float(), gain, shift, bias)
-        tensors = [out, x, gain, shift, stats, w, bias]
-        # Activations are rounded to bf16 on their way to the tensor cores.
-        flops = 2 * side * side * to * 9 * channels
-        return Case("norm_conv", tensors, [32, EPS, side, side], [out], peer, reference, flops=flops, arithmetic=BF16_ACTIVATIONS)
-
-    return Row("norm_conv", f"{side}x{side}, {channels} to {to}", make)
+    peer = lambda: result(image, filters, gain, shift, bias)
+    reference = lambda: result(image.float(), filters.float(), gain, shift, bias)
+    tensors = [out, x, gain, shift, stats, w, bias]
+    # Activations are rounded to bf16 on their way to the tensor cores.
+    flops = 2 * side * side * to * 9 * channels
+    return Case("norm_conv", tensors, [32, EPS, side, side], [out], peer, reference, flops=flops, arithmetic=BF16_ACTIVATIONS)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ sizes
@@ -585,29 +609,20 @@ CONVOLUTIONS = [
     conv(1024, 3, 128),
 ]
 
+# Side and channels of the VAE's levels.
+GROUP_NORMS = ((128, 512), (256, 512), (512, 256), (1024, 256), (1024, 128))
+
 # 512 tokens of the prompt; 4096 of an image of 1024x1024, 16384 of 2048x2048. klein 4B is 3072 wide with 24 heads, 9B 4096 with
 # 32; Qwen3-4B is 2560 wide with 32 heads that share 8.
 ROWS = [
     copy(4608, 3072),
     copy(4608, 3072, F32),
     copy(16_896, 3072),
-    silu(4608, 3072),
-    silu(16_896, 3072),
-    rms_norm(512, 2560),
-    rms_norm(4608, 3072),
-    rms_norm(4608, 4096),
-    rms_norm(16_896, 3072),
-    layer_norm((4608,), 3072),
-    layer_norm((4608,), 4096),
-    layer_norm((512, 4096), 3072),
-    layer_norm((512, 4096), 4096),
-    layer_norm((16_896,), 3072),
-    layer_norm((512, 16_384), 3072),
-    *(
-        group_norm(side, channels, given)
-        for given in (True, False)
-        for side, channels in ((128, 512), (256, 512), (512, 256), (1024, 256), (1024, 128))
-    ),
+    *(silu(rows, 3072) for rows in (4608, 16_896)),
+    *(rms_norm(rows, cols) for rows, cols in ((512, 2560), (4608, 3072), (4608, 4096), (16_896, 3072))),
+    *(layer_norm(streams, cols) for streams in ((4608,), (512, 4096)) for cols in (3072, 4096)),
+    *(layer_norm(streams, 3072) for streams in ((16_896,), (512, 16_384))),
+    *(group_norm(*size, given) for given in (True, False) for size in GROUP_NORMS),
     patchify(64, 64, 32),
     unpatchify(64, 64, 32),
     euler(4096, 128),

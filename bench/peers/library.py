@@ -5,10 +5,10 @@ import pathlib
 
 import torch
 
-from peer_rows import Case, Scaled
-from peer_rows_mixed import Nvfp4
+from peers.rows import Case, Scaled
+from peers.rows_mixed import Nvfp4
 
-LIBRARY = pathlib.Path(__file__).resolve().parent.parent / "target/release/examples/libkiln_peers.so"
+LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "target/release/examples/libkiln_peers.so"
 
 
 class PeerTensor(ctypes.Structure):
@@ -36,7 +36,7 @@ class Kiln:
         self.library.kiln_peers_abi.restype = ctypes.c_uint64
         found = self.library.kiln_peers_abi()
         if found != ABI:
-            raise SystemExit(f"error: {path} speaks {found:#x}, this script {ABI:#x}: build it again")
+            raise SystemExit(f"error: {path} speaks {found:#x}, this program {ABI:#x}: build it again")
         handle, text, size, u64 = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64
         lists = [ctypes.POINTER(PeerTensor), size, ctypes.POINTER(ctypes.c_double), size]
         for name, arguments, result in (
@@ -62,6 +62,12 @@ class Kiln:
         self.handle = self.library.kiln_peers_open(device, stream, self.text, len(self.text))
         if not self.handle:
             raise SystemExit(f"error: {self.text.value.decode()}")
+
+    def expect(self, found):
+        """What was found, or else an error with what the library says."""
+        if not found:
+            raise RuntimeError(f"kiln: {self.text.value.decode()}")
+        return found
 
     def close(self) -> None:
         self.library.kiln_peers_close(self.handle)
@@ -121,14 +127,11 @@ class KilnVae:
 
     def __init__(self, kiln: Kiln, folder: pathlib.Path, tiling: bool = False):
         self.kiln, library, text = kiln, kiln.library, kiln.text
-        self.vae = library.kiln_peers_vae_open(str(folder).encode(), int(tiling), text, len(text))
-        if not self.vae:
-            raise RuntimeError(f"kiln: {text.value.decode()}")
+        self.vae = kiln.expect(library.kiln_peers_vae_open(str(folder).encode(), int(tiling), text, len(text)))
         self.workspace = None
         if kiln.handle:
             self.weights = self.memory(library.kiln_peers_vae_weight_bytes(self.vae))
-            if library.kiln_peers_vae_load(self.vae, kiln.handle, self.aligned(self.weights), text, len(text)):
-                raise RuntimeError(f"kiln: {text.value.decode()}")
+            kiln.expect(not library.kiln_peers_vae_load(self.vae, kiln.handle, self.aligned(self.weights), text, len(text)))
 
     def close(self) -> None:
         self.kiln.library.kiln_peers_vae_close(self.vae)
@@ -144,10 +147,8 @@ class KilnVae:
         """Queues the work. Returns the bytes of working memory."""
         tensors = (PeerTensor * 2)(self.kiln.describe(out), self.kiln.describe(x))
         text = self.kiln.text
-        found = self.kiln.library.kiln_peers_vae_run(self.vae, handle, int(encode), tensors, *size, at, text, len(text))
-        if not found:
-            raise RuntimeError(f"kiln: {text.value.decode()}")
-        return found
+        run = self.kiln.library.kiln_peers_vae_run
+        return self.kiln.expect(run(self.vae, handle, int(encode), tensors, *size, at, text, len(text)))
 
     def bytes(self, encode: bool, out, x, size: tuple) -> int:
         """Working memory besides the operands, by a dry run."""

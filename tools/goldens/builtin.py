@@ -1,11 +1,6 @@
-#!/usr/bin/env python3
-"""Rebuild (or check) tests/fixtures/builtin.*: the built-in model, models/builtin, run by diffusers.
+"""tests/fixtures/builtin.*: the built-in model, models/builtin, run by diffusers.
 
-One prompt and one edit of a reference image, with the weights that kiln ships. To be
-run again whenever those change. tools/goldens.py holds what is shared.
-
-    python tools/goldens_builtin.py            # write the fixtures
-    python tools/goldens_builtin.py --check    # recompute and compare, exit 1 on mismatch
+One prompt and one edit of a reference image, with the weights that kiln ships. To be run again whenever those change.
 
 The reference runs in fp64 here, rounded to F32 when stored: on images as flat as these the group
 norms of PyTorch lose three digits in fp32, and kiln would be held to their errors.
@@ -20,35 +15,26 @@ tests/fixtures/builtin.safetensors, F32 where not said otherwise:
 tests/fixtures/builtin.json:
     versions, weights (the CRC-32 of each safetensors file), and the cases: prompt, size,
     steps, the reference image if there is one, and how far the same pipeline in bf16 is
-    from fp64, as in goldens.json.
+    from fp64.
 
-A reference image is a disc on a plain background: pixel (y, x) has the disc's colour
+A reference image is a disc on a plain background: pixel (y, x) has the disc's color
 where (x - cx)^2 + (y - cy)^2 <= r^2.
 """
 
 import functools
 import json
-import sys
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
 import torch
 from diffusers import Flux2KleinPipeline
-from goldens import (
-    ERROR_KINDS,
-    PACKAGES,
-    ROOT,
-    Fixture,
-    as_arrays,
-    error_report,
-    package_versions,
-    record,
-    rms,
-    run_tool,
-    to_bf16,
-    to_u16,
-)
+
+from goldens.files import ROOT, package_versions
+from goldens.model import to_bf16
+from goldens.pipeline import run_pipeline
+from goldens.values import PACKAGES, Recording, to_u16
 
 FOLDER = ROOT / "models" / "builtin"
 SEED = 7
@@ -82,26 +68,18 @@ def noise():
 def run_case(pipe, case, exact_time=False):
     """Every output of one case, at full size and precision."""
     own = conventions()
-    recorder, returned = record(
+    run = run_pipeline(
         pipe,
+        SimpleNamespace(**case, seed=SEED, width=own["width"], height=own["height"], steps=own["steps"]),
         exact_time,
-        prompt=case["prompt"],
         image=None if case["reference"] is None else [disc(case["reference"])],
-        width=own["width"],
-        height=own["height"],
-        num_inference_steps=own["steps"],
         guidance_scale=own["guidance"],
         max_sequence_length=own["max_text_tokens"],
         text_encoder_out_layers=tuple(own["text_layers"]),
         latents=noise(),
     )
-    return dict(
-        noise=recorder.noise.float(),
-        token_ids=recorder.token_ids,
-        prompt_embeds=recorder.prompt_embeds.float(),
-        latents=recorder.latents.float(),
-        image=torch.from_numpy(np.ascontiguousarray(returned)).float(),
-    )
+    floats = {name: getattr(run, name).float() for name in ("noise", "prompt_embeds", "latents", "image")}
+    return floats | dict(token_ids=run.token_ids)
 
 
 def outputs(run):
@@ -118,39 +96,22 @@ def stored(run):
 
 
 def compute():
-    """Run everything. Returns the tensors, the summary and a printable report."""
-    own = conventions()
+    own, recording = conventions(), Recording()
     pipe = Flux2KleinPipeline.from_pretrained(FOLDER, dtype=torch.float64)
     pipe.set_progress_bar_config(disable=True)
     exact = [run_case(pipe, case) for case in CASES]
     to_bf16(dict(transformer=pipe.transformer, vae=pipe.vae, text_encoder=pipe.text_encoder))
-    rounded = [run_case(pipe, case) for case in CASES]
-    timed = [run_case(pipe, case, exact_time=True) for case in CASES]
-
-    tensors, cases = {"noise": np.ascontiguousarray(exact[0]["noise"].numpy())}, []
-    report = ["case    output           rms     bf16      bf16 with exact times"]
-    for case, fp64, *bf16 in zip(CASES, exact, rounded, timed):
+    recording.tensors["noise"] = np.ascontiguousarray(exact[0]["noise"].numpy())
+    for case, fp64 in zip(CASES, exact):
+        bf16 = [run_case(pipe, case, exact_time) for exact_time in (False, True)]
         assert torch.equal(fp64["noise"], exact[0]["noise"])
-        assert len(fp64["token_ids"]) == own["max_text_tokens"]
         assert all(torch.isfinite(value).all() for value in fp64.values()), case["name"]
-        errors = [error_report(outputs(run), outputs(fp64)) for run in bf16]
-        tensors.update(as_arrays(case["name"], stored(fp64)))
         shape = {key: own[key] for key in ("width", "height", "steps")}
-        cases.append(case | shape | dict(zip(ERROR_KINDS, errors)))
-        for name, value in outputs(fp64).items():
-            report.append(f"{case['name']:<7} {name:<14} {rms(value):6.3f}  {errors[0][name]:.2e}  {errors[1][name]:.2e}")
+        recording.add(case | shape, stored(fp64), outputs(fp64), *map(outputs, bf16))
     files = sorted(FOLDER.rglob("*.safetensors"))
     summary = dict(
-        versions=package_versions((*PACKAGES, "pillow")),
+        versions=package_versions(*PACKAGES, "pillow"),
         weights={path.relative_to(FOLDER).as_posix(): f"{zlib.crc32(path.read_bytes()):08x}" for path in files},
-        cases=cases,
+        cases=recording.cases,
     )
-    return tensors, summary, "\n".join(report)
-
-
-def main():
-    return run_tool("Rebuild or check the fixtures of the built-in model.", Fixture.named("builtin"), compute, {})
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return recording.golden("builtin", summary)

@@ -1,26 +1,10 @@
-"""Compares kiln's GPU kernels with PyTorch's (cuBLAS, cuDNN, SDPA) in one process, on one stream, taking turns.
-
-    cargo build --release --example kiln_peers
-    python3 bench/peers.py [--check] [--rows REGEX] [--quick] [--json FILE]
-    python3 bench/peers.py --tiles [--rows REGEX] [--json FILE]
-
-Needs a GPU and PyTorch; with --dry neither runs, and only the shapes of all rows are checked. With --tiles, every tile of kiln's GEMM
-kernels is timed at the shapes of GEMMs with quantised weights instead. The protocol is in bench/README.md.
-
-Rows run in a process of their own, which is started again behind a row that hangs or breaks the device.
-
-Exits 1 when a memory-bound row that moves 32 MB or more runs at less than 0.80 of the speed of a copy of as many bytes, when
-a result is wrong (--check), or when a row fails.
-"""
+"""Compares kiln's kernels with PyTorch's, row by row."""
 
 import argparse
-import contextlib
-import gc
 import json
 import math
 import os
 import pathlib
-import re
 import statistics
 import subprocess
 import sys
@@ -28,20 +12,18 @@ import tempfile
 import time
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import peer_rows
-import peer_rows_fp8
-import peer_rows_mixed
-import peer_timing
-from peer_library import LIBRARY, Kiln
-from peer_rows import Case, Operands, Scaled, bare
-from peer_tiles import tile_line, tile_summary, time_tiles
-from peer_timing import FEWEST_PAIRS, Side, beat, burst, quartiles, ratio, sets_of, sustained
+import peers
+from peers import rows, rows_fp8, rows_mixed, session, timing
+from peers.library import Kiln
+from peers.report import FLOOR, FLOOR_BYTES, HEAD, below, line, speed, summary
+from peers.rows import Case, Operands, Scaled, bare
+from peers.session import gpu_state
+from peers.tiles import tile_line, tile_summary, time_tiles
+from peers.timing import Side, beat, burst, sets_of, sustained
 
-ROWS = peer_rows.ROWS + peer_rows_fp8.ROWS + peer_rows_mixed.ROWS
-# Formats of quantised weights by bf16 inputs.
-MIXED = tuple(peer_rows_mixed.QUANTISE)
-FLOOR, FLOOR_BYTES = 0.80, 32_000_000
+ROWS = rows.ROWS + rows_fp8.ROWS + rows_mixed.ROWS
 # Relative error allowed where a case does not state that of its arithmetic, by the type of the result.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-5, torch.uint8: 1e-3}
 # Relative error of rounding to bf16, of values all over a binade.
@@ -209,140 +191,11 @@ def run_size(rows: list, kiln: Kiln, stream, args) -> list:
     return records
 
 
-HEAD = (
-    f"{'row':<21}{'shape':<38}|{'kiln us':>10} {'quartiles':>17} {'torch us':>10} {'quartiles':>17} {'x torch':>7} "
-    f"|{'kiln':>6} {'torch':>6}        {'of copy':>7} | sustained: kiln us, torch us, x torch, of copy | other us, x other | errors"
-)
-
-
-def line(record: dict) -> str:
-    """A row for display. `x torch` is kiln's speed over PyTorch's, `of copy` its speed over the copy's."""
-    text = f"{record['row']:<21}{record['shape']:<38}|"
-    if "failed" in record:
-        return text + f" FAILED: {(record['failed'].splitlines() or ['no message'])[0]}"
-    digits = 3 if record["flops"] else 2
-    if "burst_s" in record:
-        times, sides = record["burst_s"], [side for side in ("kiln", "torch") if side in record["burst_s"]]
-        for side in sides:
-            low, median, high = (f"{t * 1e6:.1f}" for t in quartiles(times[side]))
-            text += f"{median:>10} {low + '..' + high:>17} "
-        amount, unit = (record["flops"], "TFLOP/s") if record["flops"] else (record["bytes"], "TB/s")
-        rates = [amount / statistics.median(times[side]) / 1e12 for side in sides]
-        text += f"{ratio(times['torch'], times['kiln']):>7.{digits}f} |" if "torch" in times else "   none |"
-        text += "".join(f"{rate:>6.{digits - 2}f} " if digits == 3 else f"{rate:>6.2f} " for rate in rates)
-        text += f"{unit:<7}{share(record):>7} |"
-    if "sustained_s" in record:
-        times = record["sustained_s"]
-        medians = {side: statistics.median(values) for side, values in times.items()}
-        text += f" {medians['kiln'] * 1e6:.1f}"
-        if "torch" in medians:
-            text += f" {medians['torch'] * 1e6:.1f} {medians['torch'] / medians['kiln']:.{digits}f}"
-        if record["ceiling"]:
-            text += f" {medians[record['ceiling']] / medians['kiln']:.2f}"
-    for name in record.get("others", []):
-        for times in (record["burst_s"], record.get("sustained_s")):
-            if times:
-                text += f" | {name} {statistics.median(times[name]) * 1e6:.1f} {ratio(times[name], times['kiln']):.3f}"
-                if name in record["ours"] and "torch" in times:
-                    text += f" ({ratio(times['torch'], times[name]):.3f} x torch)"
-    text += "".join(f" | {name} LACKING" for name in record.get("lacking", {}))
-    text += " | naive" if any("naive" in kernel for kernel in record.get("kernels", [])) else ""
-    if "error" in record:
-        text += f" | {record['error']:.1e} {record['peer_error']:.1e}"
-        text += "".join(f" {name} {error:.1e}" for name, error in record["errors"].items())
-        text += "" if record["right"] else " WRONG"
-    if below(record):
-        text += " SLOW"
-    return text
-
-
-def speed(record: dict) -> float:
-    return record["ceiling_s"] / statistics.median(record["burst_s"]["kiln"])
-
-
-def share(record: dict) -> str:
-    return f"{speed(record):.2f}" if record["ceiling"] else ""
-
-
-def below(record: dict) -> bool:
-    limited = record.get("ceiling") and record["bytes"] >= FLOOR_BYTES
-    return bool(limited) and not speed(record) >= FLOOR
-
-
 # ------------------------------------------------------------------------------------------------------------------------- main
 
 
-def is_gemm(record: dict, format: str) -> bool:
-    """Whether a row is a plain GEMM with one scale at most. A single row of activations is bound by memory."""
-    single = record["shape"].startswith("1x") or "row scales" in record["shape"]
-    return record["row"] == "linear" and record["format"] == format and not single
-
-
-def is_w8a8(record: dict, name: str) -> bool:
-    return record["row"] == name and record["format"] == "W8A8"
-
-
-def is_w4a16(record: dict, rows: int) -> bool:
-    return is_gemm(record, "W4A16") and record["shape"].startswith(f"{rows}x")
-
-
-def is_fused(record: dict, format: str) -> bool:
-    return record["row"] != "linear" and record["format"] == format
-
-
-def is_conv(record: dict, upsampling: bool) -> bool:
-    """Whether a row is a convolution of 128 channels or more, behind an upsampling or not."""
-    return record["row"] == "conv" and ", 3 to" not in record["shape"] and (", up" in record["shape"]) == upsampling
-
-
-# What is summed up: a name, the rows it is about, whose time is above and whose below the line.
-GROUPS = [
-    ("bf16 GEMMs, x torch", lambda r: is_gemm(r, "bf16"), "torch", "kiln"),
-    ("W8A8 GEMMs, fast x torch fast", lambda r: is_gemm(r, "W8A8"), "torch", "kiln"),
-    ("W8A8 GEMMs, exact x torch fast", lambda r: is_gemm(r, "W8A8"), "torch", "exact"),
-    ("W8A8 GEMMs, exact x torch slow", lambda r: is_gemm(r, "W8A8"), "slow", "exact"),
-    ("W8A8 qkv_mlp, fast x torch's product", lambda r: is_w8a8(r, "qkv_mlp"), "product", "kiln"),
-    ("W8A8 qkv_mlp, exact x torch's product", lambda r: is_w8a8(r, "qkv_mlp"), "product", "exact"),
-    ("W8A8 gate residual, fast x torch's product", lambda r: is_w8a8(r, "linear_gate_residual"), "product", "kiln"),
-    ("W8A8 gate residual, exact x torch's product", lambda r: is_w8a8(r, "linear_gate_residual"), "product", "exact"),
-    ("attention, e4m3 q and k x kiln's bf16", lambda r: r["row"] == "attention" and r["format"] == "e4m3", "bf16", "kiln"),
-    ("W8A16 GEMMs, x torch bf16", lambda r: is_gemm(r, "W8A16"), "torch", "kiln"),
-    ("W8A16 GEMMs, x kiln's bf16", lambda r: is_gemm(r, "W8A16"), "bf16", "kiln"),
-    ("W4A16 GEMMs of 4608 rows, x torch bf16", lambda r: is_w4a16(r, 4608), "torch", "kiln"),
-    ("W4A16 GEMMs of 4608 rows, x kiln's bf16", lambda r: is_w4a16(r, 4608), "bf16", "kiln"),
-    ("W4A16 GEMMs of 512 rows, x torch bf16", lambda r: is_w4a16(r, 512), "torch", "kiln"),
-    ("W4A16 GEMMs of 512 rows, x kiln's bf16", lambda r: is_w4a16(r, 512), "bf16", "kiln"),
-    ("3x3 convolutions, x torch", lambda r: is_conv(r, False), "torch", "kiln"),
-    ("upsampling convolutions, x torch", lambda r: is_conv(r, True), "torch", "kiln"),
-    ("upsampling convolutions, x torch's convolution alone", lambda r: is_conv(r, True), "convolution", "kiln"),
-    *((f"{format} fused, x kiln's bf16", lambda r, format=format: is_fused(r, format), "bf16", "kiln") for format in MIXED),
-]
-
-
-def summary(records: list) -> list:
-    """For each group the geometric mean, for no single row is all of it, and the least."""
-    lines = []
-    for name, belongs, above, below_line in GROUPS:
-        text, count = [], 0
-        for key in ("burst_s", "sustained_s"):
-            timed = [r for r in records if belongs(r) and above in r.get(key, {}) and below_line in r[key]]
-            ratios = {r["shape"]: ratio(r[key][above], r[key][below_line]) for r in timed}
-            if ratios:
-                count, least = len(ratios), min(ratios, key=ratios.get)
-                text.append(f"{key[:-2]} {statistics.geometric_mean(ratios.values()):.3f}, least {ratios[least]:.3f} ({least})")
-        if text:
-            lines.append(f"{name}, geometric mean of {count}: " + "; ".join(text))
-    return lines
-
-
-def gpu_state() -> dict:
-    fields = ["driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active"]
-    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        return dict(zip(fields, map(str.strip, answer.splitlines()[0].split(","))))
-    except (OSError, IndexError, subprocess.SubprocessError) as error:
-        return {"nvidia-smi": str(error)}
+def title(row) -> str:
+    return f"{row.name} {row.shape}"
 
 
 def dry(rows: list, kiln: Kiln) -> int:
@@ -362,85 +215,51 @@ def dry(rows: list, kiln: Kiln) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", default=LIBRARY, help="libkiln_peers.so (default: what cargo builds in release)")
-    parser.add_argument("--rows", metavar="REGEX", default="", help="rows whose `name shape` matches")
-    parser.add_argument("--pairs", type=int, default=21, help=f"rounds of a row, at least {FEWEST_PAIRS} (default 21)")
-    parser.add_argument("--sustain", type=float, default=2.0, metavar="S", help="seconds of each side without pause (default 2)")
-    parser.add_argument("--quick", action="store_true", help=f"{FEWEST_PAIRS} rounds, nothing sustained")
+    parser = session.parser(peers.__doc__)
     parser.add_argument("--check", action="store_true", help="compare results with a reference as well")
     parser.add_argument("--check-only", action="store_true", help="compare results and time nothing")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="queue call by call; small rows time the host")
     parser.add_argument("--tiles", action="store_true", help="time every tile at the shapes of GEMMs with quantised weights instead")
-    parser.add_argument("--dry", action="store_true", help="check the shapes of all rows; needs no GPU")
-    parser.add_argument("--json", metavar="FILE", help="write every time, one JSON object a row")
     parser.add_argument("--worker", type=int, metavar="N", help=argparse.SUPPRESS)  # run the rows from the N-th list on
     args = parser.parse_args()
-    if args.quick:
-        args.pairs, args.sustain = FEWEST_PAIRS, 0.0
     args.check |= args.check_only
-    return checked(parser, args)
-
-
-def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments with the rows that --rows names, which bench/builds.py has as well."""
-    if args.pairs < FEWEST_PAIRS:
-        parser.error(f"fewer than {FEWEST_PAIRS} pairs say nothing")
-    args.rows = [row for row in ROWS if re.search(args.rows, f"{row.name} {row.shape}")]
-    if not args.rows:
-        parser.error("no row has such a name")
-    return args
+    return session.checked(parser, args, ROWS, title)
 
 
 def lists_of(args) -> list:
     """The lists of rows that are run together, in order."""
     if args.tiles:
-        return [[row] for row in args.rows if row.format in ("W8A8", *MIXED)]
+        return [[row] for row in args.rows if row.format in ("W8A8", *rows_mixed.QUANTISE)]
     return sizes_of(args.rows)
 
 
 def work(args) -> int:
     """Runs the lists of rows from one on, and appends their records to a file."""
     records_file = pathlib.Path(args.json)
-    peer_timing.heartbeat = records_file
+    timing.heartbeat = records_file
     kiln = Kiln(args.library)
     torch.backends.cudnn.benchmark = True
-    for place in (torch.backends.cuda.matmul, torch.backends.cudnn):  # only references are f32
-        place.allow_tf32 = False
+    session.exact_references()
     torch.manual_seed(1)
-    device = torch.cuda.get_device_properties(0)
-    args.cold = 2 * max(getattr(device, "L2_cache_size", 0), 64 << 20)
-    about = {"device": device.name, "torch": torch.__version__, "cuda": torch.version.cuda}
-    about["cudnn"] = torch.backends.cudnn.version()
-    print(", ".join(f"{k} {v}" for k, v in (about | gpu_state()).items()))
+    args.cold = session.cold_bytes()
+    about = session.about_device()
+    session.show(about | gpu_state())
     how = "graphs" if args.graphs else "single calls"
     print(f"{args.pairs} rounds of {how}, at least {args.cold >> 20} MiB of operands in turn, {args.sustain} s sustained")
     print("" if args.tiles else HEAD, flush=True)
 
-    # Not the default stream, which cannot be captured.
-    stream = torch.cuda.Stream()
-    with contextlib.ExitStack() as stack:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        stack.enter_context(sdpa_kernel(order, set_priority=True))
-        stack.enter_context(torch.cuda.stream(stream))
-        stack.enter_context(torch.inference_mode())
-        kiln.open(torch.cuda.current_device(), stream.cuda_stream)
-        stack.callback(kiln.close)
-        out = stack.enter_context(records_file.open("a"))
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True), session.opened(kiln) as stream, session.records(records_file, "a") as write:
         for i, rows in enumerate(lists_of(args)[args.worker :], args.worker):
             try:
                 records = [time_tiles(rows[0], kiln, stream, args)] if args.tiles else run_size(rows, kiln, stream, args)
             except Exception as error:
                 records = [failure(row, error) for row in rows]
             for record in records:
-                print(json.dumps(about | record | {"list": i}), file=out, flush=True)
+                write(about | record | {"list": i})
                 print(tile_line(record) if args.tiles and "failed" not in record else line(record), flush=True)
             try:
-                gc.collect()  # graphs and tensors of these rows
-                stream.synchronize()
-                torch.cuda.empty_cache()
+                session.free(stream)
             except RuntimeError:  # nothing works after a fault on the device; its context cannot be closed either
                 os._exit(DEVICE_LOST)
     return 0
@@ -455,7 +274,7 @@ def supervise(args) -> list:
         lists, first = lists_of(args), 0
         while first < len(lists):
             os.utime(records_file)
-            command = [sys.executable, __file__, *sys.argv[1:], "--worker", str(first), "--json", str(records_file)]
+            command = [sys.executable, pathlib.Path(__file__).parent, *sys.argv[1:], "--worker", str(first), "--json", str(records_file)]
             with subprocess.Popen(command) as worker:
                 while worker.poll() is None and time.time() - records_file.stat().st_mtime < PATIENCE_S:
                     time.sleep(0.2)
@@ -501,7 +320,3 @@ def main() -> int:
         print("sides that failed: " + ("; ".join(lacking) or "none"))
     print("wrong or failed: " + ("; ".join(bad) or "none"))
     return 1 if slow or bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
