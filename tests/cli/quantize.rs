@@ -9,7 +9,7 @@ mod round_trip;
 
 use kiln::error::Result;
 use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::progress::{Phase, Progress};
+use kiln::progress::Progress;
 use kiln::quantize::{Options, PartSource, Plan, Report, Target, WeightLayout};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

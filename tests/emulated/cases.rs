@@ -159,9 +159,7 @@ fn plans() -> Vec<Plan> {
     let sm120 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm120());
     let (blackwell, others): (Vec<_>, Vec<_>) = Choice::all().partition(sm120);
     let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
-    let on_hopper = |choices| {
-        Plan { gpu: Gpu::HOPPER, choices, wanted: tiles::runs_with, every_time: EVERY_TIME, drawn: 60 }
-    };
+    let on_hopper = |choices| Plan { gpu: Gpu::HOPPER, choices, wanted: tiles::runs_with, every_time: EVERY_TIME, drawn: 60 };
     // Only the kernels of matrix ops are selected by the GPU, and for operands of FP8 only from 8.9 on there are any.
     let selected = |gpu: Gpu| {
         const BF16: fn(Choice, &str) -> bool = |_, name| tiles::is_matrix_op(name) && tiles::has_tile(name, Tile::Mma128x128);

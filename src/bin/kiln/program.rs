@@ -3,11 +3,11 @@
 use crate::cli::args::Command;
 use crate::cli::{self, BatchRequest, BenchRequest, GenerateRequest, TraceFile};
 use crate::terminal::{Terminal, Verbosity};
-use kiln::threads;
 use kiln::error::{Error, Result};
 use kiln::locate::{Embedded, Environment};
 use kiln::progress::Progress;
 use kiln::text::{shown_line, shown_text};
+use kiln::threads;
 use std::error::Error as _;
 use std::ffi::OsString;
 use std::io::{self, Write};

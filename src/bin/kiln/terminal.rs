@@ -4,9 +4,9 @@
 //! Standard output is reserved for data. A closed standard error is no reason to stop, so failures to write are ignored.
 
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kiln::threads;
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
+use kiln::threads;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};

@@ -2,12 +2,12 @@
 
 use super::args::{LoraArg, LoraArgs};
 use crate::terminal::Terminal;
-use kiln::{AdapterUse, Formats};
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
 use kiln::lora::{Adapter, AdapterMode, Adapters, Places, Product};
 use kiln::progress::Progress;
 use kiln::text::shown;
+use kiln::{AdapterUse, Formats};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -28,7 +28,7 @@ pub use tiny::TinyArgs;
 pub use trace::TraceArgs;
 pub use values::{
     BackendArg, DTypeArg, FormatArg, ImageFormatArg, KleinArg, LayoutArg, LoraModeArg, NoiseArg, Nvfp4LayoutArg, PaddingArg,
-    PrecisionArg, VariantArg, WeightLayoutArg,
+    VariantArg, WeightLayoutArg,
 };
 
 use crate::terminal::Verbosity;
@@ -36,10 +36,10 @@ use clap::{Args, Parser, Subcommand};
 use help::{
     BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, INSPECT_EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES,
 };
-use kiln::{PerPart, Sigmas};
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, LocateRequest};
 use kiln::predict::Card;
+use kiln::{PerPart, Sigmas};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use values::{card, guidance, pixels, within};

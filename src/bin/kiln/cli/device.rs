@@ -2,13 +2,13 @@
 
 use super::args::BackendArg;
 use crate::terminal::Terminal;
-use kiln::trace;
 use kiln::device::{ARCHS, Backend, Cpu, Cuda, DeviceInfo, Fp8Accumulate, NVCC};
 use kiln::error::{Error, Result};
 use kiln::predict::{Card, KernelFamily, Predictor};
 use kiln::progress::Progress;
 use kiln::selftest::{self, Gate, Records, Verdict};
 use kiln::text::gib;
+use kiln::trace;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 

@@ -6,11 +6,11 @@ use super::names::Target;
 use super::request::ImageRequest;
 use super::settings::Settings;
 use super::stdout::{DASH, STDOUT};
-use kiln::{CHANNELS, Variant};
 use kiln::error::{Error, Result};
 use kiln::image::Format;
 use kiln::output::{Planned, check_writable};
 use kiln::text::shown_path;
+use kiln::{CHANNELS, Variant};
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 

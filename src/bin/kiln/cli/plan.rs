@@ -7,7 +7,6 @@ use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
 use crate::terminal::Terminal;
-use kiln::{AttentionFormatCount, Configs, Conventions, Estimate, Job, KindFormat, LoadOptions, OpenModel, Precision, Variant, display_name, estimate_timed};
 use kiln::device::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use kiln::error::Result;
 use kiln::locate::{Environment, Found, locate};
@@ -15,6 +14,10 @@ use kiln::lora::Adapters;
 use kiln::predict::{Card, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
+use kiln::{
+    AttentionFormatCount, Configs, Conventions, Estimate, Job, KindFormat, LoadOptions, OpenModel, Precision, Variant,
+    display_name, estimate_timed,
+};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write;

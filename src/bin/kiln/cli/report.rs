@@ -3,11 +3,11 @@
 use super::device::SelectedBackend;
 use super::settings::Settings;
 use crate::terminal::Terminal;
-use kiln::{Conventions, Expansion, Formats, GeneratedImage, Guidance, Noise, Nvfp4Math, OpenModel, Variant, unknown_words};
 use kiln::device::Fp8Accumulate;
 use kiln::locate::Found;
 use kiln::progress::Progress;
 use kiln::text::{amount, grouped, shown};
+use kiln::{Conventions, Expansion, Formats, GeneratedImage, Guidance, Noise, Nvfp4Math, OpenModel, Variant, unknown_words};
 
 /// The number of unknown words that a note lists.
 const NAMED_WORDS: usize = 5;

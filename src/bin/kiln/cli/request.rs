@@ -3,12 +3,15 @@
 use super::adapters::AdapterFiles;
 use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, QuantisedArgs, ShapeArgs};
 use super::stdout::DASH;
-use kiln::{Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Padding, Pixels, Precision, PreparedReference, SHORTEN, SequencePlan, Sigmas, Variant, check_length, read_noise};
 use kiln::device::Fp8Accumulate;
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, Found, locate};
 use kiln::lora::{AdapterMode, Adapters};
 use kiln::selftest::Records;
+use kiln::{
+    Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Padding, Pixels, PreparedReference,
+    SHORTEN, SequencePlan, Sigmas, Variant, check_length, read_noise,
+};
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
 use std::io::Read;
@@ -284,7 +287,7 @@ mod tests {
     use super::super::args::Command;
     use super::super::parse;
     use super::*;
-    use kiln::{AttentionFormat, Nvfp4Math};
+    use kiln::{AttentionFormat, Nvfp4Math, Precision};
     use std::ffi::OsString;
 
     fn request_and_setup(line: &[&str], stdin: &[u8]) -> Result<(ImageRequest, Setup)> {

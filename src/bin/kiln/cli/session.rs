@@ -7,11 +7,11 @@ use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_o
 use super::request::Setup;
 use super::settings::{ModelProfile, quantised_flags};
 use crate::terminal::Terminal;
-use kiln::{Engine, Formats, Job, LoadOptions, OpenModel, threads, trace};
 use kiln::device::{fp8_accumulate, has_driver};
 use kiln::error::Result;
 use kiln::locate::Found;
 use kiln::progress::Progress;
+use kiln::{Engine, Formats, Job, LoadOptions, OpenModel, threads, trace};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 

@@ -3,8 +3,10 @@
 
 use super::adapters::{AppliedAdapter, applied};
 use super::request::ImageRequest;
-use kiln::{Conventions, Formats, Guidance, Job, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant};
 use kiln::lora::AdapterMode;
+use kiln::{
+    Conventions, Formats, Guidance, Job, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
+};
 
 /// The properties of a model that settings depend on.
 pub struct ModelProfile {

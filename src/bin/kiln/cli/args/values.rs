@@ -1,11 +1,11 @@
 //! The values of flags: choices, and numbers within limits.
 
 use clap::ValueEnum;
-use kiln::{AttentionFormat, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Part, Precision, Variant};
 use kiln::device::Fp8Accumulate;
 use kiln::lora::AdapterMode;
 use kiln::predict::{CARDS, Card};
 use kiln::quantize::{QuantisedFormat, WeightLayout};
+use kiln::{AttentionFormat, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Part, Precision, Variant};
 use std::fmt::Display;
 use std::str::FromStr;
 

@@ -2,9 +2,9 @@
 
 use super::super::args::{LoraArg, PaddingArg, ShapeArgs};
 use super::super::request::{ImageRequest, check_nul};
-use kiln::{Conventions, Grid, Noise, NoiseKind, Padding, PreparedReference, SequencePlan, Sigmas, check_length};
 use kiln::error::{Error, Result};
 use kiln::text::shown;
+use kiln::{Conventions, Grid, Noise, NoiseKind, Padding, PreparedReference, SequencePlan, Sigmas, check_length};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;

@@ -4,8 +4,8 @@ mod roofline;
 mod stages;
 mod svg;
 
-use kiln::read_file;
 use kiln::error::{Error, Result};
+use kiln::read_file;
 use kiln::text::shown_line;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};

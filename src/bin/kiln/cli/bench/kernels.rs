@@ -3,11 +3,11 @@
 use super::super::args::RunArgs;
 use super::super::device::select_backend;
 use crate::terminal::Terminal;
-use kiln::{DType, Precision};
 use kiln::device::{DeviceInfo, OP_NAMES};
 use kiln::error::{Error, Result};
 use kiln::microbench::{Figure, Peaks, Protocol, Scale, rows};
 use kiln::selftest::Records;
+use kiln::{DType, Precision};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::sync::Arc;

@@ -2,13 +2,16 @@
 //! the text encoder gives published values. If something is off, a block says what to send.
 
 use super::{hint, message};
-use kiln::{Layout, OpenModel, Part};
 use kiln::device::{Backend, Cpu};
 use kiln::error::{Error, Result};
-use kiln::inspect::{FileDigest, Finding, FiniteReport, KnownFile, Likeness, NonFiniteTensor, digests, identify, published_digest, refuse_unwritten, scan};
 use kiln::inspect::published::{self, Applicability, COLUMNS, Comparison, PROMPT, Rows, TOKENS, VALUES};
+use kiln::inspect::{
+    FileDigest, Finding, FiniteReport, KnownFile, Likeness, NonFiniteTensor, digests, identify, published_digest,
+    refuse_unwritten, scan,
+};
 use kiln::progress::{Phase, Progress};
 use kiln::text::{grouped, shown, shown_line};
+use kiln::{Layout, OpenModel, Part};
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
