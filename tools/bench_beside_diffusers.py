@@ -44,7 +44,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
-from compare_diffusers import GUIDANCE, PARTS, device_name, free, is_dev, load_pipeline, make_pipeline, median_ms, sizes, to_bf16, versions  # noqa: E402
+from compare_diffusers import GUIDANCE, PARTS, device_name, free, is_dev, load_pipeline, make_pipeline  # noqa: E402
+from compare_diffusers import median_ms, sizes, to_bf16, versions  # noqa: E402
 from peers.timing import quartiles, ratio  # noqa: E402
 
 MODE = "max-autotune-no-cudagraphs"

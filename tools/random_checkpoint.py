@@ -3,7 +3,7 @@
 
     python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
-    python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens,    and how large activations are
+    python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens, and how large activations are
     python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantised files
     python tools/random_checkpoint.py OUT --model 9b --format fp8 --encoder fp8 --quantised-only       # 18 GB instead of 53
     python tools/random_checkpoint.py OUT --model dev --blocks 2,4     # 45 GB: all of [dev] is 100
@@ -87,7 +87,8 @@ MODELS = {
     ),
     "tiny-dev": dict(transformer=GUIDANCE_TRANSFORMER, text_encoder=MISTRAL_ENCODER, vae=VAE),
     "dev": dict(
-        transformer=GUIDANCE_TRANSFORMER | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360),
+        transformer=GUIDANCE_TRANSFORMER
+        | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360),
         # The published one has 40 layers.
         text_encoder=MISTRAL_ENCODER
         | dict(vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_attention_heads=32, num_key_value_heads=8),

@@ -274,7 +274,8 @@ def supervise(args) -> list:
         lists, first = lists_of(args), 0
         while first < len(lists):
             os.utime(records_file)
-            command = [sys.executable, pathlib.Path(__file__).parent, *sys.argv[1:], "--worker", str(first), "--json", str(records_file)]
+            package = pathlib.Path(__file__).parent
+            command = [sys.executable, package, *sys.argv[1:], "--worker", str(first), "--json", str(records_file)]
             with subprocess.Popen(command) as worker:
                 while worker.poll() is None and time.time() - records_file.stat().st_mtime < PATIENCE_S:
                     time.sleep(0.2)

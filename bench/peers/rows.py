@@ -94,8 +94,8 @@ class Row:
 
 
 def row(shape, name=None):
-    """Has a function that makes a case from operands and sizes make the row of these sizes. `shape` and `name` are texts of the sizes,
-    or functions of them; without a name it is the function's."""
+    """Turns a function that makes a case from operands and sizes into one that makes a row from sizes. `shape` and `name` are texts with
+    the sizes, or functions of the sizes; without a name the row is called as the function is."""
 
     def decorate(case):
         sizes_of = inspect.signature(case)
@@ -185,7 +185,7 @@ def rms_norm(m, rows: int, cols: int):
 
 @row(lambda streams, cols: f"{many(streams)}x{cols}", "layer_norm_modulate")
 def layer_norm(m, streams: tuple, cols: int):
-    """The peer's scale and shift are its norm's weight and bias: one kernel, the best PyTorch has. A result in e4m3 is then converted."""
+    """The peer's scale and shift are its norm's weight and bias: one kernel, the best PyTorch has. For e4m3 it converts its result."""
     tensors, outputs, weights = [], [], []
     for rows in streams:
         out, x = m.result(rows, cols, NORMED_SCALE), m.normal(rows, cols)

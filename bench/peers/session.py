@@ -18,7 +18,7 @@ def parser(description: str, what: str = "name shape", library: bool = True) -> 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if library:
         parser.add_argument("--library", default=LIBRARY, help="libkiln_peers.so (default: what cargo builds in release)")
-        parser.add_argument("--sustain", type=float, default=2.0, metavar="S", help="seconds of each side without pause (default 2)")
+        parser.add_argument("--sustain", type=float, default=2.0, metavar="S", help="seconds of a side without pause (default 2)")
         parser.add_argument("--quick", action="store_true", help=f"{FEWEST_PAIRS} rounds, nothing sustained")
         parser.add_argument("--dry", action="store_true", help="check the shapes of all rows; needs no GPU")
     parser.add_argument("--rows", metavar="REGEX", default="", help=f"rows whose `{what}` matches")

@@ -33,7 +33,7 @@ state h + (i + 1) * GAMMA, and
 so that activations keep a size of order one, attention is sharp enough that a wrong position shows, and every weight is exact in
 bf16.
 
-bf16 errors. How far the same pipeline in bf16 is from fp32 (relative L2) is the yardstick for an engine that computes in bf16. It is
-taken once as the pipeline is (bf16_relative_l2), and once with the time embedding given the exact timestep
+bf16 errors. How far the same pipeline in bf16 is from fp32 (relative L2) is the yardstick for an engine that computes in bf16.
+It is taken once as the pipeline is (bf16_relative_l2), and once with the time embedding given the exact timestep
 (bf16_exact_time_relative_l2), which the pipeline rounds to bf16: a much larger error than all others.
 """

@@ -47,7 +47,7 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to rebuild (default: all but {SEPARATE})")
     parser.add_argument("--check", action="store_true", help="compare with what is stored instead of writing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tokenizer.json of FLUX.2 [dev] to this file instead")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"of {SEPARATE}: the downloaded package, which need not be installed")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"of {SEPARATE}: the package as it was downloaded")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in (*NAMES, SEPARATE)]:
         parser.error(f"there is no {', '.join(unknown)}")

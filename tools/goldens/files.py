@@ -53,9 +53,9 @@ class Files:
 
 
 def token_file(name, ids, prompts, long, **about):
-    """The fixture `name` of token ids: a line for each prompt with its ids, and for each piece of long prompts with their number and hash.
+    """The fixture `name` of token ids: a line for each prompt with its ids, and one for each long prompt with their number and hash.
 
-    A piece is repeated until it has 32,768 bytes, the most a prompt may have. The hash is that of all ids as little-endian uint32.
+    A long prompt is a piece that is repeated until it has 32,768 bytes, the most a prompt may have.
     """
     cases = [dict(prompt=prompt, ids=found) for prompt, found in prompts]
     for piece in long:

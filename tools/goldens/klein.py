@@ -38,8 +38,9 @@ CASES = (
 
 WEIGHT_SAMPLES = dict(
     transformer=(
-        "x_embedder.weight", "time_guidance_embed.timestep_embedder.linear_1.weight", "transformer_blocks.1.attn.norm_added_k.weight",
-        "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight", "norm_out.linear.weight",
+        "x_embedder.weight", "time_guidance_embed.timestep_embedder.linear_1.weight",
+        "transformer_blocks.1.attn.norm_added_k.weight", "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight",
+        "norm_out.linear.weight",
     ),
     text_encoder=("model.embed_tokens.weight", "model.layers.0.self_attn.q_norm.weight", "model.layers.26.mlp.down_proj.weight"),
     vae=(

@@ -88,11 +88,12 @@ LAYOUT = dict(width=1024, height=1024, references=[[605, 807], [1500, 1000]])
 WEIGHT_SAMPLES = dict(
     guidance_transformer=[f"time_guidance_embed.guidance_embedder.linear_{i}.weight" for i in (1, 2)],
     small_decoder_vae=(
-        "decoder.conv_in.weight", "decoder.up_blocks.2.resnets.0.conv_shortcut.weight", "decoder.mid_block.attentions.0.to_q.weight",
+        "decoder.conv_in.weight", "decoder.up_blocks.2.resnets.0.conv_shortcut.weight",
+        "decoder.mid_block.attentions.0.to_q.weight",
     ),
     vae=(
-        "encoder.conv_in.weight", "encoder.down_blocks.0.downsamplers.0.conv.weight", "encoder.mid_block.attentions.0.to_out.0.bias",
-        "quant_conv.weight",
+        "encoder.conv_in.weight", "encoder.down_blocks.0.downsamplers.0.conv.weight",
+        "encoder.mid_block.attentions.0.to_out.0.bias", "quant_conv.weight",
     ),
 )  # fmt: skip
 

@@ -56,7 +56,7 @@ MISTRAL_TEMPLATE = (
     "{% endfor %}"
 )
 
-# Prompts that are hard to split, before and after those of each tokenizer.
+# Prompts that are hard to split. Each fixture has more prompts between the two lists.
 SPACES = ["\n", "\n\n\n", " ", "  \n  \n", " \r\n\t x"]
 SCRIPTS = [
     "e\u0301 \u00e9 \u1100\u1161\u11a8 \u212b \ufb01",

@@ -107,7 +107,7 @@ class Recording:
         self.lines = [f"{'case':<20} {'output':<25} {'rms':>7}  {'bf16':<8}  bf16 with exact times"]
 
     def add(self, case, kept, outputs, *runs, kinds=ERROR_KINDS):
-        """A case with the tensors that are kept, all outputs of its exact run, and those of its runs in bf16. Returns their errors."""
+        """A case with the tensors that are kept, all outputs of its exact run, and the outputs of runs in bf16. Returns the errors."""
         errors = [error_report(run, outputs) for run in runs]
         self.tensors.update(as_arrays(case["name"], kept))
         self.cases.append(case | dict(zip(kinds, errors)))
