@@ -361,29 +361,20 @@ pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool)
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert!(b.rows == k && out.len() >= m * n, "{m}x{k} by {}x{n} into {}", b.rows, out.len());
     let (alpha, beta) = (1.0, 1.0); // out = alpha * out (if accumulating) + beta * a b
+    // The microkernels write columns, so they compute the transposed product, whose columns are the rows of `out`. A single column is
+    // one either way.
+    let ((m, n), (lhs, rhs), (column, row)) = match n {
+        0 | 1 => ((m, n), (a, b), (1, n as isize)),
+        _ => ((n, m), (b.transposed(), a.transposed()), (n as isize, 1)),
+    };
+    let multiply = gemm_f32::gemm::f32::get_gemm_fn();
+    let (none, out) = (gemm_common::Parallelism::None, out.as_mut_ptr());
     // SAFETY: the operands' constructors and the assertion above have checked every address that the GEMM accesses; `out` is
     // borrowed mutably, so it overlaps neither operand.
     unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            n as isize,
-            accumulate,
-            a.ptr,
-            a.col,
-            a.row,
-            b.ptr,
-            b.col,
-            b.row,
-            alpha,
-            beta,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
+        multiply(
+            m, n, k, out, column, row, accumulate, lhs.ptr, lhs.col, lhs.row, rhs.ptr, rhs.col, rhs.row, alpha, beta, false, false,
+            false, none,
         );
     }
 }
