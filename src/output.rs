@@ -7,6 +7,7 @@
 //! last step, so a process that is killed leaves nothing behind, and exactly one of several writers succeeds. On other systems
 //! the bytes are written to a named temporary file next to the target, which a killed process leaves behind.
 
+mod disk;
 mod staged;
 mod tmpfile;
 
@@ -20,6 +21,9 @@ use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Why a file cannot be written to a folder that is not there.
+const NO_FOLDER: &str = "there is no such folder";
 
 /// A file that is going to be written, and its largest size.
 #[derive(Clone, Debug)]
@@ -38,14 +42,10 @@ pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
     let mut folders: BTreeMap<&Path, (&Planned, u64)> = BTreeMap::new();
     for file in files {
         let path = file.path.as_path();
-        let name = path.as_os_str().as_encoded_bytes();
-        // `a/b/` and `a/b` have the same components, but the former is not a valid name for a file.
-        if path.file_name().is_none() || name.last().is_some_and(|&byte| std::path::is_separator(byte.into())) {
-            return Err(refused(path, ErrorKind::InvalidInput, "this is not the name of a file"));
-        }
+        check_name(path)?;
         let folder = folder_of(path);
         if !folders.contains_key(folder) && !folder.is_dir() {
-            return Err(refused(path, ErrorKind::NotFound, "there is no such folder"));
+            return Err(refused(path, ErrorKind::NotFound, NO_FOLDER));
         }
         check_target(path, force)?;
         let (longest, total) = folders.entry(folder).or_insert((file, 0));
@@ -230,6 +230,16 @@ fn sync_folder(folder: &Path) {
 
 fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).open(path)
+}
+
+/// Fails if a path cannot be that of a file.
+fn check_name(path: &Path) -> Result<()> {
+    let name = path.as_os_str().as_encoded_bytes();
+    // `a/b/` and `a/b` have the same components, but the former is not a valid name for a file.
+    if path.file_name().is_none() || name.last().is_some_and(|&byte| std::path::is_separator(byte.into())) {
+        return Err(refused(path, ErrorKind::InvalidInput, "this is not the name of a file"));
+    }
+    Ok(())
 }
 
 /// The metadata of the file that a target replaces, if any. An existing target is an error, and even with `force` one that is not

@@ -38,7 +38,7 @@ use crate::tensor::Scale;
 use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
-use journal::{CopyRecord, FileRecord, Journal, Record};
+use journal::{CopyRecord, Entry, FileRecord, Journal, Record};
 #[cfg(not(feature = "internals"))]
 use layout::{Content, FileLayout, LayerSpec};
 #[cfg(not(feature = "internals"))]
@@ -222,9 +222,11 @@ impl Plan {
     /// Writes the output, or continues what an earlier run began. Ends with [`Error::Interrupted`] once `stop` is set; what is
     /// finished by then is kept.
     pub fn write(&self, target: &Target, calibrate: Calibrate<'_>, progress: &dyn Progress, stop: &AtomicBool) -> Result<Report> {
-        let staged = Staged::open(&target.path, target.is_folder, target.force, Journal::is_one)?;
-        let journal = self.earlier(&staged, target.restart, progress)?;
-        let mut writer = Writer { plan: self, staged, journal, unsaved: 0, target, progress, stop, files: Vec::new() };
+        let mut staged = Staged::open(&target.path, target.is_folder, target.force, Journal::is_one)?;
+        staged.check_space(self.bytes())?;
+        let journal = self.earlier(&mut staged, target.restart, progress)?;
+        let (files, notes) = (Vec::new(), Vec::new());
+        let mut writer = Writer { plan: self, staged, journal, notes, unsaved: 0, target, progress, stop, files };
         match writer.run(calibrate) {
             Ok(()) => {
                 let report = Report::new(self, &writer.journal);
@@ -245,7 +247,7 @@ impl Plan {
     }
 
     /// The journal of an earlier run of this request, or a new one.
-    fn earlier(&self, staged: &Staged, restart: bool, progress: &dyn Progress) -> Result<Journal> {
+    fn earlier(&self, staged: &mut Staged, restart: bool, progress: &dyn Progress) -> Result<Journal> {
         let record = self.record();
         match staged.earlier().map(Journal::parse) {
             Some(Some(journal)) if !restart => match journal.request.difference(&record) {
@@ -263,11 +265,9 @@ impl Plan {
             }
             _ => {}
         }
-        // The journal comes first: what is cleared must not be taken for finished.
-        let journal = Journal::new(record);
-        staged.save_journal(&journal.bytes())?;
-        staged.clear()?;
-        Ok(journal)
+        let request = Entry::Request(record.clone());
+        staged.begin(&request.line())?;
+        Ok(Journal::new(record))
     }
 }
 
@@ -276,6 +276,8 @@ struct Writer<'a> {
     plan: &'a Plan,
     staged: Staged,
     journal: Journal,
+    /// Lines of the journal that are not saved.
+    notes: Vec<u8>,
     /// Bytes that were written since the journal was saved.
     unsaved: u64,
     target: &'a Target,
@@ -286,13 +288,12 @@ struct Writer<'a> {
 
 impl Writer<'_> {
     fn run(&mut self, calibrate: Calibrate<'_>) -> Result<()> {
-        self.staged.check_space(self.plan.bytes())?;
         for file in &self.plan.files {
             self.files.push(self.staged.file(&file.path, file.layout.bytes())?);
         }
         if self.plan.calibration.is_some() && self.journal.calibration.is_none() {
-            let measured = calibrate()?;
-            self.journal.calibration = Some(measured.into_iter().map(|(name, largest)| (name, largest.to_bits())).collect());
+            let measured = calibrate()?.into_iter().map(|(name, largest)| (name, largest.to_bits())).collect();
+            self.note(Entry::Calibration(measured));
             self.save()?;
         }
         self.progress.begin(Phase::Quantise, self.plan.bytes());
@@ -360,16 +361,25 @@ impl Writer<'_> {
             let error = 100.0 * finished.error.relative();
             self.progress.detail(&format!("{} {} error {error:.3} %", layer.spec.name(), format.name()));
         }
-        self.journal.finished[index].insert(layer.spec.weight.clone(), finished);
+        self.note(Entry::Finished(index, layer.spec.weight.clone(), finished));
         self.unsaved += bytes;
         if self.unsaved >= self.target.checkpoint_bytes { self.save() } else { Ok(()) }
+    }
+
+    /// Adds something to the journal.
+    fn note(&mut self, entry: Entry) {
+        self.notes.extend(entry.line());
+        // Every file of the plan is in the journal.
+        let _ = self.journal.add(entry);
     }
 
     /// Waits until all layers that are noted are on disk, then saves the journal.
     fn save(&mut self) -> Result<()> {
         self.files.iter().try_for_each(StagedFile::sync)?;
+        self.staged.append(&self.notes)?;
+        self.notes.clear();
         self.unsaved = 0;
-        self.staged.save_journal(&self.journal.bytes())
+        Ok(())
     }
 
     fn copy(&self, copied: &Copied) -> Result<()> {

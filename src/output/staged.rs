@@ -1,21 +1,26 @@
 //! Large outputs that take minutes to write, and that a second run can continue: they grow in `OUT.part` beside the target, with a
 //! journal of what is finished in `OUT.part.json`, and get their name when they are complete.
 //!
-//! Only one process at a time works on an output: it holds a lock on `OUT.part`, which ends with the process. Nobody else touches
-//! the journal.
+//! The journal is there before `OUT.part` is, and goes after it. It is never replaced, only lines are added to it. So there are few
+//! states that a killed process can leave:
+//!
+//! - the journal alone: nothing is begun, or the output has its name. The next run begins anew, or removes the journal.
+//! - both: the output is unfinished, and the next run continues it.
+//! - both, and the target is a second name of `OUT.part`: the output is complete. The next run removes the other two names.
+//! - the journal, and a target that is empty: where there are no hard links the name is taken first. The next run replaces that file.
+//!
+//! `OUT.part` without a journal is not from here, and is left alone. Only one process at a time works on an output: it holds a lock
+//! on the journal, which ends with the process.
 
-use super::{
-    Planned, check_target, check_writable, create_new, folder_of, keep_access, name_error, refused, sync_folder, tmpfile,
-};
-use super::{save_new, write_error};
-use crate::error::{Error, Result};
+use super::{NO_FOLDER, check_name, check_target, disk, folder_of, keep_access, name_error, refused, tmpfile, write_error};
+use crate::error::Result;
 use crate::files;
 use crate::text::grouped;
 use flate2::Crc;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
-use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::fs::{self, File, Metadata, TryLockError};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -25,24 +30,26 @@ const MAX_JOURNAL: u64 = 16 << 20;
 /// Bytes that are read at a time.
 const BUFFER: usize = 4 << 20;
 
-/// An output in the making, locked by this process.
+/// An output in the making, locked by this process. What becomes of the journal when this is dropped depends on `OUT.part`: the
+/// journal goes if that has gone.
 #[derive(Debug)]
 pub struct Staged {
     target: PathBuf,
     /// Where it grows: a file, or a folder.
     path: PathBuf,
     journal: PathBuf,
-    is_journal: IsJournal,
+    /// The open journal, which holds the lock.
+    file: File,
+    /// Bytes of the journal that count.
+    length: u64,
     /// What an earlier run noted, if there was one.
     earlier: Option<Vec<u8>>,
     is_folder: bool,
     /// The file that it is going to replace, if any.
     replaced: Option<Metadata>,
-    /// Holds the lock. There is none for a folder where the system cannot lock one.
-    lock: Option<File>,
 }
 
-/// Tells a journal, even a damaged one, from files of others that have its name.
+/// Tells a journal, even a damaged one or only its first bytes, from files of others that have its name.
 pub type IsJournal = fn(&[u8]) -> bool;
 
 /// Why a file or folder beside the target is left alone.
@@ -54,6 +61,11 @@ impl Staged {
         beside(target.components().as_path(), ".part")
     }
 
+    /// The journal of an output until it is complete.
+    pub fn journal_of(target: &Path) -> PathBuf {
+        beside(target.components().as_path(), ".part.json")
+    }
+
     /// Begins or continues an output. An existing target is an error, unless it is a file and `force` allows that it is replaced.
     pub fn open(target: &Path, is_folder: bool, force: bool, is_journal: IsJournal) -> Result<Self> {
         // `a/b/` is a valid name for a folder.
@@ -61,59 +73,95 @@ impl Staged {
         if target.file_name().is_none() {
             return Err(refused(target, ErrorKind::InvalidInput, "this is not the name of a file or folder"));
         }
-        let (path, journal) = (Self::path_of(target), beside(target, ".part.json"));
-        let error = |source| write_error(&path, source);
-        let lock = loop {
-            if is_same_file(&path, target) || files::is_there(&journal) && !files::is_there(&path) {
-                settle(target, &path, &journal, is_folder, is_journal).map_err(error)?;
-            }
-            check(target, is_folder, force)?;
-            if read_journal(&journal, is_journal)?.is_none() && holds_data(&path).map_err(error)? {
-                return Err(refused(&path, ErrorKind::AlreadyExists, FOREIGN));
-            }
-            let lock = open_locked(&path, is_folder).map_err(error)?;
-            // Another process may have finished and named what was opened, just before it was locked.
-            if lock.as_ref().is_none_or(|lock| is_at(lock, &path)) && !is_same_file(&path, target) {
-                break lock;
+        let (path, journal) = (Self::path_of(target), Self::journal_of(target));
+        let foreign = |path: &Path| Err(refused(path, ErrorKind::AlreadyExists, FOREIGN));
+        let (file, is_new) = loop {
+            let is_new = match fs::symlink_metadata(&journal) {
+                Ok(meta) if !meta.is_file() => return foreign(&journal),
+                Ok(_) => false,
+                // What is refused is refused before anything is created.
+                Err(_) => {
+                    check(target, is_folder, force)?;
+                    if files::is_there(&path) {
+                        return foreign(&path);
+                    }
+                    disk::create_folder(folder_of(target)).map_err(|error| write_error(target, error))?;
+                    true
+                }
+            };
+            let file = disk::open(&journal).map_err(|error| write_error(if is_new { target } else { &journal }, error))?;
+            lock(&file).map_err(|error| write_error(&path, error))?;
+            // Another process may have finished, and removed what was opened, just before it was locked.
+            if is_at(&file, &journal) {
+                break (file, is_new);
             }
         };
-        let replaced = check(target, is_folder, force)?;
-        let mut earlier = read_journal(&journal, is_journal)?;
-        if earlier.is_some() && !holds_data(&path).map_err(error)? {
-            // Another process has given the output its name since, and left this.
-            fs::remove_file(&journal).map_err(|error| write_error(&journal, error))?;
-            earlier = None;
+        let mut bytes = Vec::new();
+        (&file).take(MAX_JOURNAL + 1).read_to_end(&mut bytes).map_err(|error| write_error(&journal, error))?;
+        if !is_journal(&bytes) || bytes.len() as u64 > MAX_JOURNAL {
+            return foreign(&journal);
         }
-        Ok(Self { target: target.into(), path, journal, is_journal, earlier, is_folder, replaced, lock })
+        // Nothing is begun before a journal is.
+        if bytes.is_empty() && files::is_there(&path) {
+            let _ = disk::remove_file(&journal);
+            return foreign(&path);
+        }
+        // The process may have been killed in the middle of a line.
+        bytes.truncate(bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1));
+        let length = bytes.len() as u64;
+        let mut staged = Self { target: target.into(), path, journal, file, length, earlier: None, is_folder, replaced: None };
+        if is_same_file(&staged.path, target) {
+            disk::remove_file(&staged.path).map_err(|error| write_error(&staged.path, error))?;
+        }
+        let is_claimed = !is_new && !is_folder && is_empty_file(target);
+        staged.replaced = check(target, is_folder, force || is_claimed)?;
+        staged.earlier = files::is_there(&staged.path).then_some(bytes);
+        Ok(staged)
     }
 
-    /// The journal of an earlier run, which may be damaged.
+    /// The journal of an earlier run, which may be damaged: all lines that were written whole.
     pub fn earlier(&self) -> Option<&[u8]> {
         self.earlier.as_deref()
     }
 
-    /// Replaces the journal.
-    pub fn save_journal(&self, bytes: &[u8]) -> Result<()> {
-        save_new(&self.journal, bytes, true)
+    /// Removes what an earlier run left, and begins a journal with this line.
+    pub fn begin(&mut self, line: &[u8]) -> Result<()> {
+        // Without a journal it would be taken for somebody else's, so it goes first.
+        self.remove().map_err(|error| write_error(&self.path, error))?;
+        self.length = 0;
+        self.append(line)?;
+        disk::sync_folder(folder_of(&self.journal));
+        Ok(())
     }
 
-    /// Removes what an earlier run left.
-    pub fn clear(&self) -> Result<()> {
-        let cleared = match &self.lock {
-            Some(file) if !self.is_folder => file.set_len(0),
-            _ => fs::read_dir(&self.path).and_then(|entries| {
-                entries.into_iter().try_for_each(|entry| {
-                    let entry = entry?;
-                    if entry.file_type()?.is_dir() { fs::remove_dir_all(entry.path()) } else { fs::remove_file(entry.path()) }
-                })
-            }),
+    /// Adds lines to the journal.
+    pub fn append(&mut self, lines: &[u8]) -> Result<()> {
+        let append = || {
+            // What was not written whole, now or by an earlier run, goes.
+            disk::resize(&self.file, self.length)?;
+            disk::write(&self.file, self.length, lines)?;
+            disk::sync(&self.file)
         };
-        cleared.map_err(|error| write_error(&self.path, error))
+        append().map_err(|error| write_error(&self.journal, error))?;
+        self.length += lines.len() as u64;
+        Ok(())
+    }
+
+    /// Removes what there is of the output.
+    fn remove(&self) -> io::Result<()> {
+        match fs::symlink_metadata(&self.path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Ok(meta) if meta.is_dir() && self.is_folder => {
+                retain(&self.path, Path::new(""), &BTreeSet::new())?;
+                disk::remove_folder(&self.path)
+            }
+            _ => disk::remove_file(&self.path),
+        }
     }
 
     /// Fails if the disk has no room for so many bytes more than the output already takes.
     pub fn check_space(&self, bytes: u64) -> Result<()> {
-        let free = self.lock.as_ref().and_then(tmpfile::free_bytes);
+        let free = tmpfile::free_bytes(&self.file);
         let taken = allocated(&self.path);
         match free {
             Some(free) if free.saturating_add(taken) < bytes => {
@@ -133,10 +181,10 @@ impl Staged {
             false => (self.path.clone(), self.target.clone()),
         };
         let open = || {
-            fs::create_dir_all(folder_of(&path))?;
-            let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
-            tmpfile::preallocate(&file, bytes)?;
-            file.set_len(bytes)?;
+            disk::create_folder(folder_of(&path))?;
+            let file = disk::open(&path)?;
+            disk::preallocate(&file, bytes)?;
+            disk::resize(&file, bytes)?;
             Ok(file)
         };
         let file = open().map_err(|error| write_error(&shown, error))?;
@@ -151,52 +199,57 @@ impl Staged {
     /// Gives the output its name and removes the journal. Everything in it has to be on disk already.
     pub fn publish(self) -> Result<()> {
         let error = |source| name_error(&self.target, source);
-        if let (Some(file), Some(replaced)) = (&self.lock, &self.replaced) {
-            keep_access(file, replaced);
+        if let Some(replaced) = &self.replaced {
+            let _ = File::open(&self.path).map(|file| keep_access(&file, replaced));
         }
         if self.is_folder {
             let folders = fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path());
-            folders.filter(|path| path.is_dir()).chain([self.path.clone()]).for_each(|folder| sync_folder(&folder));
+            folders.filter(|path| path.is_dir()).chain([self.path.clone()]).for_each(|folder| disk::sync_folder(&folder));
         }
         if self.is_folder || self.replaced.is_some() {
             // An empty folder is replaced, one that holds something is not.
-            fs::rename(&self.path, &self.target).map_err(error)?;
+            disk::rename(&self.path, &self.target).map_err(error)?;
         } else {
-            match fs::hard_link(&self.path, &self.target) {
+            match disk::link(&self.path, &self.target) {
                 Ok(()) => {
-                    // The lock is on the first name, which therefore goes last.
-                    sync_folder(folder_of(&self.target));
-                    let _ = fs::remove_file(&self.journal);
-                    return fs::remove_file(&self.path).map_err(error);
+                    disk::sync_folder(folder_of(&self.target));
+                    disk::remove_file(&self.path).map_err(error)?;
                 }
                 Err(exists) if exists.kind() == ErrorKind::AlreadyExists => return Err(error(exists)),
                 // File systems without hard links fail with various errors. Creating a file is exclusive there, too.
                 Err(_) => {
-                    create_new(&self.target).map_err(error)?;
-                    fs::rename(&self.path, &self.target).map_err(error)?;
+                    disk::create_new(&self.target).map_err(error)?;
+                    disk::rename(&self.path, &self.target).map_err(|source| {
+                        // The error of the first step matters more.
+                        let _ = disk::remove_file(&self.target);
+                        error(source)
+                    })?;
                 }
             }
         }
-        sync_folder(folder_of(&self.target));
-        // The output is there. What this cannot remove, because another process has begun already or for another reason, the next
-        // one removes.
-        let _ = settle(&self.target, &self.path, &self.journal, self.is_folder, self.is_journal);
+        // The journal goes when the name is on disk.
+        disk::sync_folder(folder_of(&self.target));
         Ok(())
     }
 
     /// Removes the output and its journal.
     pub fn discard(self) {
-        // The error that led here matters more than one of these. Bytes without a journal would be in the way of the next run, so
-        // they go first, and the name, which keeps others out, goes last.
-        if self.clear().is_ok() {
-            let _ = fs::remove_file(&self.journal);
-            let _ = remove(&self.path, self.is_folder);
-        }
+        // The error that led here matters more than this one.
+        let _ = self.remove();
     }
 
     /// Where the output grows.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        // The lock is still held. What cannot be removed here is removed by the next run.
+        if !files::is_there(&self.path) {
+            let _ = disk::remove_file(&self.journal);
+        }
     }
 }
 
@@ -211,8 +264,7 @@ pub struct StagedFile {
 impl StagedFile {
     /// Writes bytes to a place in the file.
     pub fn write_at(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
-        let written = self.file.seek(SeekFrom::Start(offset)).and_then(|_| self.file.write_all(bytes));
-        written.map_err(|error| write_error(&self.shown, error))
+        disk::write(&self.file, offset, bytes).map_err(|error| write_error(&self.shown, error))
     }
 
     /// The CRC-32 of bytes of the file.
@@ -234,7 +286,7 @@ impl StagedFile {
 
     /// Waits until everything that was written is on disk.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync_all().map_err(|error| write_error(&self.shown, error))
+        disk::sync(&self.file).map_err(|error| write_error(&self.shown, error))
     }
 }
 
@@ -248,7 +300,10 @@ fn beside(path: &Path, suffix: &str) -> PathBuf {
 /// Checks that the target may be written, and returns the metadata of a file that it replaces.
 fn check(target: &Path, is_folder: bool, force: bool) -> Result<Option<Metadata>> {
     if !is_folder {
-        check_writable(&[Planned { path: target.into(), bytes: 0 }], force)?;
+        check_name(target)?;
+        if !folder_of(target).is_dir() {
+            return Err(refused(target, ErrorKind::NotFound, NO_FOLDER));
+        }
         return check_target(target, force);
     }
     let occupied = match fs::read_dir(target) {
@@ -262,36 +317,6 @@ fn check(target: &Path, is_folder: bool, force: bool) -> Result<Option<Metadata>
     }
 }
 
-/// The bytes of the journal, if there is one.
-fn read_journal(journal: &Path, is_journal: IsJournal) -> Result<Option<Vec<u8>>> {
-    match files::read(journal, MAX_JOURNAL) {
-        Ok(bytes) if is_journal(&bytes) => Ok(Some(bytes)),
-        Ok(_) => Err(refused(journal, ErrorKind::AlreadyExists, FOREIGN)),
-        Err(error) if error.kind() == ErrorKind::NotFound && !files::is_there(journal) => Ok(None),
-        Err(error) => Err(Error::read(journal, error)),
-    }
-}
-
-/// Removes what is left of the work on an output that has its name: the journal, and the name under which a file grew, which it
-/// has until it is sure of the new one. Fails if another process is at work.
-fn settle(target: &Path, path: &Path, journal: &Path, is_folder: bool, is_journal: IsJournal) -> io::Result<()> {
-    // Creates an empty one if there is none, so that nobody begins in the meantime.
-    let lock = open_locked(path, is_folder)?;
-    let is_mine = lock.as_ref().is_none_or(|lock| is_at(lock, path));
-    if !is_mine || holds_data(path)? && !is_same_file(path, target) {
-        return Ok(());
-    }
-    if let Ok(Some(_)) = read_journal(journal, is_journal) {
-        fs::remove_file(journal)?;
-    }
-    remove(path, is_folder)
-}
-
-/// Removes a file, or a folder with what is left in it.
-fn remove(path: &Path, is_folder: bool) -> io::Result<()> {
-    if is_folder { fs::remove_dir_all(path) } else { fs::remove_file(path) }
-}
-
 /// Removes everything from a folder but files of these names, which begin with `prefix`.
 fn retain(folder: &Path, prefix: &Path, names: &BTreeSet<&Path>) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
@@ -299,33 +324,32 @@ fn retain(folder: &Path, prefix: &Path, names: &BTreeSet<&Path>) -> io::Result<(
         let (path, name) = (entry.path(), prefix.join(entry.file_name()));
         match entry.file_type()?.is_dir() {
             true if names.iter().any(|kept| kept.starts_with(&name)) => retain(&path, &name, names)?,
-            true => fs::remove_dir_all(path)?,
+            true => {
+                retain(&path, &name, &BTreeSet::new())?;
+                disk::remove_folder(&path)?;
+            }
             false if names.contains(name.as_path()) => {}
-            false => fs::remove_file(path)?,
+            false => disk::remove_file(&path)?,
         }
     }
     Ok(())
 }
 
-/// Opens what grows, creating it if need be, and locks it.
-fn open_locked(path: &Path, is_folder: bool) -> io::Result<Option<File>> {
-    let file = if is_folder {
-        fs::create_dir_all(path)?;
-        if !cfg!(unix) {
-            return Ok(None);
-        }
-        File::open(path)?
-    } else {
-        OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?
-    };
+/// Locks a journal.
+fn lock(file: &File) -> io::Result<()> {
     match file.try_lock() {
         Err(TryLockError::WouldBlock) => {
             Err(io::Error::new(ErrorKind::ResourceBusy, "another process is writing this; wait for it, or use another name"))
         }
         // Some network file systems have no locks.
         Err(TryLockError::Error(error)) if error.kind() != ErrorKind::Unsupported => Err(error),
-        _ => Ok(Some(file)),
+        _ => Ok(()),
     }
+}
+
+/// Whether this is an empty file, and not a link to one.
+fn is_empty_file(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() == 0)
 }
 
 /// Whether these are two names of one file. Links are not followed: a link is of no use without what it leads to.
@@ -361,24 +385,6 @@ fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Whether there is a file with content at a path, or anywhere in a folder there.
-fn holds_data(path: &Path) -> io::Result<bool> {
-    let meta = match fs::symlink_metadata(path) {
-        Ok(meta) => meta,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-        Err(error) => return Err(error),
-    };
-    if !meta.is_dir() {
-        return Ok(!meta.is_file() || meta.len() > 0);
-    }
-    for entry in fs::read_dir(path)? {
-        if holds_data(&entry?.path())? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
 /// Bytes of disk that a file takes, or all files in a folder.
 fn allocated(path: &Path) -> u64 {
     #[cfg(unix)]
@@ -392,30 +398,4 @@ fn allocated(path: &Path) -> u64 {
 }
 
 #[cfg(all(test, unix))]
-mod tests {
-    use super::*;
-
-    /// Only who holds the lock removes a journal, so that nobody removes that of a process which has just begun.
-    #[test]
-    fn the_journal_of_another_process_stays() {
-        let folder = std::env::temp_dir().join(format!("kiln-staged-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        let target = folder.join("out");
-        let journal = beside(&target, ".part.json");
-        for is_folder in [false, true] {
-            let begun = Staged::open(&target, is_folder, true, |bytes| bytes == b"journal").unwrap();
-            begun.save_journal(b"journal").unwrap();
-            let settle = || settle(&target, &begun.path, &journal, is_folder, begun.is_journal);
-            assert_eq!(settle().unwrap_err().kind(), ErrorKind::ResourceBusy);
-            begun.file(Path::new("x"), 1).unwrap();
-            drop(begun.lock.as_ref().unwrap().unlock());
-            // What the process has left when it was killed is for the next one.
-            settle().unwrap();
-            assert_eq!(fs::read(&journal).unwrap(), b"journal");
-            begun.clear().unwrap();
-            settle().unwrap();
-            assert!(fs::read_dir(&folder).unwrap().next().is_none());
-        }
-        fs::remove_dir(folder).unwrap();
-    }
-}
+mod tests;

@@ -2,7 +2,7 @@
 //! as that of one run, to the byte.
 
 use super::{At, Observer, options, target, write};
-use common::sandbox::{Run, Sandbox, send};
+use common::sandbox::{Run, Sandbox};
 use kiln::error::{Error, Remedy};
 use kiln::internals::config::Variant;
 use kiln::internals::names::Layout;
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Says to the test below that it is a child process: the input, the output and the point at which it ends.
 const CHILD: &str = "KILN_TEST_QUANTIZE_CHILD";
@@ -92,36 +92,51 @@ fn a_process_that_ends_at_any_point_leaves_no_half_file_and_is_continued() {
     assert!(layers.is_sorted_by(|a, b| a >= b) && layers[3] < 20 && layers[3] > 0, "{layers:?}");
 }
 
+/// All files below a path, or the file itself, with their bytes.
+fn files(path: &Path) -> Vec<(PathBuf, Vec<u8>)> {
+    if path.is_file() {
+        return vec![(PathBuf::new(), fs::read(path).unwrap())];
+    }
+    let entries = fs::read_dir(path).unwrap().map(|entry| entry.unwrap());
+    let below = |entry: fs::DirEntry| {
+        let name = PathBuf::from(entry.file_name());
+        files(&entry.path()).into_iter().map(move |(path, bytes)| (name.join(path), bytes)).collect::<Vec<_>>()
+    };
+    let mut files: Vec<_> = entries.flat_map(below).collect();
+    files.sort();
+    files
+}
+
+/// Kills the program as soon as it is seen to have got to some point. The signal may come later than that, and too late on a busy
+/// machine: what is checked holds for every moment. Tests of `output::Staged` end a process at each of its steps.
 #[test]
 fn the_program_can_be_killed_at_any_moment() {
     let sandbox = Sandbox::new();
-    let command = |out: &str| sandbox.command(["quantize", "tiny", out, "--to", "nvfp4", "--no-calibration", "-q"]);
-    let start = Instant::now();
-    Run::of(command("whole")).good();
-    let duration = start.elapsed();
-    let mut killed = 0;
-    for i in 1..=6 {
-        let mut child = command("out").spawn().unwrap();
-        std::thread::sleep(duration.mul_f64(f64::from(i) / 7.0).min(Duration::from_secs(2)));
-        send("-KILL", &child);
-        killed += usize::from(!child.wait().unwrap().success());
-        if sandbox.path("out").exists() {
-            break;
+    let folder = [".part.json", ".part", ".part/text_encoder", ".part/vae", ".part/model_index.json", ""];
+    for (whole, out, points) in
+        [("whole", "out", &folder[..]), ("whole.safetensors", "out.safetensors", &[".part.json", ".part", ""])]
+    {
+        let command = |out: &str| sandbox.command(["quantize", "tiny", out, "--to", "nvfp4", "--no-calibration", "-q"]);
+        Run::of(command(whole)).good();
+        let whole = files(&sandbox.path(whole));
+        let is_complete = || sandbox.path(out).exists() && files(&sandbox.path(out)) == whole;
+        for point in points {
+            let mut child = command(out).spawn().unwrap();
+            let reached = sandbox.path(&format!("{out}{point}"));
+            while !reached.exists() && child.try_wait().unwrap().is_none() {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert!(is_complete() || !sandbox.path(out).exists(), "{out}{point}");
         }
+        let was_complete = is_complete();
+        let run = Run::of(command(out));
+        assert_eq!(run.code, Some(if was_complete { 5 } else { 0 }), "{}", run.stderr);
+        assert!(is_complete(), "{out}");
+        let names = sandbox.names();
+        assert!(names.iter().all(|name| [out, "whole", "whole.safetensors", "out"].contains(&name.as_str())), "{names:?}");
     }
-    if !sandbox.path("out").exists() {
-        Run::of(command("out")).good();
-    }
-    assert!(killed > 0, "{duration:?}");
-    for file in ["transformer/flux-2-klein-nvfp4.safetensors", "text_encoder/qwen_3_nvfp4.safetensors", "model_index.json"] {
-        assert!(
-            fs::read(sandbox.path("out").join(file)).unwrap() == fs::read(sandbox.path("whole").join(file)).unwrap(),
-            "{file}"
-        );
-    }
-    // A process that is killed between giving the name and removing the journal leaves the latter, until the next run.
-    let _ = sandbox.run(["quantize", "tiny", "out", "--to", "nvfp4", "--no-calibration"]);
-    assert_eq!(sandbox.names(), ["out", "whole"]);
 }
 
 #[test]
@@ -164,20 +179,38 @@ fn begun_as(sandbox: &Sandbox, folder: &Path, out: &str) -> (PathBuf, PathBuf) {
 
 #[test]
 fn damage_is_noticed_and_repaired() {
-    // A journal that cannot be read counts as none.
-    let sandbox = Sandbox::new();
-    let (folder, out) = begun(&sandbox);
-    let journal = sandbox.path("out.safetensors.part.json");
-    let text = fs::read(&journal).unwrap();
-    fs::write(&journal, &text[..text.len() - 1]).unwrap();
-    let observer = Observer::new(At::Never);
-    write(&source(&folder), &options(Fp8, &[]), &target(&out, OFTEN), &observer).unwrap();
-    assert!(fs::read(&out).unwrap() == *WHOLE);
-    assert_eq!(observer.layers.take().len(), 20);
-    let warnings = observer.warnings.take();
-    assert!(warnings.len() == 1 && warnings[0].ends_with("is damaged or of another version: starting anew"), "{warnings:?}");
+    // A journal that cannot be read counts as none. A line without an end is one that a process was writing when it was killed, and
+    // only that one is lost.
+    let mut again = Vec::new();
+    let cut: [fn(&mut Vec<u8>); 5] = [
+        |_| (),
+        |text| text.truncate(text.len() - 1),
+        |text| text.extend(b"{\"fin"),
+        |text| text.truncate(40),
+        |text| text.extend(b"x\n"),
+    ];
+    for (cut, is_damaged) in cut.into_iter().zip([false, false, false, true, true]) {
+        let sandbox = Sandbox::new();
+        let (folder, out) = begun(&sandbox);
+        let journal = sandbox.path("out.safetensors.part.json");
+        let mut text = fs::read(&journal).unwrap();
+        cut(&mut text);
+        fs::write(&journal, text).unwrap();
+        let observer = Observer::new(At::Never);
+        write(&source(&folder), &options(Fp8, &[]), &target(&out, OFTEN), &observer).unwrap();
+        assert!(fs::read(&out).unwrap() == *WHOLE);
+        again.push(observer.layers.take().len());
+        let warnings = observer.warnings.take();
+        assert_eq!(warnings.len(), usize::from(is_damaged), "{warnings:?}");
+        assert!(warnings.iter().all(|text| text.ends_with("is damaged or of another version: starting anew")), "{warnings:?}");
+    }
+    let all = again[0];
+    assert!(all < 20 && again == [all, all + 1, all, 20, 20], "{again:?}");
 
     // A layer that is not what the journal says is written again, whichever of its bytes is wrong.
+    let sandbox = Sandbox::new();
+    let out = sandbox.path("whole.safetensors");
+    fs::write(&out, &*WHOLE).unwrap();
     let whole = kiln::internals::checkpoint::Shard::open(&out).unwrap();
     let place = |tensor: &str| whole.entry(tensor).unwrap().range.end - 1;
     for tensor in ["double_blocks.0.img_attn.qkv.weight", "double_blocks.0.img_attn.qkv.weight_scale", "img_in.weight"] {
@@ -261,8 +294,8 @@ fn only_one_process_writes_and_nothing_else_is_touched() {
     }
 }
 
-/// A process that ends after it has linked the file to its name leaves both names and the journal. The file is complete, and what
-/// comes next must not write to it.
+/// A process that ends after it has linked the file to its name leaves both names and the journal, and one that ends a step later
+/// leaves the journal. The file is complete, and what comes next must not write to it.
 #[cfg(unix)]
 #[test]
 fn a_process_that_ends_while_it_gives_the_name_leaves_a_whole_file() {
@@ -272,19 +305,27 @@ fn a_process_that_ends_while_it_gives_the_name_leaves_a_whole_file() {
     let noted = fs::read(&journal).unwrap();
     let run = |target: Target, at: At| write(&source(&folder), &options(Fp8, &[]), &target, &Observer::new(at)).map(drop);
     run(target(&out, OFTEN), At::Never).unwrap();
-    for (has_journal, force, restart) in [(true, true, true), (true, true, false), (true, false, false), (false, true, true)] {
-        fs::hard_link(&out, &part).unwrap();
-        if has_journal {
-            fs::write(&journal, &noted).unwrap();
+    for (has_both, force, restart) in
+        [(true, true, true), (true, true, false), (true, false, false), (false, true, true), (false, false, false)]
+    {
+        if has_both {
+            fs::hard_link(&out, &part).unwrap();
         }
+        fs::write(&journal, &noted).unwrap();
         let result = run(Target { force, restart, ..target(&out, OFTEN) }, At::Stop(1));
         assert!(
             matches!((force, &result), (true, Err(Error::Interrupted)) | (false, Err(Error::OutputExists { .. }))),
             "{result:?}"
         );
-        assert!(fs::read(&out).unwrap() == *WHOLE, "{has_journal} {force} {restart}");
-        assert_eq!(sandbox.names(), ["out.safetensors", "tiny"], "{has_journal} {force} {restart}");
+        assert!(fs::read(&out).unwrap() == *WHOLE, "{has_both} {force} {restart}");
+        assert_eq!(sandbox.names(), ["out.safetensors", "tiny"], "{has_both} {force} {restart}");
     }
+    // Where there are no hard links, the name is taken first.
+    let (_, taken) = begun_as(&sandbox, &folder, "taken.safetensors");
+    fs::write(&taken, "").unwrap();
+    run(target(&taken, OFTEN), At::Never).unwrap();
+    assert!(fs::read(&taken).unwrap() == *WHOLE);
+    assert_eq!(sandbox.names(), ["out.safetensors", "taken.safetensors", "tiny"]);
     // A link to what is unfinished is not the finished file.
     let (_, out) = begun_as(&sandbox, &folder, "other.safetensors");
     let part = sandbox.path("other.safetensors.part");
@@ -322,6 +363,26 @@ fn a_file_that_is_no_journal_is_left_alone() {
     fs::write(&journal, noted).unwrap();
     run(false).unwrap();
     assert_eq!(sandbox.names(), ["out.safetensors", "tiny"]);
+}
+
+/// What is unfinished stays when something else has got its name, and is named.
+#[test]
+fn unfinished_work_whose_name_is_taken_is_named() {
+    let sandbox = Sandbox::new();
+    begun(&sandbox);
+    fs::create_dir(sandbox.path("out.part")).unwrap();
+    fs::copy(sandbox.path("out.safetensors.part.json"), sandbox.path("out.part.json")).unwrap();
+    fs::create_dir_all(sandbox.path("out/mine")).unwrap();
+    fs::write(sandbox.path("out.safetensors"), "mine").unwrap();
+    let before = sandbox.names();
+    for out in ["out.safetensors", "out"] {
+        let run = sandbox.run(["quantize", "tiny", out, "--to", "fp8", "--no-calibration"]);
+        assert_eq!(run.code, Some(5), "{}", run.stderr);
+        let note =
+            format!("note: `{out}.part` and `{out}.part.json` stay: the same command continues them once OUT is moved away\n");
+        assert!(run.stderr.starts_with(&note), "{}", run.stderr);
+    }
+    assert_eq!(sandbox.names(), before);
 }
 
 /// The tiny model of a folder, and all that a folder of its quantised transformer gets besides.

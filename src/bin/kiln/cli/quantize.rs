@@ -12,11 +12,11 @@ use kiln::progress::Progress;
 use kiln::quantize::calibrate::{Calibration, calibrate, read_prompts};
 use kiln::quantize::{CHECKPOINT_BYTES, FileReport, Options, PartSource, Plan, Report, Target, calibration_inputs, copies};
 use kiln::selftest::Records;
-use kiln::text::amount;
+use kiln::text::{amount, shown_path};
 use kiln::{OpenModel, Part, PerPart, Pixels, Variant, check_length};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -87,8 +87,12 @@ pub fn quantize(
         _ => Err(Error::Op { op: "calibrate", what: "there is no model to run".into() }),
     };
     let report = plan.write(&target, &mut calibrate, terminal, stop).inspect_err(|error| {
-        if matches!(error, Error::Interrupted) && Staged::path_of(&target.path).exists() {
+        let (path, journal) = (Staged::path_of(&target.path), Staged::journal_of(&target.path));
+        if matches!(error, Error::Interrupted) && path.exists() {
             terminal.say("note: the same command continues from here; with --restart it begins anew");
+        } else if is_taken(error) && path.exists() && journal.exists() {
+            let [path, journal] = [&path, &journal].map(|path| shown_path(path));
+            terminal.say(&format!("note: `{path}` and `{journal}` stay: the same command continues them once OUT is moved away"));
         }
     })?;
     report.files.iter().flat_map(table).for_each(|line| terminal.say(&line));
@@ -97,6 +101,15 @@ pub fn quantize(
         return print(out, &json_line(&description(&report, &args.output, seconds))?);
     }
     print(out, &line_of(&args.output))
+}
+
+/// Whether an output has failed because there is something of its name.
+fn is_taken(error: &Error) -> bool {
+    match error {
+        Error::OutputExists { .. } => true,
+        Error::Write { source, .. } => source.kind() == ErrorKind::DirectoryNotEmpty,
+        _ => false,
+    }
 }
 
 /// Fails if diffusers would not read what is asked for.

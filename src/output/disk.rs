@@ -1,0 +1,140 @@
+//! The changes that a staged output makes on disk, one function for each. A process can be killed between any two of them, and in
+//! the middle of a write: tests end the work at every such step.
+
+use super::tmpfile;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek, SeekFrom, Write};
+use std::path::Path;
+
+/// Opens a file to read and write it, and creates it if there is none.
+pub fn open(path: &Path) -> io::Result<File> {
+    step()?;
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
+}
+
+/// Creates an empty file where there is none.
+pub fn create_new(path: &Path) -> io::Result<()> {
+    step()?;
+    super::create_new(path).map(drop)
+}
+
+/// Creates a folder and the folders that it is in, unless they are there.
+pub fn create_folder(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        create_folder(folder)?;
+    }
+    step()?;
+    match fs::create_dir(path) {
+        // Another process may have created it just now.
+        Err(_) if path.is_dir() => Ok(()),
+        done => done,
+    }
+}
+
+/// Writes bytes to a place in a file.
+pub fn write(mut file: &File, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    let (first, second) = bytes.split_at(if cfg!(test) { bytes.len() / 2 } else { bytes.len() });
+    step()?;
+    file.seek(SeekFrom::Start(offset))?;
+    file.write_all(first)?;
+    step()?;
+    file.write_all(second)
+}
+
+/// Reserves disk space for a file, if the file system can.
+pub fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
+    step()?;
+    tmpfile::preallocate(file, bytes)
+}
+
+/// Gives a file a size.
+pub fn resize(file: &File, bytes: u64) -> io::Result<()> {
+    step()?;
+    file.set_len(bytes)
+}
+
+/// Gives a file a second name, which must not exist.
+pub fn link(path: &Path, other: &Path) -> io::Result<()> {
+    step()?;
+    #[cfg(test)]
+    death::links()?;
+    fs::hard_link(path, other)
+}
+
+/// Gives a file or folder another name, and replaces the file or the empty folder of that name.
+pub fn rename(path: &Path, other: &Path) -> io::Result<()> {
+    step()?;
+    fs::rename(path, other)
+}
+
+/// Removes a file.
+pub fn remove_file(path: &Path) -> io::Result<()> {
+    step()?;
+    fs::remove_file(path)
+}
+
+/// Removes an empty folder.
+pub fn remove_folder(path: &Path) -> io::Result<()> {
+    step()?;
+    fs::remove_dir(path)
+}
+
+/// Waits until all that was written to a file is on disk.
+pub fn sync(file: &File) -> io::Result<()> {
+    // A process that is killed loses nothing of what it has written, and tests kill thousands.
+    if cfg!(test) { Ok(()) } else { file.sync_all() }
+}
+
+/// Waits until the names in a folder are on disk, if the system can.
+pub fn sync_folder(folder: &Path) {
+    if !cfg!(test) {
+        super::sync_folder(folder);
+    }
+}
+
+/// Where tests end the work.
+fn step() -> io::Result<()> {
+    #[cfg(test)]
+    death::step()?;
+    Ok(())
+}
+
+/// The end of a process, for tests: from some step on nothing changes on disk any more, whatever the rest of the program tries.
+#[cfg(test)]
+pub mod death {
+    use std::cell::Cell;
+    use std::io::{self, ErrorKind};
+
+    thread_local! {
+        static STEPS_LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
+        static HAS_LINKS: Cell<bool> = const { Cell::new(true) };
+    }
+
+    /// Runs something on a file system with or without hard links, and ends it after so many steps. Returns whether it got so far.
+    pub fn after<T>(steps: usize, has_links: bool, run: impl FnOnce() -> T) -> (T, bool) {
+        STEPS_LEFT.set(steps);
+        HAS_LINKS.set(has_links);
+        let result = run();
+        let died = STEPS_LEFT.get() == 0;
+        STEPS_LEFT.set(usize::MAX);
+        HAS_LINKS.set(true);
+        (result, died)
+    }
+
+    pub(super) fn step() -> io::Result<()> {
+        match STEPS_LEFT.get() {
+            0 => Err(io::Error::other("the process has ended")),
+            left => {
+                STEPS_LEFT.set(left - 1);
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn links() -> io::Result<()> {
+        if HAS_LINKS.get() { Ok(()) } else { Err(ErrorKind::Unsupported.into()) }
+    }
+}
