@@ -8,8 +8,9 @@ mod common;
 
 use common::adapter_files::{adapters, lora_of_all};
 use common::quantised::{self, Content, Form, SHORT};
-use common::{cpu, engine_on, small_job};
+use common::{engine_on, small_job};
 use kiln::backend::GemmFormats;
+use kiln::backend::cpu::Cpu;
 use kiln::config::Variant;
 use kiln::locate::Found;
 use kiln::model::transformer_manifest;
@@ -24,6 +25,7 @@ use kiln::tiny;
 use kiln::tokenizer::Tokenizer;
 use std::alloc::{self, GlobalAlloc, System};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Bytes in use, and their peak.
@@ -85,6 +87,11 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
+/// A backend with one thread. What several threads keep depends on how many there are, and on which of them had time for a GEMM.
+fn cpu() -> Cpu {
+    Cpu::new(1, Arc::default()).unwrap()
+}
+
 /// The peak RSS of the process, in bytes.
 fn peak_resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -122,10 +129,10 @@ fn copied_and_planned(model: OpenModel, job: &Job) -> [usize; 2] {
 /// Weights that have to be converted are copied, and the plan counts these bytes.
 fn copies_are_what_the_plan_says(job: &Job) {
     let [copied, planned] = copied_and_planned(wide_model(), job);
-    // Threads keep the packing buffers of GEMMs.
+    // A thread keeps the packing buffers of GEMMs.
     assert!(planned > 32 << 20 && copied >= planned && copied - planned < 8 << 20, "{copied} bytes, {planned} planned");
 
-    // So are weights that are merged with an adapter, again up to what threads keep.
+    // So are weights that are merged with an adapter, again up to what the thread keeps.
     let plain = || OpenModel::open(&Found::Tiny, None).unwrap();
     let mut merged = plain();
     let layers = lora_of_all(&transformer_manifest(&merged.configs.transformer), 4);
