@@ -5,8 +5,9 @@ use common::adapter_files::{adapters, lora_of_all};
 use common::alone::alone;
 use common::cost::{ARENA, OTHER, allocations};
 use common::quantised::{self, Content, Form, SHORT};
-use common::{cpu, engine_on, opened, small_job, tiny_weights};
+use common::{engine_on, opened, small_job, tiny_weights};
 use kiln::internals::backend::GemmFormats;
+use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::config::Variant;
 use kiln::internals::model::transformer_manifest;
 use kiln::internals::names::Layout;
@@ -19,6 +20,12 @@ use kiln::internals::tiny;
 use kiln::locate::Found;
 use kiln::progress::Silent;
 use kiln::trace;
+use std::sync::Arc;
+
+/// A backend with one thread. What several threads keep depends on how many there are, and on which of them had time for a GEMM.
+fn cpu() -> Cpu {
+    Cpu::new(1, Arc::default()).unwrap()
+}
 
 /// The peak RSS of the process, in bytes.
 fn peak_resident() -> usize {
@@ -54,10 +61,10 @@ fn copied_and_planned(model: OpenModel, job: &Job) -> [usize; 2] {
 /// Weights that have to be converted are copied, and the plan counts these bytes.
 fn copies_are_what_the_plan_says(job: &Job) {
     let [copied, planned] = copied_and_planned(wide_model(), job);
-    // Threads keep the packing buffers of GEMMs.
+    // A thread keeps the packing buffers of GEMMs.
     assert!(planned > 32 << 20 && copied >= planned && copied - planned < 8 << 20, "{copied} bytes, {planned} planned");
 
-    // So are weights that are merged with an adapter, again up to what threads keep.
+    // So are weights that are merged with an adapter, again up to what the thread keeps.
     let plain = || OpenModel::open(&Found::Tiny, None).unwrap();
     let mut merged = plain();
     let layers = lora_of_all(&transformer_manifest(&merged.configs.transformer), 4);

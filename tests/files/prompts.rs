@@ -367,8 +367,8 @@ fn known_tokenizers_are_read_in_all_their_spellings() {
     assert_eq!(reference.encode_fast(text, false).unwrap().get_ids(), &want.ids[..want.real]);
 }
 
-/// The most that encoding a prompt may allocate in all, whether or not it is freed. The library allocates several times for each word.
-const ALLOCATED: usize = 64 << 20;
+/// The most that encoding a prompt may allocate, whether or not it is freed again. The library allocates several times for each word.
+const ALLOCATED: usize = 96 << 20;
 /// The most CPU time that it may take, on a machine with nothing else to do. Nearly all prompts stay below 50 ms. The slowest have a word
 /// per character, and digits between spaces make the library's split pattern try every alternative, which takes up to 90 ms. Encoding
 /// cannot stop at the limit of tokens, because the result counts those beyond it. A core that other programs share takes twice as long.
@@ -581,8 +581,7 @@ fn no_prompt_takes_long() {
     let too_long = "a".repeat(100 << 20);
     let encode = || assert_eq!(QWEN3.encode(&too_long, LENGTH).unwrap_err().exit_code(), 2);
     let ((), allocated) = allocated_by(encode);
-    println!("too long: {allocated} bytes");
-    assert!(allocated <= 1 << 20, "{allocated} bytes");
+    assert!(allocated <= 1 << 10, "{allocated} bytes");
     assert!(!long() || time_of(encode) <= Duration::from_millis(5));
 }
 

@@ -95,10 +95,9 @@ fn mutated(original: &[u8], random: &mut Random) -> Vec<u8> {
 
 #[test]
 fn mutated_files_neither_panic_nor_take_long() {
-    /// The most that a file may allocate in all, whether or not it is freed.
-    const ALLOCATED: usize = 32 << 20;
+    /// The most that a file may allocate, whether or not it is freed again.
+    const ALLOCATED: usize = 8 << 20;
     const LIMIT: Duration = Duration::from_millis(100);
-    static WORST: AtomicUsize = AtomicUsize::new(0);
     let mut originals: Vec<Vec<u8>> = [
         "baseline_420.jpg",
         "baseline_422.jpg",
@@ -133,7 +132,6 @@ fn mutated_files_neither_panic_nor_take_long() {
         let right = bytes.starts_with(b"\x89PNG") && random.below(8) > 0;
         let bytes = if right { with_right_checksums(bytes) } else { bytes };
         let (result, allocated) = allocated_by(|| decode(&bytes));
-        WORST.fetch_max(allocated, Ordering::Relaxed);
         assert!(allocated <= ALLOCATED, "{allocated} bytes");
         // For a machine with nothing else to do. There a file that is slow is slow every time.
         let time = || {
@@ -153,7 +151,6 @@ fn mutated_files_neither_panic_nor_take_long() {
             }
         }
     });
-    println!("worst {WORST:?}");
     // Both outcomes occur.
     let (accepted, damaged) = (accepted.into_inner(), damaged.into_inner());
     assert!(accepted > 1000 && damaged > 10_000, "{accepted} accepted, {damaged} refused");
