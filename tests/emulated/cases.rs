@@ -190,30 +190,15 @@ impl Plan {
         others.sort_by_cached_key(|_| random.next());
         let drawn = if only.is_none() && !long() { self.drawn } else { others.len() };
         println!("{:?}: {} cases, and {drawn} of {} others", self.gpu, every_time.len(), others.len());
-        let cpu = || -> f64 { std::fs::read_to_string("/proc/thread-self/schedstat").unwrap().split(' ').next().unwrap().parse::<f64>().unwrap() / 1e9 };
-        let drawn = if drawn == self.drawn { others.len() } else { drawn };
-        let mut before: std::collections::BTreeMap<&'static str, usize> = Default::default();
-        let mut delta = |cuda: &kiln::internals::backend::cuda::Cuda| {
-            let now: std::collections::BTreeMap<&'static str, usize> = cuda.launched().map(|(k, n)| (k.symbol(), n as usize)).collect();
-            let new: Vec<&str> = now.iter().filter(|(k, n)| before.get(*k).copied().unwrap_or(0) < **n).map(|(k, _)| *k).collect();
-            before = now.clone();
-            new.join(",")
-        };
         for (choice, case) in &every_time {
-            let s = cpu();
             outcome.faults.extend(runner.check(seed, *choice, case).err());
-            println!("@E\t{:?}\t{choice:?}\t{:.4}\t{}\t{}", self.gpu, cpu() - s, case.name, delta(&runner.cuda));
         }
-        let s = cpu();
         if self.choices.contains(&Choice::Best) {
-            outcome.faults.extend(selftest::faults(&mut Runner::new(self.gpu).cuda));
+            outcome.faults.extend(selftest::faults(&mut runner.cuda));
         }
-        println!("@S\t{:?}\t-\t{:.4}\tselftest\t", self.gpu, cpu() - s);
         outcome.launched = runner.cuda.launched().filter(|(_, times)| *times > 0).map(|(kernel, _)| kernel.symbol()).collect();
         for (choice, case) in others.iter().take(drawn) {
-            let s = cpu();
             outcome.faults.extend(runner.check(seed, *choice, case).err());
-            println!("@O\t{:?}\t{choice:?}\t{:.4}\t{}\t{}", self.gpu, cpu() - s, case.name, delta(&runner.cuda));
         }
         outcome
     }

@@ -373,8 +373,8 @@ pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool)
     // borrowed mutably, so it overlaps neither operand.
     unsafe {
         multiply(
-            m, n, k, out, column, row, accumulate, lhs.ptr, lhs.col, lhs.row, rhs.ptr, rhs.col, rhs.row, alpha, beta, false, false,
-            false, none,
+            m, n, k, out, column, row, accumulate, lhs.ptr, lhs.col, lhs.row, rhs.ptr, rhs.col, rhs.row, alpha, beta, false,
+            false, false, none,
         );
     }
 }
