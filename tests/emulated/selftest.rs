@@ -5,12 +5,13 @@ use crate::driver::{Emulated, Gpu, Sabotage};
 use crate::runner::cuda_with;
 use common::random::long;
 use kiln::error::Error;
-use kiln::internals::backend::cuda::Cuda;
 use kiln::internals::backend::cuda::driver::{MapSpec, Swizzle};
+use kiln::internals::backend::cuda::{Cuda, Kernel};
 use kiln::selftest::{self, Extent, Gate, Key, Line, Outcome, Records, Shape, Size, Verdict, gate};
 use kiln_emulator::planted::{self, Expect};
 use kiln_program::cli::args::SelftestArgs;
 use kiln_program::cli::selftest::test as selftest_on;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// As much as an emulator computes in a second.
@@ -34,11 +35,6 @@ fn failed(lines: &[Line]) -> Vec<String> {
     lines.iter().filter(|line| line.failed()).map(|line| format!("{}: {}", line.name, line.outcome)).collect()
 }
 
-/// The checks that fail.
-pub fn faults(cuda: &mut Cuda) -> Vec<String> {
-    failed(&run(cuda, &SMALL))
-}
-
 /// The name of a check without the size.
 fn kind(line: &Line) -> &str {
     let end = if line.name.starts_with("GEMM ") { line.name.rfind(' ') } else { line.name.find(", 40 tokens") };
@@ -54,6 +50,7 @@ fn every_check_passes() {
     let tma = ["tensor map, 128-byte swizzle", "tensor map, 64-byte swizzle", "bulk copy", "overlap"];
     let block_scaled = ["mma e4m3, block-scaled", "mma nvf4", "sums e4m3, block-scaled", "sums nvf4", "GEMM W4A4"];
     let fp8 = ["mma e4m3", "sums e4m3", "sums W8A8 GEMM", "GEMM W8A8", "attention e4m3 q and k"];
+    let mut launched = BTreeSet::new();
     // What each GPU lacks, and how many places its sums keep.
     for (gpu, absent, places) in [
         (Gpu::AMPERE, [&tma[..], &["cluster"], &fp8, &block_scaled].concat(), vec![("sums bf16", 24)]),
@@ -63,7 +60,9 @@ fn every_check_passes() {
     ] {
         // At the sizes of the gate, if there is time.
         let extent = if long() { Extent { attention: SMALL.attention, ..Extent::QUICK } } else { SMALL };
-        let lines = run(&mut open(gpu, None), &extent);
+        let mut cuda = open(gpu, None);
+        let lines = run(&mut cuda, &extent);
+        launched.extend(cuda.launched().filter(|(_, times)| *times > 0).map(|(kernel, _)| kernel.symbol()));
         let name = format!("{:?}", gpu.capability);
         lines.iter().for_each(|line| println!("{name} {:<48} {}", line.name, line.outcome));
         assert!(failed(&lines).is_empty(), "{name}: {:?}", failed(&lines));
@@ -76,6 +75,9 @@ fn every_check_passes() {
             assert_eq!(line.outcome, Outcome::Passed(format!("{places} places")), "{name}, {sums}");
         }
     }
+    let own = Kernel::ALL.iter().filter(|kernel| kernel.file().starts_with("selftest"));
+    let missed: Vec<_> = own.filter(|kernel| !launched.contains(kernel.symbol())).collect();
+    assert!(missed.is_empty(), "never launched: {missed:?}");
 }
 
 /// A fault makes one check fail, which names the lane and the register.
