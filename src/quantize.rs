@@ -22,6 +22,10 @@ pub use copies::{Copied, calibration_inputs, copies};
 pub use layout::WeightLayout;
 #[cfg(feature = "internals")]
 pub use layout::{Content, FileLayout, LayerSpec};
+#[cfg(not(feature = "internals"))]
+pub(crate) use layout::{FileLayout, LayerSpec};
+#[cfg(not(feature = "internals"))]
+pub(crate) use policy::{Policy, constant_scale};
 #[cfg(feature = "internals")]
 pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
@@ -39,10 +43,6 @@ use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
 use journal::{CopyRecord, Entry, FileRecord, Journal, Record};
-#[cfg(not(feature = "internals"))]
-use layout::{Content, FileLayout, LayerSpec};
-#[cfg(not(feature = "internals"))]
-use policy::{Policy, constant_scale};
 use source::{SourceLayer, text_encoder_layers, transformer_layers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;

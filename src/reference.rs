@@ -84,7 +84,7 @@ impl DecodedReference {
         &self.image
     }
 
-    /// Resizes the image for the model: downscales it to at most `area` pixels ([`AREA_CAP`] for klein), then crops the largest
+    /// Resizes the image for the model: downscales it to at most `area` pixels (`AREA_CAP` for klein), then crops the largest
     /// centred part that divides into whole patches. An image is never enlarged.
     pub fn prepare(self, area: usize) -> PreparedReference {
         let Self { origin, image } = self;
@@ -103,9 +103,9 @@ impl DecodedReference {
 pub struct PreparedReference {
     /// The file it came from, for display.
     pub origin: PathBuf,
-    /// Width in pixels, a multiple of [`PATCH`].
+    /// Width in pixels, a multiple of `PATCH`.
     pub width: usize,
-    /// Height in pixels, a multiple of [`PATCH`].
+    /// Height in pixels, a multiple of `PATCH`.
     pub height: usize,
     /// Red, green, blue of each pixel, row by row.
     pub pixels: Vec<u8>,

@@ -126,7 +126,7 @@ pub struct SequencePlan {
 }
 
 impl SequencePlan {
-    /// Lays out a sequence, or returns an error if it is longer than [`MAX_TOKENS`].
+    /// Lays out a sequence, or returns an error if it is longer than `MAX_TOKENS`.
     pub fn new(text: usize, canvas: Grid, references: &[Grid]) -> Result<Self> {
         let tokens = references.iter().chain([&canvas]).fold(text, |sum, grid| sum.saturating_add(grid.tokens()));
         if tokens > MAX_TOKENS {

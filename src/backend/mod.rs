@@ -203,7 +203,7 @@ pub trait Backend {
     fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
-    /// that can be [converted](WeightPart::converts_to) or [quantised](crate::tensor::quantise::encodes) to it. Ops that were
+    /// that can be [converted](WeightPart::converts_to) or quantised to it. Ops that were
     /// issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
 

@@ -241,7 +241,7 @@ pub enum Op<'a> {
         sampling: Sampling,
         /// Added to the result; same shape as `out`.
         residual: Option<Tensor>,
-        /// A 1x1 convolution that is added to the result; not together with `residual`, and only with [`Sampling::Same`].
+        /// A 1x1 convolution that is added to the result; not together with `residual`, and only with `Sampling::Same`.
         shortcut: Option<Shortcut<'a>>,
         /// Output for the mean and variance of each channel group of the result, `[groups, 2]` f32, for the group norm that
         /// follows.

@@ -48,7 +48,7 @@ pub struct Conventions {
     /// How it was trained; if this is missing, it is detected from the files and their names.
     pub variant: Option<Variant>,
     /// The prompt embeddings are the text encoder's residual stream after each of these numbers of layers, if they differ from those
-    /// of its [family](super::TextFamily::taps).
+    /// of its family.
     pub text_layers: Option<[usize; 3]>,
     /// Number of tokens of a padded prompt.
     pub max_text_tokens: usize,

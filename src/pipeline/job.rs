@@ -37,7 +37,7 @@ pub struct Job {
     pub seeds: Vec<u64>,
     /// Where the initial noise comes from.
     pub noise: Noise,
-    /// Whether images come with a [`Record`].
+    /// Whether images come with a `Record`.
     pub record: bool,
     /// Adapters of this job instead of those that the model was loaded with.
     pub adapters: Option<Arc<Adapters>>,

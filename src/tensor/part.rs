@@ -44,7 +44,7 @@ pub struct Nvfp4Layout {
     /// Whether the even column of a pair is in the high nibble.
     pub high_first: bool,
     /// Whether the block scales are in tiles of 128 rows by four blocks, padded to whole tiles, as
-    /// [`nvfp4::scale_offset`](super::nvfp4::scale_offset) describes; otherwise they are row-major.
+    /// `nvfp4::scale_offset` describes; otherwise they are row-major.
     pub tiled: bool,
 }
 

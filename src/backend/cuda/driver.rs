@@ -37,7 +37,7 @@ impl DeviceInfo {
     /// The same with compute capability 12.x.
     pub const SM120_SHARED: u32 = abi::KL_SM120_SHARED_LIMIT;
 
-    /// Floating-point operations of one SM's tensor cores per clock, see [`tensor_flops_per_clock`].
+    /// Floating-point operations of one SM's tensor cores per clock, see `tensor_flops_per_clock`.
     pub fn tensor_flops_per_clock(&self, dtype: DType) -> Option<u32> {
         tensor_flops_per_clock(&self.name, self.capability, dtype)
     }

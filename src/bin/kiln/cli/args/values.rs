@@ -214,6 +214,7 @@ choice! {
 }
 
 /// Values of `--noise-kind`.
+#[allow(clippy::enum_variant_names)] // the values are spelled like them
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum NoiseArg {
     /// PyTorch on a CUDA device
