@@ -104,7 +104,7 @@ impl Case {
         }
     }
 
-    /// Writes an output or continues it, as `kiln quantize` does.
+    /// Writes an output or continues it, as quantizing does.
     fn run(&self, target: &Path, fails: bool) -> Result<()> {
         let mut staged = Staged::open(target, self.is_folder, self.force, is_journal)?;
         let earlier = staged.earlier().filter(|lines| !self.restart && lines.starts_with(HEADER));
