@@ -131,7 +131,7 @@ fn a_killed_run_leaves_an_image_or_nothing() {
     }
     shared.quick(&["x", "--seed", "5", "-o", "out.png", "--threads", "1"]);
     let right = fs::read(shared.path("out.png")).unwrap();
-    in_pairs(12, |index| {
+    in_pairs(if long() { 12 } else { 6 }, |index| {
         let sandbox = Sandbox::new();
         let args = ["x", "--seed", "5", "-o", "out.png", "--threads", "1"];
         let mut child = sandbox.command(args.iter().chain(&QUICK)).spawn().unwrap();
@@ -365,7 +365,7 @@ fn a_second_signal_ends_a_run_at_once() {
 
 #[test]
 fn a_run_can_be_stopped_at_any_moment() {
-    let moments = if long() { 200 } else { 24 };
+    let moments = if long() { 200 } else { 12 };
     let stop = |index: usize| {
         let sandbox = Sandbox::new();
         let (name, code, number_of_signal) = if index % 6 == 5 { ("-TERM", 143, 15) } else { ("-INT", 130, 2) };

@@ -26,6 +26,7 @@ pub mod outputs;
 pub mod quantised;
 pub mod tiles;
 
+use crate::random::one_in;
 use formats::{BLOCK, Filed, NAN, Quantised};
 use half::{bf16, f16};
 pub use judge::Expected;
@@ -467,6 +468,20 @@ pub fn run(be: &mut dyn Backend, weights: &mut Weights, case: &Case, verify: boo
 /// Checks the cases of the table that `wanted` selects by name.
 pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     check(backend, cases::all().into_iter().filter(|case| wanted(&case.name)));
+}
+
+/// What a short run takes of so many cases: the first of each op in each dtype and layout, and one in `n` of the others.
+pub fn drawn(n: u64, what: &str, cases: impl IntoIterator<Item = Case>) -> impl Iterator<Item = Case> {
+    let mut seen = Vec::new();
+    let (first, others): (Vec<Case>, Vec<Case>) = cases.into_iter().partition(|case| {
+        let kind = (case.name.split(' ').next().unwrap_or_default().to_owned(), case.storage, case.fit);
+        let is_new = !seen.contains(&kind);
+        if is_new {
+            seen.push(kind);
+        }
+        is_new
+    });
+    first.into_iter().chain(one_in(n, what, others))
 }
 
 /// Checks some cases.

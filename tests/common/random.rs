@@ -36,6 +36,16 @@ pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random)
     println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
 }
 
+/// What a run takes of a sweep that would take long: a long run everything, a short one about one in `n`, which a new seed draws.
+pub fn one_in<T>(n: u64, what: &str, sweep: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    let seed = seed(true);
+    if !long() {
+        println!("{what}: one in {n}, KILN_TEST_SEED={seed}");
+    }
+    let is_drawn = move |index: usize| long() || splitmix(seed, index as u64).is_multiple_of(n);
+    sweep.into_iter().enumerate().filter(move |(index, _)| is_drawn(*index)).map(|(_, item)| item)
+}
+
 /// The step of SplitMix64.
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 

@@ -23,12 +23,14 @@ fn cpu(threads: usize) -> Cpu {
 
 #[test]
 fn every_op_matches_a_naive_loop() {
-    ops::check_some(&mut cpu(0), |name| !is_klein(name));
+    let cases = ops::cases::all().into_iter().filter(|case| !is_klein(&case.name));
+    ops::check(&mut cpu(0), ops::drawn(3, "ops", cases));
 }
 
 #[test]
 fn every_op_matches_a_naive_loop_at_klein_widths() {
-    ops::check_some(&mut cpu(0), is_klein);
+    let cases = ops::cases::all().into_iter().filter(|case| is_klein(&case.name));
+    ops::check(&mut cpu(0), ops::drawn(3, "ops at klein widths", cases));
 }
 
 #[test]
@@ -196,7 +198,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let mut machines = [1, 2, 3].map(|threads| (cpu(threads), ops::Weights::default()));
     // The cases at klein widths take long and are partitioned in the same way.
     let plain = ops::cases::all().into_iter().filter(|case| !is_klein(&case.name));
-    for case in plain.chain(ops::quantised::all()) {
+    for case in ops::drawn(6, "ops by threads", plain.chain(ops::quantised::all())) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
             let results = ops::run(cpu, weights, &case, false, &mut Vec::new());
             results.into_iter().flatten().map(f32::to_bits).collect::<Vec<_>>()

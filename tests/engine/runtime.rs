@@ -6,7 +6,7 @@ mod timed;
 
 use common::ops;
 use common::quantised::{self, Content, Form};
-use common::random::long;
+use common::random::one_in;
 use common::stand_in::StandIn;
 use common::wrapped::Wrapped;
 use common::{cases, opened, small_job, tiny_weights};
@@ -263,9 +263,9 @@ fn weights_are_quantised_while_they_are_uploaded() {
 }
 
 /// The calls that fail, one in each run: all of them, or in a short run the first and the last ones, which are made once each, and
-/// every fifth of those between, which are the same few again and again.
+/// some of the calls between, which are the same few again and again.
 fn failing(calls: usize) -> impl Iterator<Item = usize> {
-    (0..calls).filter(move |n| long() || *n < 40 || n % 5 == 0 || *n + 20 > calls)
+    (0..25).chain(one_in(24, "failing calls", 25..calls - 10)).chain(calls - 10..calls)
 }
 
 /// Every call of a run fails in turn: an error each time, everything given back, and the same engine works again.
@@ -308,7 +308,7 @@ fn any_call_of_the_first_run_may_fail() {
     generate(&mut engine, &job).unwrap();
     let calls = driver.calls.get() - start;
     // Not every call, because each takes an engine of its own: uploads repeat the same three calls.
-    for n in (0..calls).step_by(7) {
+    for n in one_in(28, "failing calls of the first run", 0..calls) {
         let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
         driver.fail_after(n);
         let result = generate(&mut engine, &job);
