@@ -79,12 +79,10 @@ impl Staged {
             let is_new = match fs::symlink_metadata(&journal) {
                 Ok(meta) if !meta.is_file() => return foreign(&journal),
                 Ok(_) => false,
-                // What is refused is refused before anything is created.
+                // What is refused is refused before anything is created. Only OUT.part is looked for under the lock: without it another
+                // process may have begun one since.
                 Err(_) => {
                     check(target, is_folder, force)?;
-                    if files::is_there(&path) {
-                        return foreign(&path);
-                    }
                     disk::create_folder(folder_of(target)).map_err(|error| write_error(target, error))?;
                     true
                 }
