@@ -5,7 +5,6 @@
 //! without telling. `contents` lists what a file has without a model.
 
 mod base;
-mod block;
 mod branch;
 mod contents;
 mod key;

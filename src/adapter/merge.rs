@@ -1,10 +1,10 @@
 //! Adapters that are merged: their terms are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
 
-use super::block::{BLOCK, Block, ScaledTerm};
 use super::{Adapter, Term};
 use crate::error::{Error, Result};
 use crate::part::Part;
 use crate::tensor::{Bytes, DType, WeightPart};
+use kiln_numerics::merging::{BLOCK, Block, ScaledTerm};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;

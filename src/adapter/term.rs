@@ -1,8 +1,8 @@
 //! What an adapter adds to the weight of a layer: a product of two matrices of low rank (LoRA, Hu et al. 2021) or a Kronecker product (LoKr,
 //! Yeh et al. 2023). Nothing is expanded before it is needed: a term computes the rows that it is asked for.
 
-use super::block::{BLOCK, Panels, ScaledTerm};
 use crate::tensor::{Bytes, DType};
+use kiln_numerics::merging::{BLOCK, Panels, ScaledTerm};
 use rayon::prelude::*;
 
 /// A matrix as the file stores it.

@@ -12,7 +12,7 @@ pub mod cuda;
 mod lockstep;
 mod op;
 mod plan;
-mod up_conv;
+use kiln_numerics::up_conv;
 
 #[cfg(feature = "internals")]
 pub use lockstep::Lockstep;

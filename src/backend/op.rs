@@ -6,7 +6,8 @@ mod image;
 mod softmax;
 mod weight;
 
-pub use image::{Conv, GroupNorm, LatentStats, Sampling, Seam, Shortcut};
+pub use image::{Conv, GroupNorm, LatentStats, Shortcut};
+pub use kiln_numerics::{RopeStyle, Sampling, Seam};
 pub use softmax::Softmax;
 pub use weight::Weight;
 
@@ -63,15 +64,6 @@ impl LowRank {
     pub fn reduced_bytes(self, x: Tensor) -> u64 {
         (self.reduced_type(x).bytes(x.rows * self.down.rows) as u64).next_multiple_of(ALIGN)
     }
-}
-
-/// Which elements of a head form the pairs that RoPE rotates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RopeStyle {
-    /// Adjacent elements, (0, 1), (2, 3), ..., as in the FLUX.2 transformer.
-    Interleaved,
-    /// One element of each half, (0, d/2), (1, d/2 + 1), ..., as in Qwen3.
-    HalfSplit,
 }
 
 /// Rotary position embedding (RoPE, Su et al. 2021): a table with one row per token, `head_dim / 2` cosines followed by as many

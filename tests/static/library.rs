@@ -31,13 +31,19 @@ fn item(line: &str) -> Option<(&str, &str)> {
     Some((words.next()?, words.next()?))
 }
 
-/// The library as its source tells: every file, by the module that it is.
+/// The library as its source tells: every file, by the module that it is. What the crate of number formats has is handed on by modules
+/// with the names of its own, and stands with them here.
 struct Source(BTreeMap<String, String>);
 
 impl Source {
     fn new() -> Self {
-        let module = |path: &str| path.trim_end_matches(".rs").trim_end_matches("/mod").replace('/', "::");
-        Self(library().into_iter().map(|(path, text)| (module(&path), text)).collect())
+        let mut files = BTreeMap::<String, String>::new();
+        for (path, text) in library() {
+            let path = path.strip_prefix("numerics/").filter(|path| *path != "lib.rs").unwrap_or(&path);
+            let module = path.trim_end_matches(".rs").trim_end_matches("/mod").replace('/', "::");
+            files.entry(module).or_default().push_str(&text);
+        }
+        Self(files)
     }
 
     /// The methods of a type or trait that a module or one below it defines.

@@ -4,23 +4,19 @@
 //! the memory and resolves tensor descriptors to bounds-checked views; the arithmetic is in `kernels` and `image`.
 #![allow(unsafe_code)]
 
-mod image;
-mod kernels;
-mod math;
-mod view;
-
 use super::{Backend, GemmFormats, Linear, Op, Role, Sampling, StepKey, Stop, up_conv};
 use crate::error::{Error, Result};
 use crate::memory;
 use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Stored, Tensor, WeightPart, quantise};
 use crate::threads;
+use kiln_numerics::view::{In, Out};
+use kiln_numerics::{image, kernels};
 use rayon::prelude::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use view::{In, Out};
 
 /// The CPU backend.
 pub struct Cpu {
@@ -272,8 +268,8 @@ impl Cpu {
         // SAFETY: `Op::check` has rejected operands that overlap a written one.
         let write = |t: Tensor| unsafe { self.output(t, name) };
         match op {
-            Op::Copy { out, x } => kernels::map(write(out)?, read(x)?, |v| v),
-            Op::Silu { out, x } => kernels::map(write(out)?, read(x)?, math::silu),
+            Op::Copy { out, x } => kernels::copy(write(out)?, read(x)?),
+            Op::Silu { out, x } => kernels::silu(write(out)?, read(x)?),
             Op::RmsNorm { out, x, weight, eps } => kernels::rms_norm(write(out)?, read(x)?, read(weight)?, eps),
             Op::LayerNormModulate { streams, eps } => {
                 for s in streams {
@@ -352,7 +348,7 @@ impl Cpu {
             Op::Blend { into, from, seam } => image::blend(write(into)?, read(from)?, seam),
             Op::NonFinite { count, x } => kernels::non_finite(write(count)?, read(x)?),
             Op::LargestMagnitude { largest, x } => kernels::largest_magnitude(write(largest)?, read(x)?),
-            Op::Pixels { out, x } => kernels::map(write(out)?, read(x)?, math::to_byte),
+            Op::Pixels { out, x } => kernels::pixels(write(out)?, read(x)?),
         }
         Ok(())
     }

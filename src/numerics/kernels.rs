@@ -2,9 +2,9 @@
 //! operands that are decoded tile by tile, everything else as loops over rows. The size of scratch memory is bounded for operands
 //! of any size. How work is split depends on shapes alone, so results do not depend on the number of threads.
 
-use super::super::RopeStyle;
-use super::math::{exp, maximum, silu, sum};
-use super::view::{In, Out, Strided, matmul};
+use crate::RopeStyle;
+use crate::math::{self, exp, maximum, sum};
+use crate::view::{In, Out, Strided, matmul};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -42,12 +42,24 @@ pub fn for_rows(out: Out<'_>, width: usize, body: impl Fn(usize, &mut [f32], &mu
     );
 }
 
-pub fn map(out: Out<'_>, x: In<'_>, f: impl Fn(f32) -> f32 + Sync) {
+fn map(out: Out<'_>, x: In<'_>, f: impl Fn(f32) -> f32 + Sync) {
     for_rows(out, x.cols, |r, buffer, out, local| {
         x.load(r, 0, buffer);
         buffer.iter_mut().for_each(|v| *v = f(*v));
         out.store(local, 0, buffer);
     });
+}
+
+pub fn copy(out: Out<'_>, x: In<'_>) {
+    map(out, x, |v| v);
+}
+
+pub fn silu(out: Out<'_>, x: In<'_>) {
+    map(out, x, math::silu);
+}
+
+pub fn pixels(out: Out<'_>, x: In<'_>) {
+    map(out, x, math::to_byte);
 }
 
 fn rms_scale(row: &[f32], eps: f32) -> f32 {
@@ -294,7 +306,7 @@ fn swiglu(out: Out<'_>, x: &In<'_>, w: &Layer<'_>, first: usize) {
     gemm_nt(out, x, w, weight_rows, |mut tile, mut out| {
         let (up, width) = (tile.up, tile.cols.len());
         for (r, gate) in tile.rows() {
-            gate.iter_mut().zip(&up[r * width..]).for_each(|(g, u)| *g = silu(*g) * u);
+            gate.iter_mut().zip(&up[r * width..]).for_each(|(g, u)| *g = math::silu(*g) * u);
             out.store(r, 0, gate);
         }
     });

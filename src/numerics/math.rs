@@ -1,10 +1,11 @@
-//! Scalar functions and reductions, written so that the compiler vectorises loops over them.
+//! Scalar functions and reductions, written so that the compiler vectorises loops over them, for which it has to inline them.
 
 use std::iter::Sum;
 use std::ops::AddAssign;
 
 /// `e^x` to about one unit in the last place, without branches or calls: Cody-Waite range reduction and the polynomial of Cephes'
 /// `expf`.
+#[inline]
 pub fn exp(x: f32) -> f32 {
     let x = x.clamp(-87.0, 88.0);
     // Adding 1.5 * 2^23 rounds to the nearest integer and leaves that integer in the low bits of the mantissa.
@@ -22,12 +23,14 @@ pub fn exp(x: f32) -> f32 {
 }
 
 /// `x * sigmoid(x)`.
+#[inline]
 pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
 /// Maps a value within -1..1 to 0..255, to be rounded to a byte. The scaling takes two steps, each rounded, as in the reference
 /// implementation.
+#[inline]
 pub fn to_byte(x: f32) -> f32 {
     255.0 * (0.5 * x + 0.5).clamp(0.0, 1.0)
 }
@@ -35,7 +38,7 @@ pub fn to_byte(x: f32) -> f32 {
 /// Number of independent accumulators, which fill one or two vector registers.
 const LANES: usize = 16;
 
-/// The sum of `f` over all values, in [`LANES`] interleaved accumulators: one long chain of dependent additions would be slower
+/// The sum of `f` over all values, in `LANES` interleaved accumulators: one long chain of dependent additions would be slower
 /// and less accurate.
 pub fn sum<T: Copy + Default + AddAssign + Sum>(values: &[f32], f: impl Fn(f32) -> T) -> T {
     let mut parts = [T::default(); LANES];

@@ -1,9 +1,9 @@
 //! The arithmetic of the image ops: convolution, group normalisation, and packing of latents into tokens.
 
-use super::super::{Sampling, Seam};
-use super::kernels::{Layer, for_rows, for_tasks};
-use super::math::silu;
-use super::view::{In, Out, Strided, matmul};
+use crate::kernels::{Layer, for_rows, for_tasks};
+use crate::math::silu;
+use crate::view::{In, Out, Strided, matmul};
+use crate::{Sampling, Seam};
 use rayon::prelude::*;
 
 /// Size of a convolution's input and how the resolution changes.
@@ -32,6 +32,7 @@ impl Geometry {
     }
 
     /// The input pixel under a filter tap for an output pixel; `None` stands for zero padding.
+    #[inline]
     fn source(self, pixel: usize, tap: usize) -> Option<usize> {
         let side = self.sampling.taps().isqrt();
         let at = |o: usize, k: usize, size: usize| match self.sampling {
