@@ -79,8 +79,8 @@ impl Staged {
             let is_new = match fs::symlink_metadata(&journal) {
                 Ok(meta) if !meta.is_file() => return foreign(&journal),
                 Ok(_) => false,
-                // What is refused is refused before anything is created. Only OUT.part is looked for under the lock: without it another
-                // process may have begun one since.
+                // What is refused is refused before anything is created. OUT.part is not looked for here but under
+                // the lock: before that another process may begin it.
                 Err(_) => {
                     check(target, is_folder, force)?;
                     disk::create_folder(folder_of(target)).map_err(|error| write_error(target, error))?;

@@ -519,7 +519,7 @@ fn mutated_tokenizer_files_are_isolated() {
         _ => others(info),
     }));
     let [loaded, refused] = [const { AtomicUsize::new(0) }; 2];
-    cases("mutated tokenizer files", 2500, 200_000, |random| {
+    cases("mutated tokenizer files", 10_000, 200_000, |random| {
         let file = mutated(random);
         let short = "abcab a\n<think>b <|endoftext|>";
         let (result, peak) = peak_of(|| {
@@ -550,7 +550,7 @@ fn mutated_tokenizer_files_are_isolated() {
     });
     let [loaded, refused] = [loaded, refused].map(AtomicUsize::into_inner);
     println!("{loaded} loaded, {refused} refused, {PANICS:?} panics caught");
-    assert!(loaded > 100 && refused > 500, "{loaded} {refused}");
+    assert!(loaded > 500 && refused > 500, "{loaded} {refused}");
 }
 
 #[test]

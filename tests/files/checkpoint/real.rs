@@ -68,7 +68,7 @@ type Change<'a> = dyn Fn(&mut Vec<Described>) + 'a;
 /// layer of each kind, because all blocks of a kind have the same tensors.
 fn is_sampled(name: &str) -> bool {
     let mut numbers = name.split('.').filter_map(|word| word.parse::<usize>().ok());
-    numbers.next().is_none_or(|block| [0, 9].contains(&block))
+    numbers.next().is_none_or(|block| [0, 1, 9].contains(&block))
 }
 
 /// Tries every fault in every tensor of one part, and returns how many there were.
@@ -131,7 +131,7 @@ fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
         faults(&Model::new(configs), part, &tensors(part, configs, layout))
     });
     let count: usize = counts.sum();
-    assert!(count > if long() { 10_000 } else { 1500 }, "{count}");
+    assert!(count > if long() { 10_000 } else { 2500 }, "{count}");
 }
 
 #[test]
