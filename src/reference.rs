@@ -20,7 +20,6 @@
 mod jpeg;
 mod jpeg_file;
 mod kind;
-pub mod lanczos;
 mod orientation;
 mod png_file;
 
@@ -29,6 +28,7 @@ use crate::files;
 use crate::image::Image;
 use crate::memory;
 use crate::sequence::{Grid, PATCH};
+pub use kiln_numerics::lanczos;
 use kind::Kind;
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -12,6 +12,7 @@
 
 use super::header::Entry;
 use crate::error::{Error, Result};
+use kiln_numerics::scan::all_zero;
 use std::path::Path;
 
 /// Number of chunks of a matrix that are checked one by one.
@@ -39,12 +40,6 @@ pub(super) fn refuse(path: &Path, name: &str, entry: &Entry, bytes: &[u8], table
     };
     Err(Error::bad_file(path, "incomplete file", detail)
         .with_hint("what is not downloaded yet reads as zeros; download it again"))
-}
-
-/// Whether all bytes are zero. Words of eight bytes are compared, and the first that is not zero ends the search.
-fn all_zero(bytes: &[u8]) -> bool {
-    let (words, rest) = bytes.as_chunks::<8>();
-    words.iter().all(|word| u64::from_ne_bytes(*word) == 0) && rest.iter().all(|&byte| byte == 0)
 }
 
 #[cfg(test)]

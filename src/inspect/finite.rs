@@ -7,6 +7,7 @@ use crate::checkpoint::{Shard, StoredDtype, Weights};
 use crate::error::{Error, Result};
 use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress};
+use kiln_numerics::scan::{NonFinite, non_finite};
 use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -17,9 +18,6 @@ const WINDOW: usize = 256 << 20;
 
 /// Bytes that one thread looks at in one go; a multiple of every element's size, so that no value is cut.
 const BLOCK: usize = 1 << 20;
-
-/// Bytes that are searched for any value that is not finite before they are looked at one by one; they stay in the L1 cache.
-const SPAN: usize = 8 << 10;
 
 /// What was found in the files of a model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -56,64 +54,6 @@ pub struct NonFiniteTensor {
     pub first: u64,
 }
 
-/// NaNs and infinities among some values, and the index of the first.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Counts {
-    nan: u64,
-    infinite: u64,
-    first: Option<u64>,
-}
-
-impl Counts {
-    /// Adds those of later values.
-    fn then(self, later: Self) -> Self {
-        Self { nan: self.nan + later.nan, infinite: self.infinite + later.infinite, first: self.first.or(later.first) }
-    }
-}
-
-/// Those of the values in `bytes`, if values of this dtype can be anything but finite. Two elements of NVFP4 are one U8, and all
-/// of its codes are finite: what is not finite in such a layer is in its scales, which are tensors of their own.
-fn counts(dtype: &StoredDtype, bytes: &[u8]) -> Counts {
-    // A value is not finite if all bits of its exponent are set, and NaN if a bit of its mantissa is as well.
-    macro_rules! ieee {
-        ($word:ty, $exponent:literal, $mantissa:literal) => {
-            search(
-                bytes,
-                |value| <$word>::from_le_bytes(value) & $exponent == $exponent,
-                |value| <$word>::from_le_bytes(value) & $mantissa != 0,
-            )
-        };
-    }
-    match dtype.name {
-        "BF16" => ieee!(u16, 0x7F80, 0x007F),
-        "F16" => ieee!(u16, 0x7C00, 0x03FF),
-        "F32" | "C64" => ieee!(u32, 0x7F80_0000, 0x007F_FFFF),
-        "F64" => ieee!(u64, 0x7FF0_0000_0000_0000, 0x000F_FFFF_FFFF_FFFF),
-        "F8_E5M2" => ieee!(u8, 0x7C, 0x03),
-        // These have a NaN, or one of each sign, and no infinity.
-        "F8_E4M3" => search(bytes, |[code]| code & 0x7F == 0x7F, |_| true),
-        "F8_E8M0" => search(bytes, |[code]| code == 0xFF, |_| true),
-        "F8_E4M3FNUZ" | "F8_E5M2FNUZ" => search(bytes, |[code]| code == 0x80, |_| true),
-        _ => Counts::default(),
-    }
-}
-
-/// Counts the values, of `N` bytes each, that are not finite, and those of them that are NaN.
-fn search<const N: usize>(bytes: &[u8], is_special: impl Fn([u8; N]) -> bool, is_nan: impl Fn([u8; N]) -> bool) -> Counts {
-    let mut sum = Counts::default();
-    for (i, span) in bytes.as_chunks::<N>().0.chunks(SPAN / N).enumerate() {
-        // Without a branch in it this loop is vectorised, at any address.
-        if !span.iter().fold(false, |any, value| any | is_special(*value)) {
-            continue;
-        }
-        for (j, value) in span.iter().enumerate().filter(|(_, value)| is_special(**value)) {
-            sum.first.get_or_insert((i * (SPAN / N) + j) as u64);
-            *(if is_nan(*value) { &mut sum.nan } else { &mut sum.infinite }) += 1;
-        }
-    }
-    sum
-}
-
 /// A block of a tensor's bytes.
 struct Block<'a> {
     /// The index of the tensor.
@@ -148,15 +88,16 @@ pub fn scan(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progre
                 })
             })
             .collect();
-        let mut found = vec![Counts::default(); tensors.len()];
+        let mut found = vec![NonFinite::default(); tensors.len()];
         for window in windows(&blocks) {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            let counts: Vec<Counts> = blocks[window.clone()].par_iter().map(|block| counts(block.dtype, block.bytes)).collect();
+            let counts: Vec<NonFinite> =
+                blocks[window.clone()].par_iter().map(|block| non_finite(block.dtype.name, block.bytes)).collect();
             for (block, counts) in blocks[window.clone()].iter().zip(counts) {
                 let first = counts.first.map(|first| block.before + first);
-                found[block.tensor] = found[block.tensor].then(Counts { first, ..counts });
+                found[block.tensor] = found[block.tensor].then(NonFinite { first, ..counts });
             }
             // Whoever watches the memory of this process need not see all of the file in it.
             shard.release();
@@ -165,7 +106,7 @@ pub fn scan(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progre
         // What was read of a file that changed meanwhile says nothing.
         shard.verify()?;
         let mut faults: Vec<NonFiniteTensor> = (tensors.iter().zip(found))
-            .filter_map(|((name, entry), Counts { nan, infinite, first })| {
+            .filter_map(|((name, entry), NonFinite { nan, infinite, first })| {
                 let (part, name, dtype) = (part, (*name).to_owned(), entry.dtype.name);
                 Some(NonFiniteTensor { part, name, dtype, nan, infinite, first: first? })
             })
@@ -215,63 +156,6 @@ mod tests {
     use crate::progress::Silent;
     use crate::tensor::{Bytes, DType};
     use crate::tiny;
-    use half::{bf16, f16};
-
-    fn of(name: &'static str, bits: u64, bytes: &[u8]) -> Counts {
-        counts(&StoredDtype { name, bits }, bytes)
-    }
-
-    /// Every code of every dtype that has at most sixteen bits, against what the types themselves say.
-    #[test]
-    fn every_code_is_judged_as_its_type_does() {
-        let wide = |name, is_finite: &dyn Fn(u16) -> bool, is_nan: &dyn Fn(u16) -> bool| {
-            for code in 0..=u16::MAX {
-                let found = of(name, 16, &code.to_le_bytes());
-                let want = Counts {
-                    nan: u64::from(is_nan(code)),
-                    infinite: u64::from(!is_finite(code) && !is_nan(code)),
-                    first: (!is_finite(code)).then_some(0),
-                };
-                assert_eq!(found, want, "{name} {code:#x}");
-            }
-        };
-        wide("BF16", &|code| bf16::from_bits(code).is_finite(), &|code| bf16::from_bits(code).is_nan());
-        wide("F16", &|code| f16::from_bits(code).is_finite(), &|code| f16::from_bits(code).is_nan());
-        for code in 0..=u8::MAX {
-            for (name, value) in [("F8_E4M3", DType::E4m3.decoded(&[code])[0]), ("F8_E5M2", DType::E5m2.decoded(&[code])[0])] {
-                let found = of(name, 8, &[code]);
-                assert_eq!(
-                    (found.nan, found.infinite),
-                    (u64::from(value.is_nan()), u64::from(value.is_infinite())),
-                    "{name} {code:#x}"
-                );
-            }
-            assert_eq!(of("F8_E8M0", 8, &[code]).nan, u64::from(code == 0xFF));
-            assert_eq!(of("F8_E4M3FNUZ", 8, &[code]).nan, u64::from(code == 0x80));
-            assert_eq!(of("U8", 8, &[code]), Counts::default());
-        }
-        for (value, nan, infinite) in [(f32::NAN, 1, 0), (f32::NEG_INFINITY, 0, 1), (f32::MAX, 0, 0), (f32::MIN_POSITIVE, 0, 0)] {
-            let found = of("F32", 32, &value.to_le_bytes());
-            assert_eq!((found.nan, found.infinite), (nan, infinite), "{value}");
-            let found = of("F64", 64, &f64::from(value).to_le_bytes());
-            assert_eq!((found.nan, found.infinite), (nan, infinite), "{value}");
-        }
-    }
-
-    /// A value is found wherever it is, around the ends of spans and at odd addresses, and the first one is named.
-    #[test]
-    fn one_value_is_found_anywhere() {
-        let values = 3 * SPAN / 2 + 7;
-        for at in [0, 1, SPAN / 2 - 1, SPAN / 2, SPAN / 2 + 1, SPAN - 1, SPAN, values - 1] {
-            let mut bytes = vec![0x3F; 2 * values + 1];
-            bytes[1 + 2 * at..][..2].copy_from_slice(&[0x80, 0xFF]);
-            assert_eq!(of("BF16", 16, &bytes[1..]), Counts { nan: 0, infinite: 1, first: Some(at as u64) });
-            if at > 0 {
-                bytes[1..3].copy_from_slice(&[0x81, 0x7F]);
-                assert_eq!(of("BF16", 16, &bytes[1..]), Counts { nan: 1, infinite: 1, first: Some(0) });
-            }
-        }
-    }
 
     /// The tiny model with other bytes in the file of one part.
     fn changed(dtype: DType, part: Part, change: impl FnOnce(&mut Vec<u8>, &Shard)) -> PerPart<Weights> {

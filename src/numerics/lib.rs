@@ -5,10 +5,13 @@
 #![allow(missing_docs)]
 
 pub mod hashed;
+pub mod idct;
 pub mod image;
 pub mod kernels;
+pub mod lanczos;
 pub mod math;
 pub mod merging;
+pub mod scan;
 pub mod tensor;
 pub mod up_conv;
 pub mod view;

@@ -9,6 +9,7 @@ use crate::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes, scale_offset, tiles_al
 use crate::tensor::quantise::{self, QuantisedFormat, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
 use crate::tensor::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart};
 use flate2::Crc;
+use kiln_numerics::scan::squared_error;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -207,7 +208,8 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
     };
     let elements = owned(elements);
     let stored = WeightPart { bytes: elements.clone(), dtype, rows: rows.len(), scaling };
-    let error = error_of(part, rows, &stored);
+    let (errors, values) = squared_error(part, rows, &stored);
+    let error = ErrorSums::new(errors, values);
     Some(Encoded { elements, scales, error })
 }
 
@@ -215,26 +217,6 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
 fn row_major(tiled: &[u8], rows: usize, cols: usize) -> Vec<u8> {
     let (blocks, along) = (cols / BLOCK, tiles_along(cols));
     (0..rows * blocks).map(|at| tiled[scale_offset(at / blocks, at % blocks, along)]).collect()
-}
-
-/// The error of quantised rows, as the reader of such files decodes them.
-fn error_of(part: &WeightPart, rows: Range<usize>, stored: &WeightPart) -> ErrorSums {
-    /// Sums that are added up side by side, as vector units do.
-    const LANES: usize = 8;
-    let (mut want, mut got) = (vec![0.0_f32; part.cols()], vec![0.0_f32; part.cols()]);
-    let (mut errors, mut values) = ([0.0_f64; LANES], [0.0_f64; LANES]);
-    for (i, row) in rows.enumerate() {
-        part.decode(row, &mut want);
-        stored.decode(i, &mut got);
-        for (want, got) in want.chunks(LANES).zip(got.chunks(LANES)) {
-            for (lane, (&want, &got)) in want.iter().zip(got).enumerate() {
-                let (want, got) = (f64::from(want), f64::from(got));
-                errors[lane] += (got - want) * (got - want);
-                values[lane] += want * want;
-            }
-        }
-    }
-    ErrorSums::new(errors.iter().sum(), values.iter().sum())
 }
 
 fn owned(bytes: Vec<u8>) -> Bytes {

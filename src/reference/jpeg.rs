@@ -14,17 +14,16 @@ mod block;
 mod colour;
 mod frame;
 mod huffman;
-mod idct;
 mod scan;
 mod tables;
 mod upsample;
 
 use super::{Fault, buffer};
-use block::Block;
 use colour::Colours;
 pub(super) use colour::Notes;
 use frame::Component;
 pub(super) use frame::Frame;
+use kiln_numerics::idct::{self, Block};
 pub(super) use scan::Scan;
 pub(super) use tables::Tables;
 use upsample::Upsampler;

@@ -23,7 +23,7 @@ use std::io::Write;
 
 /// A sandbox with files that every row can use: the tiny model, and an existing image.
 fn prepared() -> Sandbox {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     sandbox.tiny("model", &["--layout", "bfl"]);
     write(&sandbox, "there.png", "mine");
     sandbox

@@ -31,7 +31,7 @@ fn check_times(times: &Value, stage_names: &[&str], steps: usize) {
 
 #[test]
 fn a_table_has_a_row_for_each_stage() {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     let run = sandbox.quick(&["bench", "--runs", "3"]);
     assert!(sandbox.names().is_empty(), "{:?}", sandbox.names());
     let lines: Vec<&str> = run.text().lines().collect();

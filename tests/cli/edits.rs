@@ -43,7 +43,7 @@ fn a_reference_gives_the_image_its_size() {
 
 #[test]
 fn a_negative_prompt_is_for_base_models() {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     let base = ["x", "--seed", "1", "--variant", "base", "--guidance", "4"];
     sandbox.quick(&[&base[..], &["-o", "a.png"]].concat());
     sandbox.quick(&[&base[..], &["-o", "b.png", "--negative", "blurry", "--dump", "b.safetensors"]].concat());

@@ -9,7 +9,7 @@ use std::process::Stdio;
 
 #[test]
 fn a_prompt_is_enough() {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     let run = sandbox.run(["A red fox, in the snow!"]).good();
     let names = sandbox.names();
     assert_eq!(names.len(), 1, "{names:?}");
@@ -71,7 +71,7 @@ fn a_seed_determines_the_image() {
 
 #[test]
 fn several_images_are_numbered() {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     let run = sandbox.quick(&["x", "--seed", "18446744073709551615", "--count", "2", "-o", "out.png", "--json"]);
     assert!(run.stderr.contains("seeds 18446744073709551615 to 0\n"), "{}", run.stderr);
     let objects = run.json();
@@ -113,7 +113,7 @@ fn several_images_are_numbered() {
 
 #[test]
 fn a_dump_holds_every_stage_and_its_noise_reproduces_the_image() {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     let flags = ["x", "--width", "80", "--height", "64", "--steps", "2", "--json"];
     let run = |extra: &[&str]| sandbox.run(flags.iter().chain(extra)).good();
     run(&["-o", "a.png", "--dump", "a.safetensors", "--seed", "3"]);
@@ -177,7 +177,7 @@ fn prompts_from_a_file_and_from_standard_input() {
 
 #[test]
 fn a_prompt_that_is_too_long_is_cut_where_the_warning_says() {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     let words: Vec<String> = (0..400).map(|i| format!("w{i}")).collect();
     let prompt = words.join(" ");
     let run = sandbox.quick(&[&prompt, "--seed", "1", "-o", "a.png"]);
@@ -350,7 +350,7 @@ fn a_flat_image_is_warned_about() {
 
 #[test]
 fn a_plan_is_about_the_files_and_flags_that_are_given() {
-    let sandbox = Sandbox::new();
+    let sandbox = Sandbox::with_tiny();
     sandbox.tiny("single", &["--dtype", "f32"]);
     sandbox.tiny("half", &[]);
     let plan = |args: &[&str]| sandbox.run([&["plan"], args].concat()).good();

@@ -1,5 +1,9 @@
 //! Runs the real program in a temporary folder.
 
+use crate::fnv::fnv1a;
+use kiln::internals::names::Layout;
+use kiln::internals::tensor::DType;
+use kiln::internals::tiny::contents;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -21,8 +25,34 @@ pub fn program() -> &'static str {
     &PATH
 }
 
-/// A temporary folder that is current folder and home of the program.
-pub struct Sandbox(pub PathBuf);
+/// The tiny model with prompts of 64 tokens: with 512, encoding the prompt takes most of the time of a small image. It lies next to the
+/// program, because several processes of tests use it.
+pub fn tiny_with_short_prompts() -> &'static Path {
+    static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
+        let files = contents(Layout::Diffusers, DType::Bf16).unwrap();
+        let own = (Path::new("kiln.json"), &br#"{"max_text_tokens": 64, "width": 256, "height": 256}"#[..]);
+        let files: Vec<_> = files.iter().map(|(name, bytes)| (Path::new(name), &bytes[..])).chain([own]).collect();
+        let digest = fnv1a(files.iter().flat_map(|(_, bytes)| bytes.iter().copied()));
+        let folder = Path::new(program()).with_file_name(format!("tiny-{digest:016x}"));
+        if !folder.is_dir() {
+            let unfinished = folder.with_extension(std::process::id().to_string());
+            for (name, bytes) in files {
+                let path = unfinished.join(name);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(path, bytes).unwrap();
+            }
+            // Another process may have been faster.
+            if fs::rename(&unfinished, &folder).is_err() {
+                fs::remove_dir_all(&unfinished).unwrap();
+            }
+        }
+        folder
+    });
+    &FOLDER
+}
+
+/// A temporary folder that is current folder and home of the program, and the program's default model.
+pub struct Sandbox(pub PathBuf, &'static OsStr);
 
 /// How a run ended.
 pub struct Run {
@@ -37,10 +67,17 @@ impl Sandbox {
         let name = format!("kiln-cli-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = std::env::temp_dir().join(name);
         fs::create_dir(&path).unwrap();
-        Self(path)
+        Self(path, tiny_with_short_prompts().as_os_str())
     }
 
-    /// The program, isolated from the models of this machine. The default model is the tiny one.
+    /// A folder in which the default model is the tiny one that the program has built in.
+    pub fn with_tiny() -> Self {
+        let mut sandbox = Self::new();
+        sandbox.1 = OsStr::new("tiny");
+        sandbox
+    }
+
+    /// The program, isolated from the models of this machine.
     pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.wrapped(program());
         command.args(args);
@@ -61,7 +98,7 @@ impl Sandbox {
     /// The same environment for another program, which starts ours.
     pub fn wrapped(&self, program: &str) -> Command {
         let mut command = Command::new(program);
-        command.current_dir(&self.0).env("HOME", &self.0).env("KILN_MODEL", "tiny");
+        command.current_dir(&self.0).env("HOME", &self.0).env("KILN_MODEL", self.1);
         for name in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
             command.env_remove(name);
         }

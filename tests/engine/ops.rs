@@ -24,13 +24,13 @@ fn cpu(threads: usize) -> Cpu {
 #[test]
 fn every_op_matches_a_naive_loop() {
     let cases = ops::cases::all().into_iter().filter(|case| !is_klein(&case.name));
-    ops::check(&mut cpu(0), ops::drawn(3, "ops", cases));
+    ops::check(&mut cpu(0), ops::drawn(10, "ops", cases));
 }
 
 #[test]
 fn every_op_matches_a_naive_loop_at_klein_widths() {
     let cases = ops::cases::all().into_iter().filter(|case| is_klein(&case.name));
-    ops::check(&mut cpu(0), ops::drawn(3, "ops at klein widths", cases));
+    ops::check(&mut cpu(0), ops::drawn(10, "ops at klein widths", cases));
 }
 
 #[test]

@@ -8,21 +8,17 @@ mod adapter;
 mod calibration;
 mod comparison;
 mod controls;
-mod edits;
 mod engine;
 mod fixture;
 mod full;
-mod judge;
 mod quantised;
-mod regions;
-mod render;
 mod report;
 mod settings;
 mod wording;
-mod world;
 
 use engine::root;
-use render::Image;
+use judging::render::Image;
+use judging::{edits, judge, render, world};
 use std::path::Path;
 use world::{Fixture, SIDE};
 

@@ -4,27 +4,10 @@ use crate::edits::EditVerdict;
 use crate::judge::Verdict;
 use crate::render::Image;
 use crate::world::SIDE;
+pub use judging::Share;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
-
-/// The number of passes, and of all.
-#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
-pub struct Share {
-    pub right: usize,
-    pub of: usize,
-}
-
-impl Share {
-    pub fn of(all: impl IntoIterator<Item = bool>) -> Self {
-        all.into_iter().fold(Self::default(), |s, right| Self { right: s.right + usize::from(right), of: s.of + 1 })
-    }
-
-    /// Of none at all this is zero.
-    pub fn percent(self) -> f64 {
-        100.0 * self.right as f64 / self.of.max(1) as f64
-    }
-}
 
 pub const COLUMNS: [&str; 6] = ["colours", "shapes", "places", "backgrounds", "edits made", "rest kept"];
 /// The limits of a release, as percentages of objects (three columns), prompts, and edits (two columns).

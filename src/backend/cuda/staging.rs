@@ -6,6 +6,7 @@ use super::super::{Role, up_conv};
 use super::driver::{Driver, Event, Rows, Stream};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, PartScaling, Scales, Tensor, WeightPart, nvfp4, quantise};
+use kiln_numerics::scan::{NAN, has_no_nan};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -275,14 +276,6 @@ impl Staging {
     pub fn synchronize(&self) -> Result<()> {
         self.driver.synchronize(self.stream.1)
     }
-}
-
-/// The e4m3 code of NaN, whose sign may be set. Kernels that expand codes would take it for a number.
-const NAN: u8 = 0x7f;
-
-/// Whether none of these codes of e4m3 is NaN. Without an early end the loop is vectorised.
-fn has_no_nan(codes: &[u8]) -> bool {
-    codes.iter().fold(true, |finite, code| finite & (code & NAN != NAN))
 }
 
 /// Copies codes of e4m3 or e2m1. False if one of them is NaN, of which e2m1 has none.

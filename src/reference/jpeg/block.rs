@@ -5,9 +5,7 @@ use super::Flaw;
 use super::bits::Bits;
 use super::huffman::Codes;
 use crate::image::ZIGZAG;
-
-/// The coefficients of a block in row-major order.
-pub(super) type Block = [i16; 64];
+use kiln_numerics::idct::Block;
 
 /// The spectral selection of a progressive scan and the lowest bit that it codes.
 #[derive(Clone, Copy)]

@@ -1,12 +1,13 @@
 //! A scan: its components and coefficients, and the walk over its MCUs (ITU T.81, A.2, B.2.3, E.2 and G.1.1).
 
 use super::bits::Bits;
-use super::block::{self, Band, Block};
+use super::block::{self, Band};
 use super::frame::Frame;
 use super::huffman::Codes;
 use super::tables::Tables;
 use super::{Flaw, Stored, damaged};
 use crate::reference::Fault;
+use kiln_numerics::idct::Block;
 
 /// Limit on the blocks of an MCU with several components (B.2.3).
 const MAX_BLOCKS: usize = 10;

@@ -1,6 +1,7 @@
 //! Preallocated files whose download has not finished: they end with zeros, wherever these begin, and are noticed.
 
 use super::{message, shard};
+use common::random::one_in;
 use kiln::error::Result;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
@@ -53,7 +54,7 @@ fn a_download_that_stopped_anywhere_is_noticed() {
         let last = places.iter().map(|range| range.start).max().unwrap();
         let first = places.iter().map(|range| range.start).min().unwrap();
         // The cuts are spread from the first matrix to the last.
-        for cut in (first..=last).step_by((last - first) / 7 + 1).chain([last]) {
+        for cut in one_in(4, "cuts", (first..=last).step_by((last - first) / 7 + 1)).chain([last]) {
             let mut cut_short = bytes.clone();
             cut_short[cut..].fill(0);
             let text = message(&look(&opened(part, &cut_short), &manifest).unwrap_err());
@@ -63,7 +64,7 @@ fn a_download_that_stopped_anywhere_is_noticed() {
             );
         }
         // A hole in the middle of the file.
-        for range in places.iter().step_by(places.len() / 8 + 1) {
+        for range in one_in(4, "holes", places.iter().step_by(places.len() / 8 + 1)) {
             let mut holed = bytes.clone();
             holed[range.clone()].fill(0);
             let text = message(&look(&opened(part, &holed), &manifest).unwrap_err());

@@ -2,7 +2,7 @@
 
 use super::{Chunk, decode, fixture, fixtures, jpeg_claiming, layouts, png, png_header, refusal};
 use common::cost::allocated_by;
-use common::random::{Random, cases, long};
+use common::random::{Random, cases, long, one_in};
 use kiln::image::Image;
 use kiln::internals::reference::{AREA_CAP, DecodedReference};
 use std::io::Write;
@@ -29,7 +29,7 @@ fn an_end_mark_does_not_make_half_an_image_whole() {
     for name in ["baseline_420.jpg", "baseline_444.jpg", "grey.jpg", "restarts.jpg", "cmyk.jpg", "progressive_420.jpg"] {
         let whole = fixture(name);
         decode(&whole).unwrap();
-        for length in 2..whole.len() - 2 {
+        for length in one_in(16, name, 2..whole.len() - 2) {
             let cut = [&whole[..length], &[0xFF, 0xD9]].concat();
             assert!(decode(&cut).is_err(), "{name} cut to {length} of {} bytes", whole.len());
         }
@@ -125,7 +125,7 @@ fn mutated_files_neither_panic_nor_take_long() {
             .map(|name| layouts::layout(name).jpeg),
     );
     let (accepted, damaged) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    cases("mutated images", 50_000, 1_000_000, |random| {
+    cases("mutated images", 5_000, 1_000_000, |random| {
         let original = &originals[random.below(originals.len())];
         let bytes = mutated(original, random);
         // Without this nearly all of them would be refused by a checksum.
@@ -153,7 +153,8 @@ fn mutated_files_neither_panic_nor_take_long() {
     });
     // Both outcomes occur.
     let (accepted, damaged) = (accepted.into_inner(), damaged.into_inner());
-    assert!(accepted > 1000 && damaged > 10_000, "{accepted} accepted, {damaged} refused");
+    let count = accepted + damaged;
+    assert!(accepted > count / 50 && damaged > count / 5, "{accepted} accepted, {damaged} refused");
 }
 
 #[test]

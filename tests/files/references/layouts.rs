@@ -2,6 +2,7 @@
 //! `tools/goldens/jpeg_layouts.py` writes them, because common programs write only a few; each is valid, and must decode as in Pillow.
 
 use super::{decode, fixtures, refusal};
+use common::random::{long, one_in};
 use kiln::image::Image;
 use kiln::internals::checkpoint::Shard;
 
@@ -56,7 +57,8 @@ fn a_layout_cut_anywhere_is_refused_even_with_an_end_mark() {
         let end = jpeg.len() - 2;
         // Cuts around the start of each scan, at every 13th byte, and in the last bytes.
         let near = scans(&jpeg).into_iter().flat_map(|at| at - 1..at + 16);
-        let mut places: Vec<usize> = near.chain((2..end).step_by(13)).chain(end - 8..end).filter(|&at| at < end).collect();
+        let places = near.chain((2..end).step_by(13)).chain(end - 8..end).filter(|&at| at < end);
+        let mut places: Vec<usize> = one_in(5, &name, places).collect();
         places.sort_unstable();
         places.dedup();
         for &length in &places {
@@ -70,7 +72,8 @@ fn a_layout_cut_anywhere_is_refused_even_with_an_end_mark() {
         // The control: the whole file with its end marker written anew is valid.
         decode(&[&jpeg[..end], &[0xFF, 0xD9]].concat()).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
-    assert!(cuts > 15_000 && missing > 1000, "{cuts} cuts, {missing} of them whole scans");
+    let least = if long() { (15_000, 1000) } else { (2000, 100) };
+    assert!((cuts, missing) > least && missing > least.1, "{cuts} cuts, {missing} of them whole scans");
 }
 
 #[test]

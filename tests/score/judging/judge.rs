@@ -1,9 +1,9 @@
 //! Compares an image with a scene. Regions that are not background are matched to objects by place and size; then colour, shape
 //! and place of each region are judged independently.
 
+use crate::Share;
 use crate::regions::{Mask, NO_SHAPE, and, centroid, connected, count, grow, pixels, shape_of, shrink};
 use crate::render::{Image, background_of, lerp, mask_of, mix};
-use crate::report::Share;
 use crate::world::{Background, Object, PALETTE, SIDE, Scene, colour_index, distance, nearest_colour, rgb};
 use std::sync::OnceLock;
 

@@ -2,11 +2,13 @@
 //! multiplications", ICASSP 1989) in integers, with the constants and roundings of libjpeg's accurate integer IDCT
 //! (`JDCT_ISLOW`).
 //!
-//! There are two passes over eight columns at once, between which values keep [`PASS1_BITS`] fractional bits. If a file needs
+//! There are two passes over eight columns at once, between which values keep `PASS1_BITS` fractional bits. If a file needs
 //! more than 16 bits, sums wrap and results saturate as in the SIMD code of libjpeg-turbo; no encoder writes such files.
 
-use super::block::Block;
 use std::num::Wrapping;
+
+/// The coefficients of a block, row by row, or the samples.
+pub type Block = [i16; 64];
 
 /// Fractional bits of the constants.
 const CONST_BITS: usize = 13;
@@ -40,7 +42,7 @@ fn within<const ROWS: usize, const COLUMNS: usize>(coefficients: &Block) -> bool
 }
 
 /// Dequantises the coefficients of a block and writes its 8 x 8 samples to rows that are `stride` apart.
-pub(super) fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
+pub fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
     // Most blocks of most images are smooth and have few coefficients.
     if within::<1, 1>(coefficients) {
         let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(PASS1_BITS as u32);
