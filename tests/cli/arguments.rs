@@ -174,7 +174,7 @@ fn random_arguments_never_panic() {
     std::env::set_current_dir(&*FOLDER).unwrap();
     assert!(FLAGS.len() > 30, "{FLAGS:?}");
     let counts: [AtomicUsize; 6] = Default::default();
-    cases("arguments", 20_000, 300_000, |random| {
+    cases("arguments", 10_000, 300_000, |random| {
         let args = arguments(random);
         let shown = format!("{args:.300?}");
         match outcome(args) {

@@ -11,11 +11,13 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 /// The bytes that the helper process saves: as many as an image has, without repetition.
-fn contents() -> Vec<u8> {
-    (0..300_000u32).flat_map(u32::to_le_bytes).collect()
+fn contents() -> &'static [u8] {
+    static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| (0..300_000u32).flat_map(u32::to_le_bytes).collect());
+    &BYTES
 }
 
 /// The environment variable that names the helper's task. The helper waits for a byte on standard input.
@@ -32,11 +34,11 @@ fn helper() {
     let names = (0..).map(|i| format!("{i}.png"));
     match task.as_str() {
         "once" => {
-            let code = save_new(Path::new("one.png"), &bytes, false).map_or_else(|error| error.exit_code(), |()| 0);
+            let code = save_new(Path::new("one.png"), bytes, false).map_or_else(|error| error.exit_code(), |()| 0);
             std::process::exit(code.into());
         }
-        "save" => names.for_each(|name| save_new(name.as_ref(), &bytes, false).unwrap()),
-        "replace" => names.for_each(|_| save_new("one.png".as_ref(), &bytes, true).unwrap()),
+        "save" => names.for_each(|name| save_new(name.as_ref(), bytes, false).unwrap()),
+        "replace" => names.for_each(|_| save_new("one.png".as_ref(), bytes, true).unwrap()),
         // The naive way: writing to the target itself.
         "direct" => names.for_each(|name| {
             let mut file = fs::File::create_new(name).unwrap();
@@ -114,10 +116,10 @@ fn a_killed_process_leaves_whole_files_and_nothing_else() {
         return;
     }
     assert_eq!(killed_while_writing("save"), [(1, 0, 0); 8], "images, parts of images, and others");
-    let all = killed_at_random("save", 40);
+    let all = killed_at_random("save", if long() { 40 } else { 12 });
     assert!(all.iter().all(|(_, partial, others)| (*partial, *others) == (0, 0)), "{all:?}");
     // Replacing uses a temporary name, which a kill may leave behind; the target is whole in any case.
-    let all = [killed_while_writing("replace"), killed_at_random("replace", 20)].concat();
+    let all = [killed_while_writing("replace"), killed_at_random("replace", if long() { 20 } else { 8 })].concat();
     assert!(all.iter().all(|(images, partial, _)| (*images, *partial) == (1, 0)), "{all:?}");
     // The control: writing to the target itself leaves a part.
     assert_eq!(killed_while_writing("direct"), [(2, 1, 0); 8]);

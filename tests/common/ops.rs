@@ -472,9 +472,27 @@ pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
 
 /// What a short run takes of so many cases: the first of each op in each dtype and layout, and one in `n` of the others.
 pub fn drawn(n: u64, what: &str, cases: impl IntoIterator<Item = Case>) -> impl Iterator<Item = Case> {
+    first_and_drawn(n, what, cases, |case| (op_of(case).to_owned(), case.storage, case.fit))
+}
+
+/// What a short run takes where cases are large: the first of each op, and one in `n` of the others.
+pub fn drawn_of_each_op(n: u64, what: &str, cases: impl IntoIterator<Item = Case>) -> impl Iterator<Item = Case> {
+    first_and_drawn(n, what, cases, |case| op_of(case).to_owned())
+}
+
+fn op_of(case: &Case) -> &str {
+    case.name.split(' ').next().unwrap_or_default()
+}
+
+fn first_and_drawn<K: PartialEq>(
+    n: u64,
+    what: &str,
+    cases: impl IntoIterator<Item = Case>,
+    kind: impl Fn(&Case) -> K,
+) -> impl Iterator<Item = Case> {
     let mut seen = Vec::new();
     let (first, others): (Vec<Case>, Vec<Case>) = cases.into_iter().partition(|case| {
-        let kind = (case.name.split(' ').next().unwrap_or_default().to_owned(), case.storage, case.fit);
+        let kind = kind(case);
         let is_new = !seen.contains(&kind);
         if is_new {
             seen.push(kind);

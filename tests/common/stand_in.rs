@@ -123,9 +123,9 @@ impl StandIn {
         self.taken.borrow().values().filter(|(of, _)| *of == kind).count()
     }
 
-    /// Makes no call fail, whether the one that was to fail was reached or not.
-    pub fn heal(&self) {
-        self.fails.set(None);
+    /// Makes no call fail any more. Returns whether the one that was to fail was reached.
+    pub fn heal(&self) -> bool {
+        self.fails.take().is_none_or(|call| call < self.calls.get())
     }
 }
 

@@ -169,7 +169,7 @@ fn plans() -> Vec<Plan> {
     let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
     let on_hopper = |choices| {
         let (wanted, every_time, with_one_choice) = (tiles::runs_with as fn(Choice, &str) -> bool, EVERY_TIME, WITH_ONE_TILE);
-        Plan { gpu: Gpu::HOPPER, choices, wanted, every_time, with_one_choice, drawn: 8 }
+        Plan { gpu: Gpu::HOPPER, choices, wanted, every_time, with_one_choice, drawn: 4 }
     };
     // Only the kernels of matrix ops are selected by the GPU, and for operands of FP8 only from 8.9 on there are any.
     let selected = |gpu: Gpu| {
@@ -177,7 +177,7 @@ fn plans() -> Vec<Plan> {
         const FP8: fn(Choice, &str) -> bool =
             |choice, name| BF16(choice, name) || tiles::has_tile(name, Tile::Fp8Mma128x128) || tiles::is_fp8_attention(name);
         let (wanted, every_time): (_, &[_]) = if gpu.capability < (8, 9) { (BF16, &[]) } else { (FP8, FP8_ATTENTION) };
-        Plan { gpu, choices: vec![Choice::Best], wanted, every_time, with_one_choice: &[], drawn: 4 }
+        Plan { gpu, choices: vec![Choice::Best], wanted, every_time, with_one_choice: &[], drawn: 2 }
     };
     let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL, Gpu::NATIVE_BLACKWELL].map(selected);
     let native = Plan { gpu: Gpu::NATIVE_BLACKWELL, ..on_hopper(blackwell) };

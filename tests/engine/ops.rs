@@ -30,7 +30,7 @@ fn every_op_matches_a_naive_loop() {
 #[test]
 fn every_op_matches_a_naive_loop_at_klein_widths() {
     let cases = ops::cases::all().into_iter().filter(|case| is_klein(&case.name));
-    ops::check(&mut cpu(0), ops::drawn(10, "ops at klein widths", cases));
+    ops::check(&mut cpu(0), ops::drawn_of_each_op(10, "ops at klein widths", cases));
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let mut machines = [1, 2, 3].map(|threads| (cpu(threads), ops::Weights::default()));
     // The cases at klein widths take long and are partitioned in the same way.
     let plain = ops::cases::all().into_iter().filter(|case| !is_klein(&case.name));
-    for case in ops::drawn(6, "ops by threads", plain.chain(ops::quantised::all())) {
+    for case in ops::drawn(12, "ops by threads", plain.chain(ops::quantised::all())) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
             let results = ops::run(cpu, weights, &case, false, &mut Vec::new());
             results.into_iter().flatten().map(f32::to_bits).collect::<Vec<_>>()

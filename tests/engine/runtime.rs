@@ -1,18 +1,19 @@
 //! The CUDA backend on a stand-in for the driver: nothing is computed, but every call is counted, every resource has to be freed,
 //! weights have to be uploaded when a kernel reads them, and any call can be made to fail.
 
+mod coverage;
 mod modules;
 mod timed;
 
 use common::ops;
 use common::quantised::{self, Content, Form};
-use common::random::{Random, long, one_in, seed};
+use common::random::one_in;
 use common::stand_in::StandIn;
 use common::wrapped::Wrapped;
 use common::{cases, opened, small_job, tiny_weights};
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cuda::driver::DeviceInfo;
-use kiln::internals::backend::cuda::{self, Choice, Cuda, Kernel};
+use kiln::internals::backend::cuda::{self, Cuda};
 use kiln::internals::backend::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::config::{Conventions, Variant};
@@ -23,7 +24,6 @@ use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{ALIGN, Arena, Bytes, DType, Region, Tensor, WeightPart};
 use kiln::internals::tiny::{self, TinyModel};
 use kiln::progress::Silent;
-use kiln::selftest::{self, Extent, Outcome};
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -283,9 +283,21 @@ fn any_call_of_a_run_may_fail() {
         let calls = driver.calls.get() - start;
         assert!(calls > 300, "{calls}");
         for n in failing(calls) {
-            driver.fail_after(n);
-            let result = generate(&mut engine, &job);
-            driver.heal();
+            let attempt = |engine: &mut Engine| {
+                driver.fail_after(n);
+                let result = generate(engine, &job);
+                (result, driver.heal())
+            };
+            // A run after one that failed finds what that one had uploaded, and may end before it has made so many calls.
+            let result = match attempt(&mut engine) {
+                (result, true) => result,
+                (result, false) => {
+                    assert_eq!(result.unwrap().len(), 1);
+                    let (result, is_reached) = attempt(&mut engine);
+                    assert!(is_reached, "call {n} of {calls}");
+                    result
+                }
+            };
             // Poisoning released memory may fail unnoticed: on a real device the next call would report it.
             match result {
                 Err(Error::Device { .. }) => {}
@@ -526,35 +538,6 @@ fn quantised_operands_are_refused() {
 #[test]
 fn incomplete_weights_are_refused() {
     ops::mistakes::check(&mut cuda(&StandIn::new(PLENTY), &Arc::default()).unwrap());
-}
-
-/// The kernels that were never launched.
-fn missed(cuda: &Cuda) -> Vec<Kernel> {
-    cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect()
-}
-
-/// Sanitizers run the small cases only, so these have to launch every kernel.
-#[test]
-fn the_small_cases_launch_every_kernel() {
-    let mut cuda = cuda(&StandIn::new(PLENTY), &Arc::default()).unwrap();
-    assert!(cuda.launched().all(|(_, times)| times == 0));
-    let mut weights = ops::Weights::default();
-    let (cases, mut random) = (ops::cases::all(), Random::new(seed(true)));
-    let mut pairs: Vec<_> = Choice::all().flat_map(|choice| cases.iter().map(move |case| (choice, case))).collect();
-    pairs.retain(|(choice, case)| ops::is_within(ops::SMALL, &case.name) && ops::tiles::runs_with(*choice, &case.name));
-    pairs.sort_by_cached_key(|_| random.next());
-    // A short run takes cases until they have launched every kernel; whatever the order, all of them do if some do.
-    let mut pairs = pairs.into_iter();
-    while (long() || missed(&cuda).iter().any(|kernel| !kernel.file().starts_with("selftest")))
-        && let Some((choice, case)) = pairs.next()
-    {
-        cuda.set_choice(choice);
-        ops::run(&mut cuda, &mut weights, case, false, &mut Vec::new());
-    }
-    // The self-test launches kernels of its own and compares what comes back, which here are zeros: nothing passes.
-    let lines = selftest::run(&mut cuda, &Extent { burst: false, ..Extent::QUICK }, &mut |_| Ok(())).unwrap();
-    assert!(lines.iter().all(|line| !matches!(line.outcome, Outcome::Passed(_))), "{lines:?}");
-    assert!(missed(&cuda).is_empty(), "never launched: {:?}", missed(&cuda));
 }
 
 #[test]
