@@ -48,7 +48,7 @@ pub fn non_finite(dtype: &str, bytes: &[u8]) -> NonFinite {
     }
 }
 
-/// Counts the values, of `N` bytes each, that are not finite, and those of them that are NaN.
+/// Counts NaNs and infinities among values of `N` bytes each.
 fn search<const N: usize>(bytes: &[u8], is_special: impl Fn([u8; N]) -> bool, is_nan: impl Fn([u8; N]) -> bool) -> NonFinite {
     let mut sum = NonFinite::default();
     for (i, span) in bytes.as_chunks::<N>().0.chunks(SPAN / N).enumerate() {

@@ -73,7 +73,7 @@ fn a_layout_cut_anywhere_is_refused_even_with_an_end_mark() {
         decode(&[&jpeg[..end], &[0xFF, 0xD9]].concat()).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
     let least = if long() { (15_000, 1000) } else { (2000, 100) };
-    assert!((cuts, missing) > least && missing > least.1, "{cuts} cuts, {missing} of them whole scans");
+    assert!(cuts > least.0 && missing > least.1, "{cuts} cuts, {missing} of them whole scans");
 }
 
 #[test]
