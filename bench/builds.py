@@ -20,7 +20,8 @@ from peers import session
 from peers.compare import ROWS, title
 from peers.library import Kiln
 from peers.rows import Operands, bare
-from peers.timing import Side, burst, quartiles, ratio, sets_of
+from peers.timing import Side, burst, sets_of
+from turns import quartiles, ratio
 
 LONG_ROW_S, LONG_ROW_LOSS, ANY_ROW_LOSS, LEAST_MEAN = 50e-6, 0.01, 0.03, 0.998
 

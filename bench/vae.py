@@ -28,7 +28,8 @@ from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline
 
 from peers import session
 from peers.library import Kiln, KilnVae
-from peers.timing import FEWEST_SETS, Side, burst, quartiles, ratio, sustained
+from peers.timing import FEWEST_SETS, Side, burst, sustained
+from turns import quartiles, ratio
 
 from goldens.model import latent_statistics  # isort: skip
 from random_checkpoint import HEADS, REAL_VAE, write_json, write_weights  # isort: skip

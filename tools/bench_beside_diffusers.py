@@ -32,10 +32,8 @@ import argparse
 import contextlib
 import copy
 import io
-import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -46,50 +44,17 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
 
 from compare_diffusers import GUIDANCE, PARTS, device_name, free, is_dev, load_pipeline, make_pipeline  # noqa: E402
 from compare_diffusers import median_ms, sizes, to_bf16, versions  # noqa: E402
-from peers.timing import quartiles, ratio  # noqa: E402
+from turns import REST_S, Kiln, burst, quartiles, ratio, requests  # noqa: E402
 
 MODE = "max-autotune-no-cudagraphs"
-# Before each image of a burst, so that the clock of the GPU is high again.
-REST_S = 0.5
 STAGES = ("encode", "denoise", "decode", "png")
 
 
-def requests():
-    """A new seed and a new prompt for every image."""
-    subjects = ("a red fox", "an old lighthouse", "a glass teapot", "two sailing boats", "a street musician")
-    places = ("in the snow", "at dusk", "on a wooden table", "under a starry sky", "in the rain", "in a quiet street", "at the sea")
-    for number in itertools.count(1):
-        yield number, f"{subjects[number % len(subjects)]} {places[number % len(places)]}, number {number}"
-
-
-class Kiln:
-    """The program, which generates an image for each line that it reads."""
-
-    name = "kiln"
-
-    def __init__(self, args, more, width, height, steps):
-        command = [args.kiln.resolve(), "bench", "--on-request", "--quiet", "--model", args.checkpoint, "--backend", args.device]
-        command += ["--width", width, "--height", height, "--steps", steps, *more.split()]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self.process = subprocess.Popen([str(part) for part in command], **pipes)
-        self.report = self.answer()
-
-    def answer(self):
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"kiln ended with {self.process.wait()}")
-        return json.loads(line)
-
-    def image(self, seed, prompt):
-        start = time.perf_counter()
-        self.process.stdin.write(f"{seed} {prompt}\n")
-        self.process.stdin.flush()
-        times = self.answer()
-        return {stage: times[stage] for stage in STAGES} | dict(total=time.perf_counter() - start)
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
+def serve(args, more, width, height, steps):
+    """kiln, with these more arguments."""
+    size = "--width", width, "--height", height, "--steps", steps
+    arguments = "--model", args.checkpoint, "--backend", args.device, *size, *more.split()
+    return Kiln("kiln", args.kiln.resolve(), arguments)
 
 
 class Marks:
@@ -205,17 +170,6 @@ def compiled(args, pipe):
     return make_pipeline(args.checkpoint, dict(text_encoder=pipe.text_encoder, transformer=transformer, vae=vae))
 
 
-def burst(engines, rounds, rest, asked):
-    """One image for each engine and round."""
-    times = {engine.name: [] for engine in engines}
-    for i in range(rounds):
-        request = next(asked)
-        for engine in engines if i % 2 == 0 else reversed(engines):
-            time.sleep(rest)
-            times[engine.name].append(engine.image(*request))
-    return times
-
-
 def sustained(engines, seconds, asked):
     """Image after image, without the first third of each stretch: the clock falls until the power limit is met."""
     times = {engine.name: [] for engine in engines}
@@ -262,7 +216,7 @@ def measure(args, pipe, width, height):
             numbered = f"-{number}" if len(args.kiln_args) > 1 else ""
             numbered += f"-{steps}-steps" if len(args.steps) > 1 else ""
             lines.append(f"{steps} steps{f', kiln {more}' if more else ''}")
-            lines += take_turns(args, [Kiln(args, more, width, height, steps), *others], steps, f"{width}x{height}", numbered)
+            lines += take_turns(args, [serve(args, more, width, height, steps), *others], steps, f"{width}x{height}", numbered)
     return lines
 
 

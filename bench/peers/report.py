@@ -4,7 +4,7 @@ import re
 import statistics
 
 from peers.rows_mixed import QUANTISE
-from peers.timing import quartiles, ratio
+from turns import quartiles, ratio
 
 FLOOR, FLOOR_BYTES = 0.80, 32_000_000
 

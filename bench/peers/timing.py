@@ -3,7 +3,6 @@
 import itertools
 import math
 import pathlib
-import statistics
 import time
 
 import torch
@@ -106,17 +105,3 @@ def sustained(sides: list, seconds: float, per_call: dict) -> dict:
         times[side.name] += stretch[len(stretch) // 3 :]
         beat()
     return times
-
-
-def quartiles(values: list) -> tuple:
-    """First quartile, median, third quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
-
-
-def ratio(above: list, below: list) -> float:
-    """Of neighbours: the median of the ratios. Sides with unequal numbers of times have no neighbours."""
-    if len(above) != len(below):
-        return statistics.median(above) / statistics.median(below)
-    return statistics.median(a / b for a, b in zip(above, below))
