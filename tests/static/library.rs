@@ -40,7 +40,7 @@ impl Source {
         let mut files = BTreeMap::<String, String>::new();
         for (path, text) in library() {
             let path = path.strip_prefix("numerics/").filter(|path| *path != "lib.rs").unwrap_or(&path);
-            let module = path.trim_end_matches(".rs").trim_end_matches("/mod").replace('/', "::");
+            let module = path.trim_end_matches(".rs").replace('/', "::");
             files.entry(module).or_default().push_str(&text);
         }
         Self(files)
