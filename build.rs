@@ -1,4 +1,4 @@
-//! Compiles `kernels/*.cu` to fat binaries that the program embeds, and checks `src/backend/cuda/abi.rs` against `kernels/abi.h`.
+//! Compiles `kernels/entry/*.cu` to fat binaries that the program embeds, and checks `src/backend/cuda/abi.rs` against `kernels/abi.h`.
 //!
 //! Without nvcc the table of images is empty and everything else works. CONTRIBUTING.md lists the environment variables.
 
@@ -217,7 +217,7 @@ impl Kernel {
         }
         // Every header is part of every file's key: there are few of them, and a list of includes would have to be maintained.
         let mut hasher = DefaultHasher::new();
-        (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(&Path::new("kernels").join(format!("{name}.cu")))?)
+        (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(&Path::new("kernels/entry").join(format!("{name}.cu")))?)
             .hash(&mut hasher);
         for header in files_with(&["h", "cuh", "def"])? {
             (&header, read(&header)?).hash(&mut hasher);
@@ -235,12 +235,12 @@ impl Kernel {
         let _ = fs::remove_file(&self.stamp);
         let mut command = Command::new(&nvcc.path);
         command.current_dir("kernels").arg("-ccbin").arg(&nvcc.host).args(&self.arguments);
-        command.arg("-o").arg(&self.image).arg(format!("{}.cu", self.name));
+        command.arg("-o").arg(&self.image).arg(format!("entry/{}.cu", self.name));
         let output = command.output().map_err(|e| format!("{}: {e}", nvcc.path.display()))?;
         let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         if !output.status.success() {
             let errors: Vec<_> = said.lines().filter(|line| !ptxas::is_information(line)).collect();
-            return Err(format!("nvcc failed on kernels/{}.cu:\n{}", self.name, errors.join("\n")));
+            return Err(format!("nvcc failed on kernels/entry/{}.cu:\n{}", self.name, errors.join("\n")));
         }
         write(&self.report, &said)?;
         write(&self.stamp, &self.key)
@@ -255,7 +255,7 @@ fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
         let report = read(&kernel.report)?;
         let losses: Vec<_> = report.lines().filter(|line| ptxas::is_loss(line)).collect();
         if !losses.is_empty() {
-            errors.push(format!("kernels/{}.cu would be slow; ptxas says:\n{}", kernel.name, losses.join("\n")));
+            errors.push(format!("kernels/entry/{}.cu would be slow; ptxas says:\n{}", kernel.name, losses.join("\n")));
         }
     }
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }

@@ -31,7 +31,7 @@ const SPECIFIC: &[Arch] = &[
 pub fn specific(name: &str) -> Result<Option<&'static Arch>> {
     let Some((_, suffix)) = name.rsplit_once("_sm").filter(|(_, suffix)| suffix.parse::<u32>().is_ok()) else { return Ok(None) };
     let arch = SPECIFIC.iter().find(|arch| arch.suffix == suffix);
-    arch.map(Some).ok_or_else(|| format!("kernels/{name}.cu: no kernels are made for sm_{suffix}"))
+    arch.map(Some).ok_or_else(|| format!("kernels/entry/{name}.cu: no kernels are made for sm_{suffix}"))
 }
 
 /// The architectures of a kernel file, and its PTX.

@@ -389,7 +389,7 @@ pub fn generate(path: &str, text: &str, files: &[String]) -> Result<Source> {
         (row.family.read)(&mut tables, &row).map_err(at)?;
         let file = row.text("file");
         if !files.iter().any(|name| name == file) {
-            return Err(at(format!("there is no kernels/{file}.cu")));
+            return Err(at(format!("there is no kernels/entry/{file}.cu")));
         }
         for kernel in &tables.kernels[first..] {
             for name in [&kernel.symbol, &kernel.name] {

@@ -447,7 +447,7 @@ fn every_kernel_is_in_the_table_of_resources() {
 
 /// What the build script writes for the committed table of instantiations, with another row at its end.
 fn with_row(row: &str) -> Result<String, String> {
-    let folder = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")).unwrap();
+    let folder = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/entry")).unwrap();
     let stem = |path: PathBuf| Some(path.file_stem()?.to_str()?.to_owned());
     let files: Vec<_> = folder
         .map(|entry| entry.unwrap().path())
@@ -531,7 +531,7 @@ fn faults_of_the_table_of_instantiations_are_named() {
         let other = text.lines().position(|line| line.contains("(gemm_bf16_sm90, 128, 192,")).unwrap() + 1;
         format!("`kl_gemm_bf16_sm90_128x192` is already in line {other}")
     });
-    assert_eq!(sm90("gemm_bf16_sm90", "gemm_f16_sm90"), "there is no kernels/gemm_f16_sm90.cu");
+    assert_eq!(sm90("gemm_bf16_sm90", "gemm_f16_sm90"), "there is no kernels/entry/gemm_f16_sm90.cu");
     assert_eq!(sm90("256", "0"), "threads is `0`, expected a positive number");
     assert_eq!(sm90("256", "2 * 128"), "threads is `2 * 128`, expected a positive number");
     assert_eq!(sm90("MulticastB", ""), "cluster mode is ``, expected an identifier");

@@ -1,4 +1,4 @@
-//! Compiles the emulator and, against it, every `kernels/*.cu`, the kernels of tests and every planted bug, into one static library.
+//! Compiles the emulator and, against it, every `kernels/entry/*.cu`, the kernels of tests and every planted bug, into one static library.
 //!
 //! Kernels are compiled with the instrumentation of ThreadSanitizer, whose functions the emulator defines itself: they are called for
 //! every access to memory. What has not changed, under headers and a compiler that have not changed, is not compiled again.
@@ -65,8 +65,8 @@ fn build() -> Result<()> {
     for source in files(&tree.emulator, &["cpp"])? {
         units.push(tree.runtime_unit(&source)?);
     }
-    for source in files(&tree.kernels, &["cu"])?.iter().filter(|path| path.parent() == Some(&tree.kernels)) {
-        units.push(tree.module_unit(&stem(source), source, None)?);
+    for source in files(&tree.kernels, &["cu"])? {
+        units.push(tree.module_unit(&stem(&source), &source, None)?);
     }
     // Kernels of the tests, which are no part of the product.
     for source in files(&tree.tests, &["cu"])? {
@@ -217,8 +217,8 @@ impl Tree {
     /// A kernel file as a module of that name. Kernel files define types with the same names, so each is in an unnamed namespace.
     fn module_unit(&self, module: &str, kernel_file: &Path, first: Option<&Path>) -> Result<Unit> {
         let text = format!(
-            "#define KL_EMULATED_MODULE \"{module}\"\n#include \"emulated.h\"\nnamespace {{\n#include <{}.cu>\n}}\n",
-            stem(kernel_file)
+            "#define KL_EMULATED_MODULE \"{module}\"\n#include \"emulated.h\"\nnamespace {{\n#include <{}>\n}}\n",
+            kernel_file.strip_prefix(&self.kernels).or(kernel_file.strip_prefix(&self.tests)).unwrap_or(kernel_file).display()
         );
         let wrapper = self.out.join(format!("module_{module}.cpp"));
         write(&wrapper, &text)?;
@@ -244,7 +244,7 @@ impl Tree {
             return Err(format!("planted bug {}: kernels/{} does not have this text once:\n{}", bug.name, bug.source, bug.find));
         }
         write(&folder.join(bug.source), &text.replacen(bug.find, bug.replace, 1))?;
-        let kernel_file = self.kernels.join(format!("{}.cu", bug.kernel_file));
+        let kernel_file = self.kernels.join("entry").join(format!("{}.cu", bug.kernel_file));
         self.module_unit(bug.name, &kernel_file, Some(&folder))
     }
 }

@@ -1,4 +1,4 @@
-//! Runs kiln's CUDA kernels on the CPU: the C++ beside this file compiles `kernels/*.cu` unchanged and executes them with a fiber per
+//! Runs kiln's CUDA kernels on the CPU: the C++ beside this file compiles `kernels/entry/*.cu` unchanged and executes them with a fiber per
 //! GPU thread. This crate is a safe interface to it; CONTRIBUTING.md says what is emulated and what is checked.
 //!
 //! The state of the emulator belongs to the thread that calls it, so tests can run in parallel.

@@ -183,10 +183,10 @@ pub const BUGS: &[Planted] = planted! {
     }
     "attention_sm90", "kl_attention_sm90_e4m3,", "" {
         // The range of the output that a row belongs to is taken from the tile's first row.
-        range_of_the_tile: Report(RANGES, "is no result"), "attention_sm90.cu",
+        range_of_the_tile: Report(RANGES, "is no result"), "entry/attention_sm90.cu",
         "const bool valid = row < out.rows;" => "const bool valid = row - tile_row % at.rows < out.rows;";
         // Only one lane of a quad counts the values that do not fit.
-        saturated_uncounted: Report(CLIPPED, "values are counted as out of range"), "attention_sm90.cu",
+        saturated_uncounted: Report(CLIPPED, "values are counted as out of range"), "entry/attention_sm90.cu",
         "    count_saturated<8>(p.saturated, v);\n" => "    if (lane() % 4 == 0) count_saturated<8>(p.saturated, v);\n";
     }
     "gemm_mma", "128, 128,", "Mma128x128" {
@@ -203,19 +203,19 @@ pub const BUGS: &[Planted] = planted! {
         nibbles_exchanged: Report(NVFP4, WRONG), "common/expand.cuh",
         "permute_bytes<0x4000>(codes, odd)" => "permute_bytes<0x0040>(codes, odd)";
         // The pre-pass takes the scale of the block before.
-        scale_of_another_block: Report(NVFP4, WRONG), "expand.cu",
+        scale_of_another_block: Report(NVFP4, WRONG), "entry/expand.cu",
         "block_scale_offset(row, col / 16," => "block_scale_offset(row, col / 32,";
         // The pre-pass stops one vector early.
-        last_vector_not_expanded: Report(NVFP4, "was not written"), "expand.cu",
+        last_vector_not_expanded: Report(NVFP4, "was not written"), "entry/expand.cu",
         "    if (at < vectors) reinterpret_cast<uint4*>" => "    if (at + 1 < vectors) reinterpret_cast<uint4*>";
     }
     "norm_rows", "1024,", "" {
         // The norm puts even columns into the low nibble.
-        stored_nibbles_exchanged: Report(NVFP4_NORM, "has the code"), "norm_rows.cu",
+        stored_nibbles_exchanged: Report(NVFP4_NORM, "has the code"), "entry/norm_rows.cu",
         "pack_e2m1(v[2 * i] * block.inverse, v[2 * i + 1] * block.inverse) << 8 * i"
         => "pack_e2m1(v[2 * i + 1] * block.inverse, v[2 * i] * block.inverse) << 8 * i";
         // The norm quantises a lane's half of a block without the other lane's.
-        largest_of_half_a_block: Report(NVFP4_NORM, "has the scale"), "norm_rows.cu",
+        largest_of_half_a_block: Report(NVFP4_NORM, "has the scale"), "entry/norm_rows.cu",
         "const QuantisedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);"
         => "const QuantisedBlock block(mine, m.scale);";
     }
@@ -229,13 +229,13 @@ pub const BUGS: &[Planted] = planted! {
         scales_of_the_other_half: Report(FP8_STORED, WRONG), "gemm/epilogue_mma.cuh",
         "part.w[swiglu ? n % 2 : 0]" => "part.w[swiglu ? 1 - n % 2 : 0]";
         // Tensor cores of Ada add up all of K.
-        missing_promotion: Sums, "gemm_fp8_sm89.cu",
+        missing_promotion: Sums, "entry/gemm_fp8_sm89.cu",
         "/*promotes*/ true" => "/*promotes*/ false";
     }
     "selftest_sm120", "", "" {
         // A self-test has the scales of B from the lanes of another selector.
         scales_of_other_lanes: Check((12, 0), "mma nvf4", "a[0][0] (lane 0, register 0, bits 0 to 3) alone: d[0][0] (lane 0, register 0) is 28, not"),
-        "selftest_sm120.cu", "mma_nvf4<kA, 1>" => "mma_nvf4<kA, 2>";
+        "entry/selftest_sm120.cu", "mma_nvf4<kA, 1>" => "mma_nvf4<kA, 2>";
     }
     "selftest_sm89", "", "" {
         // A self-test has two registers of A in the wrong order.
@@ -244,7 +244,7 @@ pub const BUGS: &[Planted] = planted! {
     }
     "selftest", "", "" {
         // A self-test has a conversion lose the sign.
-        negative_lost: Check((9, 0), "cvt e2m1", "-0e0 becomes 0x00, not 0x08"), "selftest.cu",
+        negative_lost: Check((9, 0), "cvt e2m1", "-0e0 becomes 0x00, not 0x08"), "entry/selftest.cu",
         "pack_e2m1(v, -v)" => "pack_e2m1(v, v)";
     }
     "attention_fp8_sm89", "", "Mma64x128" {
@@ -306,10 +306,10 @@ pub const BUGS: &[Planted] = planted! {
     }
     "low_rank", "", "Sm90_128x192" {
         // Warps add up their sums of a product of low rank before all have stored them.
-        low_rank_without_barrier: Report(LOW_RANK, "without a barrier"), "low_rank.cu",
+        low_rank_without_barrier: Report(LOW_RANK, "without a barrier"), "entry/low_rank.cu",
         "    __syncthreads();\n    if (warp < half) {" => "    if (warp < half) {";
         // The lanes of a quad take each other's part of K for their own.
-        low_rank_other_columns: Report(LOW_RANK, WRONG), "low_rank.cu",
+        low_rank_other_columns: Report(LOW_RANK, WRONG), "entry/low_rank.cu",
         "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col + 8 * v);"
         => "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col % 8 + k + (quad ^ 1) * Rows::kElements + 8 * v);";
     }
@@ -320,22 +320,22 @@ pub const BUGS: &[Planted] = planted! {
     }
     "attention_wide_sm90", "512,", "" {
         // A warpgroup reads the other CTA's P before it has arrived.
-        p_not_awaited: Report(WIDE, "reads shared memory"), "attention_wide_sm90.cu",
+        p_not_awaited: Report(WIDE, "reads shared memory"), "entry/attention_wide_sm90.cu",
         "    mbarrier_wait(smem.p_ring().full(group), p_parity);\n" => "";
         // P is sent while the other CTA may still read the P before it.
-        p_overwritten: Report(WIDE, "which a wgmma read"), "attention_wide_sm90.cu",
+        p_overwritten: Report(WIDE, "which a wgmma read"), "entry/attention_wide_sm90.cu",
         "    mbarrier_wait(smem.p_ring().empty(group), p_parity ^ 1);\n" => "";
         // Row maxima are read before the maxima of the other CTA's keys have arrived.
-        wrong_phase_of_maxima: Report(WIDE, "was never written"), "attention_wide_sm90.cu",
+        wrong_phase_of_maxima: Report(WIDE, "was never written"), "entry/attention_wide_sm90.cu",
         "exchanges / kStatsBuffers % 2);" => "exchanges / kStatsBuffers % 2 ^ 1);";
         // The CTAs of a cluster use the row maxima of their own keys.
-        maximum_of_one_half: Report(WIDE, WRONG), "attention_wide_sm90.cu",
+        maximum_of_one_half: Report(WIDE, WRONG), "entry/attention_wide_sm90.cu",
         "block_max[0] = fmaxf(block_max[0], peer_max[0]), block_max[1] = fmaxf(block_max[1], peer_max[1]);" => "";
         // The output is not rescaled when a row maximum has risen.
-        missing_correction: Report(WIDE, WRONG), "attention_wide_sm90.cu",
+        missing_correction: Report(WIDE, WRONG), "entry/attention_wide_sm90.cu",
         "        tile.rescale_out(tile.correction);\n" => "";
         // A stage of keys is given back while the MMAs that read it are in flight.
-        keys_released_early: Report(WIDE, "which a wgmma of CTA"), "attention_wide_sm90.cu",
+        keys_released_early: Report(WIDE, "which a wgmma of CTA"), "entry/attention_wide_sm90.cu",
         "      stages.template retire<1, kGroupStages>();\n    }\n  }\n\n  // out += p v"
         => "      stages.template retire<1, 0>();\n    }\n  }\n\n  // out += p v";
     }
@@ -359,24 +359,24 @@ pub const BUGS: &[Planted] = planted! {
     }
     "conv_mma", "128, 128,", "Mma128x128" {
         // Every phase of an upsampling convolution reads the rows of the first.
-        rows_of_the_first_phase: Report(UPSAMPLED, "is not allocated"), "conv_mma.cu",
+        rows_of_the_first_phase: Report(UPSAMPLED, "is not allocated"), "entry/conv_mma.cu",
         "top = conv_source(p.sampling, y, phase / 2, 0)," => "top = conv_source(p.sampling, y, 0, 0),";
         // Every phase has the filters of the first.
-        filters_of_the_first_phase: Report(UPSAMPLED, WRONG), "conv_mma.cu",
+        filters_of_the_first_phase: Report(UPSAMPLED, WRONG), "entry/conv_mma.cu",
         "row_of<const bf16>(p.w, 0) + phase * k_size;" => "row_of<const bf16>(p.w, 0);";
     }
     "conv_narrow", "", "" {
         // The image is padded before it is normalised.
-        padded_before_the_norm: Report(NORM_CONV, WRONG), "conv_narrow.cu",
+        padded_before_the_norm: Report(NORM_CONV, WRONG), "entry/conv_narrow.cu",
         "exists ? acc[tile][n][e] : 0.0f;" => "acc[tile][n][e];";
         // The products of a tap are added one pixel away.
-        tap_of_another_column: Report(NORM_CONV, WRONG), "conv_narrow.cu",
+        tap_of_another_column: Report(NORM_CONV, WRONG), "entry/conv_narrow.cu",
         "[col + tap % 3];" => "[col + 2 - tap % 3];";
         // Warps store the products of their next row while others read what it replaces.
-        products_overwritten_early: Report(NORM_CONV, "without a barrier"), "conv_narrow.cu",
+        products_overwritten_early: Report(NORM_CONV, "without a barrier"), "entry/conv_narrow.cu",
         "    __syncthreads();  // the next step overwrites rows that were read here\n" => "";
         // Pixels beyond the left edge are taken from the end of the row above.
-        columns_not_padded: Report(CONV_IN, "is not allocated"), "conv_narrow.cu",
+        columns_not_padded: Report(CONV_IN, "is not allocated"), "entry/conv_narrow.cu",
         "1u << row | 8u << col : 64u;" => "1u << row : 64u;";
     }
     "conv_sm90", "256, 96,", "Conv256x96" {
@@ -386,12 +386,12 @@ pub const BUGS: &[Planted] = planted! {
     }
     "attention_wide_sm90", "384,", "" {
         // Values of a smaller head are awaited with the bytes of keys.
-        bytes_of_keys: Report(NARROWER, "2048 bytes are missing"), "attention_wide_sm90.cu",
+        bytes_of_keys: Report(NARROWER, "2048 bytes are missing"), "entry/attention_wide_sm90.cu",
         "next_stage(Config::kVBytes," => "next_stage(kStageBytes,";
     }
     "pointwise", "", "" {
         // The weights of two tiles are exchanged where they overlap.
-        blended_backwards: Report(BLEND, WRONG), "pointwise.cu",
+        blended_backwards: Report(BLEND, WRONG), "entry/pointwise.cu",
         "const float weight = static_cast<float>(step) / static_cast<float>(p.steps);"
         => "const float weight = 1.0f - static_cast<float>(step) / static_cast<float>(p.steps);";
     }
