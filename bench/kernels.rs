@@ -41,11 +41,11 @@ fn main() -> Result<()> {
     let mut cpu = Cpu::new(args.threads, Arc::default())?;
     let mut all = rows(Scale::Processor, Precision::Bf16, cpu.gemm_formats())?.into_iter();
     if let Some(name) = &args.serve {
-        let row = all.find(|row| row.name == name).ok_or("no row has that name")?;
+        let row = all.find(|row| row.op.name() == name).ok_or("no row has that name")?;
         return serve(&row, &mut cpu);
     }
     let filter = args.filter.unwrap_or_default();
-    let wanted: Vec<Row> = all.filter(|row| row.name.contains(&filter)).collect();
+    let wanted: Vec<Row> = all.filter(|row| row.op.name().contains(&filter)).collect();
     if wanted.is_empty() {
         return Err("no row has that name".into());
     }

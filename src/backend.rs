@@ -17,8 +17,8 @@ use kiln_numerics::up_conv;
 #[cfg(feature = "internals")]
 pub use lockstep::Lockstep;
 pub use op::{
-    Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LowRank, Modulated, OP_NAMES, Op, Projection,
-    QkNorm, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
+    Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LowRank, Modulated, Op, OpKind, Projection, QkNorm,
+    Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
 pub use plan::Plan;
 

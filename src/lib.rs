@@ -81,7 +81,7 @@ pub mod device {
         ARCHS, CAPABILITY, Cuda, Kernel, NVCC, Tile, devices, driver_release, fp8_accumulate, gemm_formats, has_driver,
         kernels_of,
     };
-    pub use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OP_NAMES};
+    pub use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OpKind};
 }
 
 /// Adapters: LoRA and LoKr files, and the layers they belong to.

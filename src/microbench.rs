@@ -10,8 +10,8 @@ mod rows;
 
 pub use rows::{Scale, rows};
 
-use crate::backend::{Access, Backend, Op, StepKey};
-use crate::error::Result;
+use crate::backend::{Access, Backend, Op, OpKind, StepKey};
+use crate::error::{Error, Result};
 use crate::tensor::{DType, Region};
 use operands::{Operands, RowFormat};
 use serde::Serialize;
@@ -53,8 +53,8 @@ fn call(with: impl Fn(&mut Runner<'_>) -> Result<()> + 'static) -> Result<Call> 
 
 /// An op at a shape.
 pub struct Row {
-    /// The op's name.
-    pub name: &'static str,
+    /// The kind of the op.
+    pub op: OpKind,
     /// The shape, for display.
     pub shape: String,
     /// What it multiplies or stores: plain values as activations are, `W8A8` (e4m3 weights and inputs), `W8A16` (e4m3 weights),
@@ -167,11 +167,11 @@ impl Row {
         let mut found = None;
         make(&mut Operands::new(formats))?(&mut |op| {
             op.check()?;
-            found = Some((op.name(), format_of(&op).unwrap_or(plain), Work::of(&op)));
+            found = Some((op.kind(), format_of(&op).unwrap_or(plain), Work::of(&op)));
             Ok(())
         })?;
-        let (name, format, work) = found.unwrap_or(("", plain, Work { flops: 0, flops_e4m3: 0, flops_e2m1: 0, bytes: 0 }));
-        Ok(Self { name, shape, format, work, formats, make: Box::new(make) })
+        let (op, format, work) = found.ok_or_else(|| Error::Op { op: "bench", what: format!("no op of {shape}") })?;
+        Ok(Self { op, shape, format, work, formats, make: Box::new(make) })
     }
 
     /// Allocates `sets` sets of operands, or as many as fit in memory.
@@ -228,7 +228,7 @@ impl Row {
         let scale = prepared.copied as f64 / self.work.bytes.max(1) as f64;
         let ratios: Vec<f64> = seconds.iter().zip(&copy_seconds).map(|(row, copy)| copy / row / scale).collect();
         Ok(Figure {
-            op: self.name,
+            op: self.op.name(),
             shape: self.shape.clone(),
             format: self.format,
             kernels,
@@ -383,7 +383,7 @@ mod tests {
     fn work_counts_flops_and_minimal_bytes() {
         let all = rows(Scale::Klein, Precision::Bf16, GemmFormats::ALL).unwrap();
         let in_format = |name: &str, shape: &str, format: &str| {
-            let found = all.iter().find(|r| (r.name, r.shape.as_str(), r.format) == (name, shape, format));
+            let found = all.iter().find(|r| (r.op.name(), r.shape.as_str(), r.format) == (name, shape, format));
             found.unwrap_or_else(|| panic!("{name} {shape} {format}")).work
         };
         let of = |name: &str, shape: &str| in_format(name, shape, "bf16");
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!(of("euler", "4096x128").bytes, 3 * 4 * 4096 * 128);
         assert_eq!(of("group_norm", "128x128, 512 channels").bytes, 3 * 2 * 128 * 128 * 512 + 2 * 4 * 512);
         for (name, memory) in [("linear_swiglu", false), ("conv", false), ("layer_norm_modulate", true), ("pixels", true)] {
-            assert_eq!(all.iter().find(|r| r.name == name).unwrap().work.bound_by_memory(), memory, "{name}");
+            assert_eq!(all.iter().find(|r| r.op.name() == name).unwrap().work.bound_by_memory(), memory, "{name}");
         }
         assert!(of("linear", "1x18432x3072").bound_by_memory() && of("linear", "4096x128x3072").bound_by_memory());
         assert!(of("norm_conv", "1024x1024, 128 to 3, stats given").bound_by_memory());
@@ -453,11 +453,11 @@ mod tests {
             let counts = ["W8A8", "W8A16", "e4m3", "W4A4", "W4A16", "NVFP4"].map(in_format);
             assert_eq!(counts, if precision == Precision::Bf16 { [7, 4, 3, 7, 8, 2] } else { [0; 6] });
             let quantised: usize = counts.iter().sum();
-            for op in crate::backend::OP_NAMES {
-                assert!(all.iter().any(|row| row.name == *op), "{op}");
+            for op in OpKind::ALL {
+                assert!(all.iter().any(|row| row.op == *op), "{op:?}");
             }
             let klein = rows(Scale::Klein, precision, formats).unwrap();
-            let ops = |rows: &[Row]| rows.iter().map(|row| (row.name, row.format)).collect::<Vec<_>>();
+            let ops = |rows: &[Row]| rows.iter().map(|row| (row.op, row.format)).collect::<Vec<_>>();
             assert_eq!(ops(&klein), ops(&all), "the same ops at other sizes");
             let plain = rows(Scale::Quick, precision, GemmFormats::NONE).unwrap();
             assert_eq!(plain.len(), all.len() - quantised);
@@ -467,7 +467,7 @@ mod tests {
                     e4m3: Some(2e12),
                     e2m1: Some(4e12),
                 });
-                assert_eq!((figure.sets, figure.seconds.len()), (3, 3), "{}", row.name);
+                assert_eq!((figure.sets, figure.seconds.len()), (3, 3), "{:?}", row.op);
                 assert!(figure.median_s > 0.0 && figure.of_copy.or(figure.of_tensor_cores).unwrap() > 0.0, "{figure:?}");
                 assert_eq!(figure.of_copy.is_some(), row.work.bound_by_memory(), "{figure:?}");
             }

@@ -3,11 +3,13 @@
 
 mod check;
 mod image;
+mod kind;
 mod softmax;
 mod weight;
 
 pub use image::{Conv, GroupNorm, LatentStats, Shortcut};
 pub use kiln_numerics::{RopeStyle, Sampling, Seam};
+pub use kind::OpKind;
 pub use softmax::Softmax;
 pub use weight::Weight;
 
@@ -345,32 +347,6 @@ pub enum Op<'a> {
     },
 }
 
-/// All values of [`Op::name`].
-pub const OP_NAMES: &[&str] = &[
-    "copy",
-    "silu",
-    "rms_norm",
-    "layer_norm_modulate",
-    "linear",
-    "linear_swiglu",
-    "linear_gate_residual",
-    "qkv_norm_rope",
-    "qkv_mlp",
-    "attention",
-    "attention_causal",
-    "conv",
-    "group_norm",
-    "norm_conv",
-    "patchify",
-    "unpatchify",
-    "euler",
-    "guidance",
-    "blend",
-    "non_finite",
-    "largest_magnitude",
-    "pixels",
-];
-
 /// How an op accesses one operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
@@ -385,30 +361,7 @@ pub enum Access {
 impl Op<'_> {
     /// A short name for messages and reports.
     pub fn name(&self) -> &'static str {
-        match self {
-            Self::Copy { .. } => "copy",
-            Self::Silu { .. } => "silu",
-            Self::RmsNorm { .. } => "rms_norm",
-            Self::LayerNormModulate { .. } => "layer_norm_modulate",
-            Self::Linear(_) => "linear",
-            Self::LinearSwiglu(_) => "linear_swiglu",
-            Self::LinearGateResidual(_) => "linear_gate_residual",
-            Self::Qkv(p) if p.iter().any(|p| p.mlp.is_some()) => "qkv_mlp",
-            Self::Qkv(_) => "qkv_norm_rope",
-            Self::Attention { causal: true, .. } => "attention_causal",
-            Self::Attention { .. } => "attention",
-            Self::Conv { .. } => "conv",
-            Self::GroupNorm { .. } => "group_norm",
-            Self::NormConv { .. } => "norm_conv",
-            Self::Patchify { .. } => "patchify",
-            Self::Unpatchify { .. } => "unpatchify",
-            Self::Euler { .. } => "euler",
-            Self::Guidance { .. } => "guidance",
-            Self::Blend { .. } => "blend",
-            Self::NonFinite { .. } => "non_finite",
-            Self::LargestMagnitude { .. } => "largest_magnitude",
-            Self::Pixels { .. } => "pixels",
-        }
+        self.kind().name()
     }
 
     /// Calls `f` for every operand of the op.

@@ -2,8 +2,8 @@
 //! takes a moment, at the clocks of that moment.
 
 use super::{Check, Outcome, check};
-use crate::backend::Backend;
 use crate::backend::cuda::Cuda;
+use crate::backend::{Backend, OpKind};
 use crate::error::Result;
 use crate::microbench::{Peaks, Protocol, Row, Scale, rows};
 use crate::tensor::{DType, Precision};
@@ -16,10 +16,10 @@ const PROTOCOL: Protocol = Protocol { rounds: 5, batch: Duration::from_millis(20
 fn is_wanted(row: &Row) -> bool {
     let shape = row.shape.as_str();
     matches!(
-        (row.name, shape),
-        ("qkv_mlp", "4608x27648x3072")
-            | ("linear_gate_residual", "4608x3072x12288")
-            | ("attention", "4608 tokens, 24 heads of 128")
+        (row.op, shape),
+        (OpKind::QkvMlp, "4608x27648x3072")
+            | (OpKind::LinearGateResidual, "4608x3072x12288")
+            | (OpKind::Attention, "4608 tokens, 24 heads of 128")
     )
 }
 
@@ -41,7 +41,7 @@ pub fn checks(cuda: &Cuda) -> Result<Vec<Check>> {
     // Weights that are expanded are multiplied as bf16.
     let rows = rows.into_iter().filter(|row| is_wanted(row) && !["W8A16", "W4A16"].contains(&row.format));
     let named = |row: Row| {
-        let (name, row) = (format!("burst {} {} {}", row.name, row.shape, row.format), Rc::new(row));
+        let (name, row) = (format!("burst {} {} {}", row.op.name(), row.shape, row.format), Rc::new(row));
         check(name, move |cuda| measure(cuda, &row))
     };
     Ok(rows.map(named).collect())

@@ -9,8 +9,8 @@ use common::wrapped::Wrapped;
 use kiln::error::Error;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{
-    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Lockstep, LowRank, Modulated, Op, Projection,
-    Role, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Lockstep, LowRank, Modulated, Op, OpKind,
+    Projection, Role, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
 use kiln::internals::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
 use std::collections::HashSet;
@@ -171,7 +171,7 @@ fn is_klein(name: &str) -> bool {
 #[test]
 fn the_table_names_every_op() {
     let names: Vec<String> = ops::cases::all().into_iter().map(|c| c.name).collect();
-    for op in kiln::internals::backend::OP_NAMES {
+    for op in OpKind::ALL.iter().map(|op| op.name()) {
         let op = if op.starts_with("qkv") { "qkv" } else { op };
         assert!(names.iter().any(|name| name.split(' ').next() == Some(op)), "no case for {op}");
     }
@@ -181,7 +181,7 @@ fn the_table_names_every_op() {
 #[test]
 fn the_small_cases_name_every_op() {
     let small: Vec<_> = ops::cases::all().into_iter().filter(|c| ops::is_within(ops::SMALL, &c.name)).collect();
-    for op in kiln::internals::backend::OP_NAMES {
+    for op in OpKind::ALL.iter().map(|op| op.name()) {
         let op = if op.starts_with("qkv") { "qkv" } else { op };
         let variants: HashSet<_> = small
             .iter()

@@ -8,31 +8,30 @@ use super::conv_narrow::{self, NormConvArgs};
 use super::gemm::{self, EpilogueGemm};
 use super::launch::Kernel;
 use super::{norm, pointwise};
-use crate::backend::{Access, GatedGemm, Gemm, Op};
+use crate::backend::{Access, GatedGemm, Gemm, Op, OpKind};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Region, Tensor};
 
 /// The kernels that an op may launch, for display: the fast ones first, then those for other dtypes and odd addresses.
-pub fn kernels_of(op: &str) -> Vec<Kernel> {
+pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
     match op {
-        "copy" | "silu" => vec![Kernel::Map],
-        "rms_norm" => norm::rms_norms(),
-        "layer_norm_modulate" => norm::layer_norms(),
-        "linear" | "linear_swiglu" | "linear_gate_residual" => gemm::kernels(),
-        "qkv_norm_rope" | "qkv_mlp" => gemm::projection_kernels(),
-        "attention" | "attention_causal" => attention::kernels(),
-        "conv" => conv::kernels(),
-        "group_norm" => norm::GROUP_NORMS.to_vec(),
-        "norm_conv" => conv_narrow::NORM_CONVS.to_vec(),
-        "patchify" => vec![Kernel::Patchify],
-        "unpatchify" => vec![Kernel::Unpatchify],
-        "euler" => vec![Kernel::Euler],
-        "guidance" => vec![Kernel::Guidance],
-        "blend" => vec![Kernel::Blend],
-        "non_finite" => vec![Kernel::CountNonFinite],
-        "largest_magnitude" => vec![Kernel::LargestMagnitude],
-        "pixels" => vec![Kernel::Pixels],
-        _ => Vec::new(),
+        OpKind::Copy | OpKind::Silu => vec![Kernel::Map],
+        OpKind::RmsNorm => norm::rms_norms(),
+        OpKind::LayerNormModulate => norm::layer_norms(),
+        OpKind::Linear | OpKind::LinearSwiglu | OpKind::LinearGateResidual => gemm::kernels(),
+        OpKind::Qkv | OpKind::QkvMlp => gemm::projection_kernels(),
+        OpKind::Attention | OpKind::AttentionCausal => attention::kernels(),
+        OpKind::Conv => conv::kernels(),
+        OpKind::GroupNorm => norm::GROUP_NORMS.to_vec(),
+        OpKind::NormConv => conv_narrow::NORM_CONVS.to_vec(),
+        OpKind::Patchify => vec![Kernel::Patchify],
+        OpKind::Unpatchify => vec![Kernel::Unpatchify],
+        OpKind::Euler => vec![Kernel::Euler],
+        OpKind::Guidance => vec![Kernel::Guidance],
+        OpKind::Blend => vec![Kernel::Blend],
+        OpKind::NonFinite => vec![Kernel::CountNonFinite],
+        OpKind::LargestMagnitude => vec![Kernel::LargestMagnitude],
+        OpKind::Pixels => vec![Kernel::Pixels],
     }
 }
 

@@ -20,7 +20,7 @@ fn every_op_can_be_timed() {
         let graphs = if figure.of_copy.is_some() { 2 } else { 1 };
         assert_eq!(driver.replays.get() - replays, graphs * (1 + 1 + figure.seconds.len()), "{figure:?}");
         assert!(driver.launches.get() - launches >= graphs * figure.sets, "{figure:?}");
-        assert!(figure.kernels.iter().all(|name| kernels_of(row.name).iter().any(|k| k.symbol() == *name)), "{figure:?}");
+        assert!(figure.kernels.iter().all(|name| kernels_of(row.op).iter().any(|k| k.symbol() == *name)), "{figure:?}");
     }
 }
 

@@ -8,7 +8,7 @@ use super::stdout::print;
 use super::support::support;
 use crate::terminal::Terminal;
 use checks::{Checks, Device, check};
-use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, Kernel, OP_NAMES, Tile, fp8_accumulate};
+use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, Kernel, OpKind, Tile, fp8_accumulate};
 use kiln::error::{Error, Result};
 use kiln::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use kiln::predict::{Card, KernelFamily};
@@ -133,9 +133,9 @@ pub fn doctor(
     }
     checks.rows.iter().for_each(|(name, line)| row(name, line.clone()));
     let _ = writeln!(text, "\n{:<21} kernels", "op");
-    for op in OP_NAMES {
+    for &op in OpKind::ALL {
         let kernels = if args.verbose { kernel_symbols(op) } else { kernel_files(op) };
-        let _ = writeln!(text, "{op:<21} {kernels}");
+        let _ = writeln!(text, "{:<21} {kernels}", op.name());
     }
     if let Some((block, error)) = checks.failure() {
         let _ = write!(text, "\n{block}");
@@ -178,12 +178,12 @@ fn recorded(verdict: Option<&Verdict>, needed: bool) -> String {
 }
 
 /// Every kernel that an op may launch.
-fn kernel_symbols(op: &str) -> String {
+fn kernel_symbols(op: OpKind) -> String {
     cuda::kernels_of(op).iter().map(|kernel| kernel.symbol()).collect::<Vec<_>>().join(" ")
 }
 
 /// The files of the kernels that an op may launch, with the number of kernels if an op uses several of a file.
-fn kernel_files(op: &str) -> String {
+fn kernel_files(op: OpKind) -> String {
     let tiles = Tile::ALL.map(|tile| tile.config().kernel);
     let describe = |kernels: &[Kernel]| match kernels {
         [kernel] => kernel.file().to_owned(),
@@ -259,22 +259,22 @@ mod tests {
             shortcuts.concat()
         );
         for (op, files) in [
-            ("copy", "pointwise"),
-            ("rms_norm", "norm_rows (7 kernels)"),
-            ("linear", gemm.as_str()),
+            (OpKind::Copy, "pointwise"),
+            (OpKind::RmsNorm, "norm_rows (7 kernels)"),
+            (OpKind::Linear, gemm.as_str()),
             (
-                "attention",
+                OpKind::Attention,
                 "attention_sm90 (5 kernels), attention_wide_sm90 (2 kernels), attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
             ),
-            ("conv", conv.as_str()),
+            (OpKind::Conv, conv.as_str()),
         ] {
             assert_eq!(kernel_files(op), files);
         }
         assert!(
-            kernel_files("qkv_mlp").ends_with(" tiles), gemm_fp8_sm89, expand, qk_norm_rope, low_rank, naive"),
+            kernel_files(OpKind::QkvMlp).ends_with(" tiles), gemm_fp8_sm89, expand, qk_norm_rope, low_rank, naive"),
             "{}",
-            kernel_files("qkv_mlp")
+            kernel_files(OpKind::QkvMlp)
         );
-        assert!(OP_NAMES.iter().all(|op| !kernel_files(op).is_empty() && kernel_files(op).len() < 250));
+        assert!(OpKind::ALL.iter().all(|&op| !kernel_files(op).is_empty() && kernel_files(op).len() < 250));
     }
 }

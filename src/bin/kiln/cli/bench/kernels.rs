@@ -3,7 +3,7 @@
 use super::super::args::RunArgs;
 use super::super::device::select_backend;
 use crate::terminal::Terminal;
-use kiln::device::{DeviceInfo, OP_NAMES};
+use kiln::device::{DeviceInfo, OpKind};
 use kiln::error::{Error, Result};
 use kiln::microbench::{Figure, Peaks, Protocol, Scale, rows};
 use kiln::selftest::Records;
@@ -34,10 +34,11 @@ pub struct Report {
 
 /// Refuses a filter that matches no op.
 pub fn check(filter: &str) -> Result<()> {
-    if OP_NAMES.iter().any(|op| op.contains(filter)) {
+    let names: Vec<_> = OpKind::ALL.iter().map(|op| op.name()).collect();
+    if names.iter().any(|op| op.contains(filter)) {
         return Ok(());
     }
-    Err(Error::usage(format!("no op has `{filter}` in its name"), format!("the ops are {}", OP_NAMES.join(", "))))
+    Err(Error::usage(format!("no op has `{filter}` in its name"), format!("the ops are {}", names.join(", "))))
 }
 
 /// Times every op with `filter` in its name.
@@ -63,8 +64,8 @@ pub fn measure(
     let peaks = Peaks { bf16: peak(DType::Bf16), e4m3: peak(DType::E4m3), e2m1: peak(DType::E2m1) };
     let mut figures = Vec::new();
     let formats = selected.backend.gemm_formats();
-    for row in rows(scale, precision, formats)?.into_iter().filter(|row| row.name.contains(filter)) {
-        terminal.say(&format!("timing {} {} {}", row.name, row.shape, row.format));
+    for row in rows(scale, precision, formats)?.into_iter().filter(|row| row.op.name().contains(filter)) {
+        terminal.say(&format!("timing {} {} {}", row.op.name(), row.shape, row.format));
         figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(peaks));
     }
     let multiplies = |flops: fn(&Figure) -> u64, dtype| figures.iter().any(|figure| flops(figure) > 0).then_some(dtype);
