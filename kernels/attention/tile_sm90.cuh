@@ -2,7 +2,7 @@
 #pragma once
 
 #include <attention/softmax.cuh>
-#include <gemm/scheduler_sm90.cuh>
+#include <persistent/scheduler.cuh>
 
 // A row maximum is left as it is until a score exceeds it by so many powers of two: probabilities up to 2^8 are as precise as those up to
 // one, and `out` is hardly ever rescaled (FlashAttention-4).

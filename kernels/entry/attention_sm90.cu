@@ -27,7 +27,7 @@
 // The output is up to two ranges of rows, each of bf16 or e4m3: those of the text and of the image stream of a double block are the
 // inputs of different layers, with scales of their own.
 //
-// Tiles are scheduled by Stream-K over their KV blocks (gemm/stream_k.cuh); row sums and maxima go with the partial accumulators.
+// Tiles are scheduled by Stream-K over their KV blocks (persistent/stream_k.cuh); row sums and maxima go with the partial accumulators.
 #include <attention/kv_cursor.cuh>
 #include <attention/softmax.cuh>
 #include <attention/tile_sm90.cuh>
@@ -35,8 +35,8 @@
 #include <common/math.cuh>
 #include <common/tile_row.cuh>
 #include <common/vectors.cuh>
-#include <gemm/pipeline_sm90.cuh>
-#include <gemm/scheduler_sm90.cuh>
+#include <persistent/pipeline.cuh>
+#include <persistent/scheduler.cuh>
 
 constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
 constexpr int kConsumers = 2, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);

@@ -25,15 +25,15 @@
 // own keys, is in flight; the second half follows it, so that the exchanged P has that time to arrive. K and V come in stages of 8 KiB,
 // sixteen for a KV block, of which there are ten: a stage is released as soon as a wgmma has read it.
 //
-// Tiles are scheduled by Stream-K over their KV blocks (gemm/stream_k.cuh); row sums and maxima go with the partial accumulators.
+// Tiles are scheduled by Stream-K over their KV blocks (persistent/stream_k.cuh); row sums and maxima go with the partial accumulators.
 #include <attention/softmax.cuh>
 #include <attention/tile_sm90.cuh>
 #include <common/swizzle.cuh>
 #include <common/tile_row.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
-#include <gemm/pipeline_sm90.cuh>
-#include <gemm/scheduler_sm90.cuh>
+#include <persistent/pipeline.cuh>
+#include <persistent/scheduler.cuh>
 
 constexpr int kBlockQ = KL_WIDE_SM90_BLOCK_Q, kBlockKV = KL_WIDE_SM90_BLOCK_KV;
 constexpr int kCluster = KL_SM90_CLUSTER, kConsumers = 2;

@@ -15,7 +15,7 @@
 // Statistics are those of the rounded outputs. Each thread computes count, mean and M2 (the sum of squared deviations, as in Welford's
 // algorithm) of its few values; these moments are merged across lanes and warps by the pairwise formula of Chan et al. 1979, and then across
 // tiles, always in the same order. Nothing cancels where the mean is far from zero.
-#include <common/conv.cuh>
+#include <conv/geometry.cuh>
 #include <common/moments.cuh>
 #include <common/tile_row.cuh>
 #include <gemm/epilogue_mma.cuh>

@@ -16,7 +16,7 @@
 //
 // In which order K is summed is free, as long as both operands agree. So a lane takes eight adjacent channels, 16 bytes, of a run of 32
 // for two MMAs: elements 0, 1 and 2, 3 are its two pairs of the first, 4, 5 and 6, 7 those of the second.
-#include <common/conv.cuh>
+#include <conv/geometry.cuh>
 #include <common/math.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>

@@ -4,7 +4,7 @@
 //                               size, after nearest-neighbour upsampling by two, or with stride two; and the moments of groups of
 //                               channels for kl_conv_stats. Named by the tile, pixels x output channels
 //
-// Bound: tensor cores and the power they draw, as gemm_bf16_sm90.cu, whose main loop this is; policies_conv_sm90.cuh has what differs.
+// Bound: tensor cores and the power they draw, as gemm_bf16_sm90.cu, whose main loop this is; conv/policies_sm90.cuh has what differs.
 // A pixel is loaded once for all nine taps, so that L2 gives fewer bytes for a multiply-accumulate than for a GEMM of the same tile.
 // Needs: what TMA asks of addresses and strides; even sides with stride two; no residual where the image is upsampled. For moments groups of
 // 2, 4, ... 64 channels, at most KL_CONV_TILE_GROUPS of them in a tile.
@@ -13,8 +13,8 @@
 // twice the size is never written, and five of nine products are saved (Shi et al. 2016). The filters are added up where they are uploaded.
 // With stride two the image is four planes, of even and odd lines and columns, of which each tap reads one.
 #include <common/tile_row.cuh>
-#include <gemm/mainloop_sm90.cuh>
-#include <gemm/policies_conv_sm90.cuh>
+#include <gemm/tma_mainloop.cuh>
+#include <conv/policies_sm90.cuh>
 
 #define KL_CONV_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)      \
   using Tile##m##x##n = GemmConfig<ConvPolicies<(n & (n - 1)) == 0>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \

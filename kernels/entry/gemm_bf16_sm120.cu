@@ -6,7 +6,7 @@
 // Bound: tensor cores.
 // Needs: as gemm_bf16_sm90.cu; results of bf16 or e4m3, those of SwiGLU also of e2m1.
 #include <common/tile_row.cuh>
-#include <gemm/mainloop_sm90.cuh>
+#include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 
 #define KL_GEMM_BF16_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)              \

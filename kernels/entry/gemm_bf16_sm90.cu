@@ -16,15 +16,15 @@
 // multicasts it to both. Or, for GEMMs with few tiles, the cluster has one tile and splits its K (split-K): each CTA accumulates half of
 // the k-blocks and then finishes one warpgroup's rows, with the peer's partials of them received through distributed shared memory.
 //
-// Without split-K, tiles are scheduled by Stream-K as in gemm_mma.cu, with clusters as workers (gemm/stream_k.cuh).
+// Without split-K, tiles are scheduled by Stream-K as in gemm_mma.cu, with clusters as workers (persistent/stream_k.cuh).
 //
 // SwiGLU has gate columns in the left half of a tile and up columns in the right half, so that a thread holds both in registers; it also
 // holds both members of a RoPE pair, whether they are adjacent or 64 apart.
 //
-// The kernel itself is gemm/mainloop_sm90.cuh; a row of tiles.def makes an entry point.
+// The kernel itself is gemm/tma_mainloop.cuh; a row of tiles.def makes an entry point.
 #include <common/tile_row.cuh>
-#include <gemm/mainloop_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_mainloop.cuh>
+#include <gemm/tma_policies.cuh>
 
 static_assert(sizeof(KlGemmSm90) % 128 == 0, "abi.h leaves a gap");
 

@@ -14,8 +14,8 @@
 // Scales are one f32 for each operand, and for each row of the weight if it has them; the epilogue multiplies by them where it multiplies
 // anyway. SwiGLU and qk-norm store e4m3 themselves where the next op reads that, so that no pass over activations is needed.
 #include <common/tile_row.cuh>
-#include <gemm/mainloop_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_mainloop.cuh>
+#include <gemm/tma_policies.cuh>
 
 // Suffixes of entry points by the interval of promotion.
 #define KL_ENTRY_0(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1)

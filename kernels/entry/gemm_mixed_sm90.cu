@@ -12,8 +12,8 @@
 // that queries, keys and values, or gates and ups, of different formats are one launch.
 #include <common/tile_row.cuh>
 #include <gemm/expand_sm90.cuh>
-#include <gemm/mainloop_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_mainloop.cuh>
+#include <gemm/tma_policies.cuh>
 
 struct MixedInputPolicies : GemmPolicies {
   using Params = KlGemmSm90;

@@ -4,12 +4,12 @@
 //   kl_gemm_nvfp4_sm120_256x128, ...   out = epilogue(alpha x w^T + bias), operands of e2m1 with block scales, f32 accumulators; epilogues
 //                                      and parameters as those of gemm_bf16_sm90.cu; SwiGLU also into e4m3 and e2m1
 //
-// The persistent GEMM of gemm/mainloop_sm90.cuh: a producer thread loads codes by TMA and scales by bulk copies, 128 of K a stage, and each
+// The persistent GEMM of gemm/tma_mainloop.cuh: a producer thread loads codes by TMA and scales by bulk copies, 128 of K a stage, and each
 // of eight consumer warps multiplies its rows by all columns. There are no clusters. Scales stay in the tiles that files have.
 // Bound: tensor cores. A warp reads 5,120 bytes of shared memory for 32 MMAs of 16x8x64, less than a third of its bandwidth.
 // Needs: K a multiple of 128, ranges of weight rows that begin at multiples of 64; else as gemm_bf16_sm90.cu.
 #include <common/tile_row.cuh>
-#include <gemm/mainloop_sm90.cuh>
+#include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 
 #define KL_GEMM_NVFP4_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)                       \

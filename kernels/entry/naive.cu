@@ -13,7 +13,7 @@
 // Bound: f32 FMA on CUDA cores. GEMM and convolution use 64x64 tiles in shared memory, 16 of K at a time, with a 4x4 patch per thread.
 // There is no split-K and no reordering: every result is one sum in the order of K.
 #include <attention/softmax.cuh>
-#include <common/conv.cuh>
+#include <conv/geometry.cuh>
 #include <common/math.cuh>
 #include <common/nvfp4.cuh>
 #include <common/reduce.cuh>

@@ -9,8 +9,8 @@
 
 #include <common/expand.cuh>
 #include <common/math.cuh>
-#include <gemm/config_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_config.cuh>
+#include <gemm/tma_policies.cuh>
 
 // B is rows of a weight, of which each half of a tile's columns is bf16, or e4m3 or e2m1, which are expanded.
 struct ExpandedB {

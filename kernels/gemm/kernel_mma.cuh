@@ -1,6 +1,6 @@
 // The portable GEMM: which tiles and k-blocks a CTA computes, and which rows of the operands it copies.
 //
-// Tiles are scheduled by Stream-K (gemm/stream_k.cuh): the first `full_tiles` CTAs compute one tile each, the others are workers.
+// Tiles are scheduled by Stream-K (persistent/stream_k.cuh): the first `full_tiles` CTAs compute one tile each, the others are workers.
 //
 // Operands are copied row by row, so any weight row can be loaded into any column of a tile. SwiGLU interleaves eight gate columns with
 // the eight up columns that belong to them, and half-split RoPE eight elements with those 64 further, so that one thread holds both
@@ -8,7 +8,7 @@
 #pragma once
 
 #include <gemm/epilogue_mma.cuh>
-#include <gemm/stream_k.cuh>
+#include <persistent/stream_k.cuh>
 
 // The Stream-K partials of a CTA: all accumulators of a thread.
 template <class Tile>

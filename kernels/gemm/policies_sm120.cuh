@@ -5,8 +5,8 @@
 #include <common/e4m3.cuh>
 #include <common/nvfp4.cuh>
 #include <common/swizzle.cuh>
-#include <gemm/config_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_config.cuh>
+#include <gemm/tma_policies.cuh>
 #include <ptx/sm120.cuh>
 
 // Instructions of single warps, with fragments in registers. Sums keep 25 binary places or more, so none of them is promoted.

@@ -3,7 +3,7 @@
 #include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
 #include <common/swizzle.cuh>
-#include <gemm/epilogue_sm90.cuh>
+#include <gemm/tma_epilogue.cuh>
 #include <gemm/policies_sm120.cuh>
 
 struct LayoutParams {

@@ -1,8 +1,8 @@
 // The Hopper GEMM with policies that no kernel of the product has yet, for tests of its main loop (policies.rs).
 //
 //   test_e4m3_*           FP8 with f32 results, with and without promotion
-#include <gemm/mainloop_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_mainloop.cuh>
+#include <gemm/tma_policies.cuh>
 
 // ----------------------------------------------------------------------------------------------------------------- FP8
 

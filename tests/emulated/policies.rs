@@ -14,7 +14,7 @@ use std::mem::offset_of;
 /// Seeds of a case, each of which is another order of events.
 const SEEDS: u64 = 3;
 
-/// What the CTAs of a cluster share, as `ClusterMode` in `gemm/config_sm90.cuh`.
+/// What the CTAs of a cluster share, as `ClusterMode` in `gemm/tma_config.cuh`.
 #[derive(Clone, Copy, PartialEq)]
 enum Cluster {
     MulticastA,

@@ -40,7 +40,7 @@ const REPLACED: &[(&str, &str)] = &[
     ("KlProduct", "KlNaiveGemm"),
     ("kl_naive_product", "kl_naive_gemm"),
     ("kl_head_norm", "kl_qk_norm_rope"),
-    ("work_sm90", "scheduler_sm90"),
+    ("work_sm90", "persistent/scheduler.cuh"),
     ("deal_to_clusters", "persistent_stream_k"),
     ("GatedProduct", "GatedGemm"),
     ("half_split_table", "rope_table_1d"),

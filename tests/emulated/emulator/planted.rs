@@ -106,57 +106,57 @@ const CONV_IN: &str = "conv 33x17 3 to 128 same residual false stats some(32) bf
 pub const BUGS: &[Planted] = planted! {
     "gemm_bf16_sm90", "128, 192,", "Sm90_128x192" {
         // A consumer gives a stage back while the MMAs of its k-block are in flight.
-        stage_released_early: Report(LONG, "which a wgmma of CTA"), "gemm/mainloop_sm90.cuh",
+        stage_released_early: Report(LONG, "which a wgmma of CTA"), "gemm/tma_mainloop.cuh",
         "    if (k > work.k_begin) pipe.release(pipe.previous());\n  }\n  wgmma_wait<0>();\n  pipe.release(pipe.previous());"
         => "    pipe.release(pipe.stage);\n  }\n  wgmma_wait<0>();";
         // The producer does not wait until a stage is free.
-        missing_empty_wait: Report(LONG, "has had all 1 arrivals of phase"), "gemm/mainloop_sm90.cuh",
+        missing_empty_wait: Report(LONG, "has had all 1 arrivals of phase"), "gemm/tma_mainloop.cuh",
         "        mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);\n        load_b(k);" => "        load_b(k);";
         // Consumers do not wait for the copies of a stage.
-        missing_full_wait: Report(LONG, " reads shared memory +0x"), "gemm/mainloop_sm90.cuh",
+        missing_full_wait: Report(LONG, " reads shared memory +0x"), "gemm/tma_mainloop.cuh",
         "named_barrier_sync(kHandOverBarrier<Config>);\n    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n"
         => "named_barrier_sync(kHandOverBarrier<Config>);\n";
         // A stage is given back to the CTA's own producer alone, and not to the peer that multicasts into it.
-        missing_remote_arrive: Report(LONG, "2 of 4 arrivals and 0 bytes are missing"), "gemm/pipeline_sm90.cuh",
+        missing_remote_arrive: Report(LONG, "2 of 4 arrivals and 0 bytes are missing"), "persistent/pipeline.cuh",
         "if (threadIdx.x % kWarpgroupThreads < kCtas) mbarrier_arrive_remote(empty, threadIdx.x % kWarpgroupThreads);"
         => "if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive(empty);";
         // The epilogue reads accumulators of MMAs in flight.
-        missing_wgmma_wait: Report(LONG, "while a wgmma on it is in flight"), "gemm/mainloop_sm90.cuh",
+        missing_wgmma_wait: Report(LONG, "while a wgmma on it is in flight"), "gemm/tma_mainloop.cuh",
         "  wgmma_wait<0>();\n  pipe.release(pipe.previous());" => "  pipe.release(pipe.previous());";
         // Results are staged without the swizzle that the tensor map of the output has.
-        wrong_swizzle: Report(LONG, WRONG), "gemm/policies_sm90.cuh",
+        wrong_swizzle: Report(LONG, WRONG), "gemm/tma_policies.cuh",
         "swizzled<kCols * sizeof(Element)>(lane % 16, lane / 16);" => "lane % 16 * (kCols * sizeof(Element)) + lane / 16 * 16;";
         // TMA stores results that it need not see yet.
-        missing_proxy_fence: Report(LONG, "without fence_proxy_async"), "gemm/epilogue_sm90.cuh",
+        missing_proxy_fence: Report(LONG, "without fence_proxy_async"), "gemm/tma_epilogue.cuh",
         "      fence_proxy_async();\n" => "";
         // A stage is expected to receive more bytes than its boxes have.
-        wrong_byte_count: Report(LONG, "0 of 1 arrivals and 16 bytes are missing"), "gemm/mainloop_sm90.cuh",
+        wrong_byte_count: Report(LONG, "0 of 1 arrivals and 16 bytes are missing"), "gemm/tma_mainloop.cuh",
         "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes);"
         => "mbarrier_arrive_expect_tx(full, LoaderA::kTmaBytes + LoaderB::kTmaBytes + 16);";
         // A Stream-K worker publishes its partials before all of its lanes have stored theirs, so that stale ones are added.
-        partials_published_early: Report(LONG, "without an acquire of what that warp has released"), "gemm/stream_k.cuh",
+        partials_published_early: Report(LONG, "without an acquire of what that warp has released"), "persistent/stream_k.cuh",
         "    Owner::sync_stores();\n    if" => "    if";
         // The ranges of Stream-K workers begin one k-block late.
-        stream_k_off_by_one: Report(REMAINDER, "global memory that is not allocated"), "gemm/stream_k.cuh",
+        stream_k_off_by_one: Report(REMAINDER, "global memory that is not allocated"), "persistent/stream_k.cuh",
         "min(worker, schedule.remainder)" => "min(worker + 1, schedule.remainder)";
         // A block of a term of low rank is given back before all warps have read it.
-        low_rank_released_early: Report(LOW_RANK, "without a barrier between them"), "gemm/epilogue_sm90.cuh",
+        low_rank_released_early: Report(LOW_RANK, "without a barrier between them"), "gemm/tma_epilogue.cuh",
         "if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);\n      pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f"
         => "pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f";
     }
     "gemm_bf16_sm90", "128, 160,", "Sm90_128x160" {
         // The second box of B overlaps the first.
-        overlapping_boxes: Report(LONG, "which a TMA load of CTA"), "gemm/policies_sm90.cuh",
+        overlapping_boxes: Report(LONG, "which a TMA load of CTA"), "gemm/tma_policies.cuh",
         "tma_load_2d(to + Config::kBBytes / 2, second.map," => "tma_load_2d(to + Config::kBBytes / 4, second.map,";
         // One warpgroup hands over at another barrier than the one at which the other waits.
-        wrong_barrier_id: Report(LONG, "barrier 3, where 128 of 256 threads have arrived"), "gemm/mainloop_sm90.cuh",
+        wrong_barrier_id: Report(LONG, "barrier 3, where 128 of 256 threads have arrived"), "gemm/tma_mainloop.cuh",
         "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config>);"
         => "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config> + 1);";
         // With split-K a warpgroup keeps the stages that are of no use to it.
-        low_rank_not_skipped: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/mainloop_sm90.cuh",
+        low_rank_not_skipped: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/tma_mainloop.cuh",
         "if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe, group);" => "";
         // Or gives them back before all its warps have seen them filled.
-        low_rank_skipped_apart: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/mainloop_sm90.cuh",
+        low_rank_skipped_apart: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/tma_mainloop.cuh",
         "    warpgroup_sync(kWarpgroupBarrier + group);\n    pipe.release(pipe.stage);" => "    pipe.release(pipe.stage);";
     }
     "gemm_mixed_sm90", "128, 192,", "Mixed128x192" {
@@ -172,7 +172,7 @@ pub const BUGS: &[Planted] = planted! {
     }
     "gemm_fp8_sm90", "256, 128,", "Fp8Promoted256x128" {
         // Partial accumulators are added, and their stage is released, while MMAs are still in flight.
-        promoted_without_wait: Report(FP8, "an accumulator is read while a wgmma on it is in flight"), "gemm/mainloop_sm90.cuh",
+        promoted_without_wait: Report(FP8, "an accumulator is read while a wgmma on it is in flight"), "gemm/tma_mainloop.cuh",
         "      wgmma_wait<0>();\n      if (apart && m == 0" => "      if (apart && m == 0";
     }
     "gemm_fp8_sm90", "128, 256,", "Fp8_128x256" {
@@ -271,7 +271,7 @@ pub const BUGS: &[Planted] = planted! {
         "const uint2 pair = scales.b[n / 8];"
         => "const uint2 pair = scales.b[n / 8];\n      b0 = (b0 & 0x0f0f0f0f) << 4 | (b0 >> 4 & 0x0f0f0f0f);";
         // SwiGLU puts even columns into the low nibble.
-        swiglu_nibbles_exchanged: Report(W4A4, WRONG), "gemm/epilogue_sm90.cuh",
+        swiglu_nibbles_exchanged: Report(W4A4, WRONG), "gemm/tma_epilogue.cuh",
         "pack_e2m1(v[2 * i] * quantised.inverse, v[2 * i + 1]" => "pack_e2m1(v[2 * i + 1] * quantised.inverse, v[2 * i]";
         // The upper half of a scale tile's rows is taken for the lower.
         lower_half_of_scales: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
@@ -283,25 +283,25 @@ pub const BUGS: &[Planted] = planted! {
         scales_in_order_of_lanes: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
         "(lane() % 4 * 8 + lane() / 4) * 16;" => "lane() * 16;";
         // Coordinates of B count elements, of which two are one column of the map.
-        coordinates_of_elements: Report(W4A4, WRONG), "gemm/policies_sm90.cuh",
+        coordinates_of_elements: Report(W4A4, WRONG), "gemm/tma_policies.cuh",
         "// Waits until k-block `k` can be loaded.\n    __device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols,"
         => "__device__ __forceinline__ void wait(uint32_t, bool) const {}\n\n    __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kBlockK,";
         // Warps wait for the phase before.
-        wrong_phase: Report(W4A4, "which was never written"), "gemm/mainloop_sm90.cuh",
+        wrong_phase: Report(W4A4, "which was never written"), "gemm/tma_mainloop.cuh",
         "pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);"
         => "pipe.parity ^ 1);\n    const uint32_t stage = pipe.a(pipe.stage);";
         // Warps do not wait for the copies of a stage.
-        copies_not_awaited: Report(W4A4, "which was never written"), "gemm/mainloop_sm90.cuh",
+        copies_not_awaited: Report(W4A4, "which was never written"), "gemm/tma_mainloop.cuh",
         "    mbarrier_wait(pipe.full(pipe.stage), pipe.parity);\n    const uint32_t stage = pipe.a(pipe.stage);"
         => "    const uint32_t stage = pipe.a(pipe.stage);";
         // Fragments of A are loaded with the swizzle of longer rows.
-        swizzle_of_longer_rows: Report(W4A4, WRONG), "gemm/policies_sm90.cuh",
+        swizzle_of_longer_rows: Report(W4A4, WRONG), "gemm/tma_policies.cuh",
         "a_offset(swizzled<kRowBytes>(row + lane % 16, lane / 16)),"
         => "a_offset((row + lane % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane % 4, lane / 16) * 16),";
     }
     "gemm_fp8_sm90", "128, 192, 128, 2, 4, MulticastB, 0,", "Fp8_128x192" {
         // The term of low rank is multiplied by the scales of the weight.
-        low_rank_scaled: Report(LOW_RANK_FP8, WRONG), "gemm/epilogue_sm90.cuh",
+        low_rank_scaled: Report(LOW_RANK_FP8, WRONG), "gemm/tma_epilogue.cuh",
         "return s.reduced.data ? 1.0f : part.w[half].alpha;" => "return part.w[half].alpha;";
     }
     "low_rank", "", "Sm90_128x192" {
@@ -341,20 +341,20 @@ pub const BUGS: &[Planted] = planted! {
     }
     "conv_sm90", "128, 256,", "Conv128x256" {
         // Lines of the window are taken to be as long as the lines of the tile.
-        tap_not_shifted: Report(MOMENTS, WRONG), "gemm/policies_conv_sm90.cuh",
+        tap_not_shifted: Report(MOMENTS, WRONG), "conv/policies_sm90.cuh",
         "wgmma_descriptor(address, kLineBytes)" => "wgmma_descriptor(address)";
         // A window is released with the MMAs of its last k-block in flight.
-        window_released_early: Report(SHORTCUT, "which a wgmma of CTA"), "gemm/mainloop_sm90.cuh",
+        window_released_early: Report(SHORTCUT, "which a wgmma of CTA"), "gemm/tma_mainloop.cuh",
         "    if (leaves) release_window();\n    reader.advance();"
         => "    reader.advance();\n    if (reader.begins_window() && k + 1 < work.k_end) release_stage<1>(pipe.window_ring().empty(pipe.windows.stage));";
         // Lines and columns of a phase are exchanged.
-        phases_exchanged: Report(UPSAMPLED, WRONG), "gemm/policies_conv_sm90.cuh",
+        phases_exchanged: Report(UPSAMPLED, WRONG), "conv/policies_sm90.cuh",
         "phase_row(at.part / 2 * kWidth + at.part % 2)" => "phase_row(at.part % 2 * kWidth + at.part / 2)";
         // Moments are written where another warp still reads.
-        moments_share_a_place: Report(MOMENTS, "without a barrier between them"), "gemm/policies_conv_sm90.cuh",
+        moments_share_a_place: Report(MOMENTS, "without a barrier between them"), "conv/policies_sm90.cuh",
         "(kWarpgroupWarps - 2 * half + warp() % half)" => "(warp() % half)";
         // Pixels beyond the edge of the image count in its moments.
-        moments_past_the_edge: Report(MOMENTS, WRONG), "gemm/policies_conv_sm90.cuh",
+        moments_past_the_edge: Report(MOMENTS, WRONG), "conv/policies_sm90.cuh",
         "lane() / 4 >= columns()" => "false";
     }
     "conv_mma", "128, 128,", "Mma128x128" {
@@ -381,7 +381,7 @@ pub const BUGS: &[Planted] = planted! {
     }
     "conv_sm90", "256, 96,", "Conv256x96" {
         // Every k-block of an image of 96 channels is taken to be half empty.
-        half_of_every_block: Report(HALF_BLOCKS, WRONG), "gemm/policies_conv_sm90.cuh",
+        half_of_every_block: Report(HALF_BLOCKS, WRONG), "conv/policies_sm90.cuh",
         "k < image.half_blocks && block % 2 == 1" => "k < image.half_blocks";
     }
     "attention_wide_sm90", "384,", "" {

@@ -7,8 +7,8 @@
 #include <common/rope.cuh>
 #include <common/swizzle.cuh>
 #include <common/vectors.cuh>
-#include <gemm/config_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_config.cuh>
+#include <gemm/tma_policies.cuh>
 
 // The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
 template <class Config>

@@ -9,9 +9,9 @@
 //   Mma        the element type, the MMA instruction, and promotion              MmaBf16, MmaE4m3
 //   Scaling    whether accumulators are multiplied by scales                     NoScaling, Scaled
 //   Store      the element type and shape of what is stored, and where it is     StoreBf16Rows, StoreBf16OrE4m3Rows
-//   Epilogue   what becomes of the accumulators of a finished tile               GemmEpilogue (epilogue_sm90.cuh)
+//   Epilogue   what becomes of the accumulators of a finished tile               GemmEpilogue (tma_epilogue.cuh)
 //
-// Those for compute capability 12.x are in policies_sm120.cuh, those of convolutions in policies_conv_sm90.cuh.
+// Those for compute capability 12.x are in policies_sm120.cuh, those of convolutions in conv/policies_sm90.cuh.
 // tests/emulated/policies.cu has others, which no kernel needs yet.
 #pragma once
 
@@ -19,7 +19,7 @@
 #include <common/reduce.cuh>
 #include <common/swizzle.cuh>
 #include <common/vectors.cuh>
-#include <gemm/config_sm90.cuh>
+#include <gemm/tma_config.cuh>
 
 constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
 

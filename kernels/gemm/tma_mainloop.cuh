@@ -4,10 +4,10 @@
 #include <common/math.cuh>
 #include <common/reduce.cuh>
 #include <common/types.cuh>
-#include <gemm/config_sm90.cuh>
-#include <gemm/epilogue_sm90.cuh>
-#include <gemm/scheduler_sm90.cuh>
-#include <gemm/stream_k.cuh>
+#include <gemm/tma_config.cuh>
+#include <gemm/tma_epilogue.cuh>
+#include <persistent/scheduler.cuh>
+#include <persistent/stream_k.cuh>
 #include <ptx/sm90.cuh>
 
 // The Stream-K partials of a warp: all accumulators of a lane.

@@ -6,7 +6,7 @@
 
 #include <common/math.cuh>
 #include <common/types.cuh>
-#include <gemm/pipeline_sm90.cuh>
+#include <persistent/pipeline.cuh>
 #include <ptx/sm90.cuh>
 
 // What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K. kSingle: there
@@ -34,7 +34,7 @@ constexpr auto gemm_registers() {
 
 // A tile of kBlockM x kBlockN outputs, kBlockK of K per pipeline stage. It is kConsumers consumer warpgroups, one below the other, with
 // kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. Where warps multiply by
-// themselves (mma.sync), each has the rows and accumulators that a warp has of a wgmma. Policies are described in policies_sm90.cuh.
+// themselves (mma.sync), each has the rows and accumulators that a warp has of a wgmma. Policies are described in tma_policies.cuh.
 template <class Policies, int kBlockM_, int kBlockN_, int kBlockK_, int kConsumers_, int kStages_, ClusterMode kMode_>
 struct GemmConfig : Policies {
   using Params = typename Policies::Params;

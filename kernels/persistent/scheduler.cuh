@@ -1,8 +1,8 @@
 // The tile scheduler of persistent kernels on Hopper, whose Stream-K workers are clusters.
 #pragma once
 
-#include <gemm/pipeline_sm90.cuh>
-#include <gemm/stream_k.cuh>
+#include <persistent/pipeline.cuh>
+#include <persistent/stream_k.cuh>
 #include <ptx/sm90.cuh>
 
 // Hands out the work of a cluster of kCluster CTAs: full tiles first, then its Stream-K range, last tile first.

@@ -8,8 +8,8 @@
 #pragma once
 
 #include <common/moments.cuh>
-#include <gemm/epilogue_sm90.cuh>
-#include <gemm/policies_sm90.cuh>
+#include <gemm/tma_epilogue.cuh>
+#include <gemm/tma_policies.cuh>
 
 // Groups of channels that the columns of a tile are at most.
 constexpr uint32_t kMostGroups = KL_CONV_TILE_GROUPS;
