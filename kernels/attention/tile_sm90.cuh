@@ -4,6 +4,10 @@
 #include <attention/softmax.cuh>
 #include <persistent/scheduler.cuh>
 
+namespace kl::attention {
+
+using namespace persistent;
+
 // A row maximum is left as it is until a score exceeds it by so many powers of two: probabilities up to 2^8 are as precise as those up to
 // one, and `out` is hardly ever rescaled (FlashAttention-4).
 constexpr float kMaxSlack = 8.0f;
@@ -73,3 +77,5 @@ struct TilePartials : PartialTile<PartialsOfWarp, kCols / 8 + 1> {
     });
   }
 };
+
+}  // namespace kl::attention

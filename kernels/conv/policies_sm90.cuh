@@ -11,6 +11,10 @@
 #include <gemm/tma_epilogue.cuh>
 #include <gemm/tma_policies.cuh>
 
+namespace kl::conv {
+
+using namespace gemm;
+
 // Groups of channels that the columns of a tile are at most.
 constexpr uint32_t kMostGroups = KL_CONV_TILE_GROUPS;
 
@@ -357,3 +361,5 @@ struct ConvPolicies {
   static constexpr bool kHasMoments = kHasMoments_;
   static constexpr uint32_t kExchangeBytes = kHasMoments ? (kWarpgroupWarps - 1) * kMostGroups * sizeof(float2) : 0;
 };
+
+}  // namespace kl::conv

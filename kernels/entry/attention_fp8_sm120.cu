@@ -5,6 +5,9 @@
 #include <attention/kernel_mma.cuh>
 #include <ptx/sm120.cuh>
 
+using namespace kl::attention;
+using namespace kl::attention::portable;
+
 struct E4m3ScaledMma {
   using Element = e4m3;
   static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

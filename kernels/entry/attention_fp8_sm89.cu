@@ -13,6 +13,9 @@
 // bf16, e4m3 or e2m1.
 #include <attention/kernel_mma.cuh>
 
+using namespace kl::attention;
+using namespace kl::attention::portable;
+
 template <class Exponential>
 using Config = AttentionConfig<KL_ATTENTION_THREADS, /*keys*/ 32, E4m3Mma, Exponential, /*causal*/ false>;
 static_assert(Config<Exp2MaxFree>::kSharedBytes == KL_ATTENTION_FP8_SHARED, "abi.h states another size");

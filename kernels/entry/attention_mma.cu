@@ -9,6 +9,9 @@
 // Needs: bf16, strides multiples of 8, 16-byte aligned addresses; the output may also be e4m3 or e2m1.
 #include <attention/kernel_mma.cuh>
 
+using namespace kl::attention;
+using namespace kl::attention::portable;
+
 template <int kThreads>
 using Config = AttentionConfig<kThreads, /*keys*/ 64, Bf16Mma, Exp2Masked, /*causal*/ true>;
 static_assert(Config<KL_ATTENTION_THREADS>::kSharedBytes == KL_ATTENTION_SHARED, "abi.h states another size");

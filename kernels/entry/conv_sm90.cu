@@ -16,6 +16,8 @@
 #include <gemm/tma_mainloop.cuh>
 #include <conv/policies_sm90.cuh>
 
+using namespace kl::conv;
+
 #define KL_CONV_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)      \
   using Tile##m##x##n = GemmConfig<ConvPolicies<(n & (n - 1)) == 0>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
   static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                       \

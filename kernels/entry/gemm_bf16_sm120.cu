@@ -9,6 +9,8 @@
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 
+using namespace kl::gemm;
+
 #define KL_GEMM_BF16_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)              \
   using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaBf16, RowsA, WrittenB>, m, n, block_k, consumers, stages, ClusterMode::kSingle>; \
   static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                     \

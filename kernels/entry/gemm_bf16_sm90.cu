@@ -26,6 +26,8 @@
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/tma_policies.cuh>
 
+using namespace kl::gemm;
+
 static_assert(sizeof(KlGemmSm90) % 128 == 0, "abi.h leaves a gap");
 
 #define KL_GEMM_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)  \

@@ -10,6 +10,8 @@
 #include <common/tile_row.cuh>
 #include <gemm/kernel_mma.cuh>
 
+using namespace kl::gemm::portable;
+
 KL_DYNAMIC_SHARED(128);
 
 #define KL_GEMM_FP8_MMA(file, m, n, block_k, warps, stages, ctas_per_sm, threads, shared_bytes, relative_cost) \

@@ -17,6 +17,8 @@
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/tma_policies.cuh>
 
+using namespace kl::gemm;
+
 // Suffixes of entry points by the interval of promotion.
 #define KL_ENTRY_0(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1)
 #define KL_ENTRY_1(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted, KlGemmSm90, threads, 1)

@@ -13,16 +13,8 @@
 #include <common/tile_row.cuh>
 #include <gemm/expand_sm90.cuh>
 #include <gemm/tma_mainloop.cuh>
-#include <gemm/tma_policies.cuh>
 
-struct MixedInputPolicies : GemmPolicies {
-  using Params = KlGemmSm90;
-  using OperandA = RowsA;
-  using OperandB = ExpandedB;
-  using Mma = MmaBf16;
-  using Scaling = Scaled;
-  using Store = StoreBf16OrE4m3Rows;
-};
+using namespace kl::gemm;
 
 #define KL_GEMM_MIXED_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)                 \
   using Tile##m##x##n = GemmConfig<MixedInputPolicies, m, n, block_k, consumers, stages, ClusterMode::k##mode>;                \

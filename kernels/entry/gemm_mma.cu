@@ -14,6 +14,8 @@
 #include <common/tile_row.cuh>
 #include <gemm/kernel_mma.cuh>
 
+using namespace kl::gemm::portable;
+
 KL_DYNAMIC_SHARED(128);
 
 #define KL_GEMM_MMA(file, m, n, block_k, warps, stages, ctas_per_sm, threads, shared_bytes, relative_cost)  \

@@ -12,6 +12,8 @@
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 
+using namespace kl::gemm;
+
 #define KL_GEMM_NVFP4_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)                       \
   using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaNvfp4, BlockScaledA, BlockScaledB>, m, n, block_k, consumers, stages, \
                                    ClusterMode::kSingle>;                                                                     \

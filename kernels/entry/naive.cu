@@ -20,6 +20,9 @@
 #include <common/types.cuh>
 #include <ptx/entry.cuh>
 
+using namespace kl::attention;
+using namespace kl::conv;
+
 constexpr int kTile = KL_NAIVE_TILE, kBlockK = 16, kPatch = 4;
 static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPatch, "a thread has a 4x4 patch of the tile");
 

@@ -12,6 +12,8 @@
 #include <gemm/tma_config.cuh>
 #include <gemm/tma_policies.cuh>
 
+namespace kl::gemm {
+
 // B is rows of a weight, of which each half of a tile's columns is bf16, or e4m3 or e2m1, which are expanded.
 struct ExpandedB {
   static constexpr bool kExpands = true;
@@ -177,3 +179,14 @@ struct ExpandedB {
     }
   };
 };
+
+struct MixedInputPolicies : GemmPolicies {
+  using Params = KlGemmSm90;
+  using OperandA = RowsA;
+  using OperandB = ExpandedB;
+  using Mma = MmaBf16;
+  using Scaling = Scaled;
+  using Store = StoreBf16OrE4m3Rows;
+};
+
+}  // namespace kl::gemm

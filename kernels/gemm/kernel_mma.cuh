@@ -10,6 +10,10 @@
 #include <gemm/epilogue_mma.cuh>
 #include <persistent/stream_k.cuh>
 
+namespace kl::gemm::portable {
+
+using namespace persistent;
+
 // The Stream-K partials of a CTA: all accumulators of a thread.
 template <class Tile>
 struct TilePartials : PartialTile<PartialsOfCta<Tile::kThreads>, Tile::kMmaM * Tile::kMmaN> {
@@ -127,3 +131,5 @@ __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
     __syncthreads();  // the staged output has left shared memory
   }
 }
+
+}  // namespace kl::gemm::portable

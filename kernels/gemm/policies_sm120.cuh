@@ -9,6 +9,8 @@
 #include <gemm/tma_policies.cuh>
 #include <ptx/sm120.cuh>
 
+namespace kl::gemm {
+
 // Instructions of single warps, with fragments in registers. Sums keep 25 binary places or more, so none of them is promoted.
 struct WarpMma {
   static constexpr bool kPerWarp = true;
@@ -207,3 +209,5 @@ struct Sm120Policies : GemmPolicies {
   using Scaling = Scaled;
   using Store = StoreRowsSm120;
 };
+
+}  // namespace kl::gemm

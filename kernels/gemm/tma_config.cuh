@@ -9,6 +9,10 @@
 #include <persistent/pipeline.cuh>
 #include <ptx/sm90.cuh>
 
+namespace kl::gemm {
+
+using namespace persistent;
+
 // What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K. kSingle: there
 // are no clusters, because the GPU has no multicast.
 enum class ClusterMode { kMulticastA, kMulticastB, kSplitK, kSingle };
@@ -201,3 +205,5 @@ struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {
     }
   }
 };
+
+}  // namespace kl::gemm

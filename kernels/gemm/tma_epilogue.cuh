@@ -10,6 +10,8 @@
 #include <gemm/tma_config.cuh>
 #include <gemm/tma_policies.cuh>
 
+namespace kl::gemm {
+
 // The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
 template <class Config>
 struct GemmEpilogue {
@@ -363,3 +365,5 @@ struct GemmEpilogue {
     }
   }
 };
+
+}  // namespace kl::gemm

@@ -10,6 +10,8 @@
 #include <persistent/stream_k.cuh>
 #include <ptx/sm90.cuh>
 
+namespace kl::gemm {
+
 // The Stream-K partials of a warp: all accumulators of a lane.
 template <class Config>
 struct TilePartials : PartialTile<PartialsOfWarp, Config::kMmaM * Config::kMmaN> {
@@ -402,3 +404,5 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   // With split-K the CTAs do not touch each other's shared memory before the end, where they wait for each other's partials.
   run_warp_specialised<typename Config::Registers, Config::kCluster, Config::kMulticast>(init, run_producer, [&] { consume(p, pipe); });
 }
+
+}  // namespace kl::gemm

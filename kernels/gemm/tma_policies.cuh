@@ -21,6 +21,8 @@
 #include <common/vectors.cuh>
 #include <gemm/tma_config.cuh>
 
+namespace kl::gemm {
+
 constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
 
 // The producer's position in the k-blocks of a tile.
@@ -350,3 +352,5 @@ struct Fp8Policies : GemmPolicies {
   using Scaling = Scaled;
   using Store = StoreBf16OrE4m3Rows;
 };
+
+}  // namespace kl::gemm

@@ -12,6 +12,8 @@
 #include <common/types.cuh>
 #include <ptx/sm80.cuh>
 
+namespace kl::persistent {
+
 // The first k-block of a Stream-K worker, counted over all tiles; the range of the worker before it ends there.
 __device__ __forceinline__ uint32_t first_k_block(const KlTileSchedule& schedule, uint32_t worker) {
   return schedule.full_tiles * schedule.k_blocks + worker * schedule.k_blocks_per_worker + min(worker, schedule.remainder);
@@ -124,3 +126,5 @@ __device__ __forceinline__ void finish_or_store(const KlTileSchedule& schedule, 
     finish();
   }
 }
+
+}  // namespace kl::persistent

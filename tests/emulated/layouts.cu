@@ -6,6 +6,8 @@
 #include <gemm/tma_epilogue.cuh>
 #include <gemm/policies_sm120.cuh>
 
+using namespace kl::gemm;
+
 struct LayoutParams {
   uint64_t swizzled_32, swizzled_64, swizzled_128;  // [16 rows][chunks]
   uint64_t scale_offsets;                           // [256 rows][8 blocks]

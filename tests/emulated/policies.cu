@@ -4,6 +4,8 @@
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/tma_policies.cuh>
 
+using namespace kl::gemm;
+
 // ----------------------------------------------------------------------------------------------------------------- FP8
 
 // The output is rows of f32, so that tests see all bits of the accumulators.

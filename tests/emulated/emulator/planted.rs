@@ -183,10 +183,10 @@ pub const BUGS: &[Planted] = planted! {
     }
     "attention_sm90", "kl_attention_sm90_e4m3,", "" {
         // The range of the output that a row belongs to is taken from the tile's first row.
-        range_of_the_tile: Report(RANGES, "is no result"), "entry/attention_sm90.cu",
+        range_of_the_tile: Report(RANGES, "is no result"), "attention/kernel_sm90.cuh",
         "const bool valid = row < out.rows;" => "const bool valid = row - tile_row % at.rows < out.rows;";
         // Only one lane of a quad counts the values that do not fit.
-        saturated_uncounted: Report(CLIPPED, "values are counted as out of range"), "entry/attention_sm90.cu",
+        saturated_uncounted: Report(CLIPPED, "values are counted as out of range"), "attention/kernel_sm90.cuh",
         "    count_saturated<8>(p.saturated, v);\n" => "    if (lane() % 4 == 0) count_saturated<8>(p.saturated, v);\n";
     }
     "gemm_mma", "128, 128,", "Mma128x128" {
@@ -320,22 +320,22 @@ pub const BUGS: &[Planted] = planted! {
     }
     "attention_wide_sm90", "512,", "" {
         // A warpgroup reads the other CTA's P before it has arrived.
-        p_not_awaited: Report(WIDE, "reads shared memory"), "entry/attention_wide_sm90.cu",
+        p_not_awaited: Report(WIDE, "reads shared memory"), "attention/wide_sm90.cuh",
         "    mbarrier_wait(smem.p_ring().full(group), p_parity);\n" => "";
         // P is sent while the other CTA may still read the P before it.
-        p_overwritten: Report(WIDE, "which a wgmma read"), "entry/attention_wide_sm90.cu",
+        p_overwritten: Report(WIDE, "which a wgmma read"), "attention/wide_sm90.cuh",
         "    mbarrier_wait(smem.p_ring().empty(group), p_parity ^ 1);\n" => "";
         // Row maxima are read before the maxima of the other CTA's keys have arrived.
-        wrong_phase_of_maxima: Report(WIDE, "was never written"), "entry/attention_wide_sm90.cu",
+        wrong_phase_of_maxima: Report(WIDE, "was never written"), "attention/wide_sm90.cuh",
         "exchanges / kStatsBuffers % 2);" => "exchanges / kStatsBuffers % 2 ^ 1);";
         // The CTAs of a cluster use the row maxima of their own keys.
-        maximum_of_one_half: Report(WIDE, WRONG), "entry/attention_wide_sm90.cu",
+        maximum_of_one_half: Report(WIDE, WRONG), "attention/wide_sm90.cuh",
         "block_max[0] = fmaxf(block_max[0], peer_max[0]), block_max[1] = fmaxf(block_max[1], peer_max[1]);" => "";
         // The output is not rescaled when a row maximum has risen.
-        missing_correction: Report(WIDE, WRONG), "entry/attention_wide_sm90.cu",
+        missing_correction: Report(WIDE, WRONG), "attention/wide_sm90.cuh",
         "        tile.rescale_out(tile.correction);\n" => "";
         // A stage of keys is given back while the MMAs that read it are in flight.
-        keys_released_early: Report(WIDE, "which a wgmma of CTA"), "entry/attention_wide_sm90.cu",
+        keys_released_early: Report(WIDE, "which a wgmma of CTA"), "attention/wide_sm90.cuh",
         "      stages.template retire<1, kGroupStages>();\n    }\n  }\n\n  // out += p v"
         => "      stages.template retire<1, 0>();\n    }\n  }\n\n  // out += p v";
     }
@@ -359,24 +359,24 @@ pub const BUGS: &[Planted] = planted! {
     }
     "conv_mma", "128, 128,", "Mma128x128" {
         // Every phase of an upsampling convolution reads the rows of the first.
-        rows_of_the_first_phase: Report(UPSAMPLED, "is not allocated"), "entry/conv_mma.cu",
+        rows_of_the_first_phase: Report(UPSAMPLED, "is not allocated"), "conv/kernel_mma.cuh",
         "top = conv_source(p.sampling, y, phase / 2, 0)," => "top = conv_source(p.sampling, y, 0, 0),";
         // Every phase has the filters of the first.
-        filters_of_the_first_phase: Report(UPSAMPLED, WRONG), "entry/conv_mma.cu",
+        filters_of_the_first_phase: Report(UPSAMPLED, WRONG), "conv/kernel_mma.cuh",
         "row_of<const bf16>(p.w, 0) + phase * k_size;" => "row_of<const bf16>(p.w, 0);";
     }
     "conv_narrow", "", "" {
         // The image is padded before it is normalised.
-        padded_before_the_norm: Report(NORM_CONV, WRONG), "entry/conv_narrow.cu",
+        padded_before_the_norm: Report(NORM_CONV, WRONG), "conv/narrow.cuh",
         "exists ? acc[tile][n][e] : 0.0f;" => "acc[tile][n][e];";
         // The products of a tap are added one pixel away.
-        tap_of_another_column: Report(NORM_CONV, WRONG), "entry/conv_narrow.cu",
+        tap_of_another_column: Report(NORM_CONV, WRONG), "conv/narrow.cuh",
         "[col + tap % 3];" => "[col + 2 - tap % 3];";
         // Warps store the products of their next row while others read what it replaces.
-        products_overwritten_early: Report(NORM_CONV, "without a barrier"), "entry/conv_narrow.cu",
+        products_overwritten_early: Report(NORM_CONV, "without a barrier"), "conv/narrow.cuh",
         "    __syncthreads();  // the next step overwrites rows that were read here\n" => "";
         // Pixels beyond the left edge are taken from the end of the row above.
-        columns_not_padded: Report(CONV_IN, "is not allocated"), "entry/conv_narrow.cu",
+        columns_not_padded: Report(CONV_IN, "is not allocated"), "conv/narrow.cuh",
         "1u << row | 8u << col : 64u;" => "1u << row : 64u;";
     }
     "conv_sm90", "256, 96,", "Conv256x96" {
@@ -386,7 +386,7 @@ pub const BUGS: &[Planted] = planted! {
     }
     "attention_wide_sm90", "384,", "" {
         // Values of a smaller head are awaited with the bytes of keys.
-        bytes_of_keys: Report(NARROWER, "2048 bytes are missing"), "entry/attention_wide_sm90.cu",
+        bytes_of_keys: Report(NARROWER, "2048 bytes are missing"), "attention/wide_sm90.cuh",
         "next_stage(Config::kVBytes," => "next_stage(kStageBytes,";
     }
     "pointwise", "", "" {
