@@ -205,7 +205,7 @@ struct Kernel {
 impl Kernel {
     /// Returns `None` if none of the file's architectures is selected.
     fn new(name: &str, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
-        let (all, ptx) = arch::of_file(name)?;
+        let (all, ptx) = arch::targets(arch::of_file(name)?);
         let archs = arch::pick(all, chosen);
         if archs.is_empty() {
             return Ok(None);
@@ -272,17 +272,15 @@ fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Resu
     Ok(table)
 }
 
-/// The Rust source of the table of embedded images, and of the files that are for some architectures.
+/// The Rust source of the table of embedded images, and of the architectures of kernel files.
 fn image_table(kernels: &[Kernel], targets: &[String], version: &str, sources: &[String]) -> Result<String> {
     let mut rows = String::new();
     for Kernel { name, .. } in kernels {
         let _ = writeln!(rows, "    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),");
     }
-    let mut specific = String::new();
+    let mut archs = String::new();
     for name in sources {
-        if let Some(arch) = arch::specific(name)? {
-            let _ = writeln!(specific, "    ({name:?}, {:?}),", arch.capabilities);
-        }
+        let _ = writeln!(archs, "    ({name:?}, Arch::{:?}),", arch::of_file(name)?);
     }
     Ok(format!(
         "/// Every kernel file's name, with its image for all architectures. Empty in a build without nvcc.\n\
@@ -291,7 +289,7 @@ fn image_table(kernels: &[Kernel], targets: &[String], version: &str, sources: &
          pub static ARCHS: &[&str] = &{targets:?};\n\n\
          /// The release of nvcc; empty in a build without it.\n\
          pub static NVCC: &str = {version:?};\n\n\
-         /// The kernel files that are for some architectures, with the first and the last compute capability that run them.\n\
-         pub static SPECIFIC: &[(&str, [(u32, u32); 2])] = &[\n{specific}];\n"
+         /// The architecture of each kernel file.\n\
+         pub static FILE_ARCHS: &[(&str, Arch)] = &[\n{archs}];\n"
     ))
 }

@@ -1,4 +1,9 @@
-//! Which architectures a kernel file is compiled for, and which GPUs run it.
+//! What kernel files are compiled for.
+
+#[path = "../src/backend/cuda/arch.rs"]
+#[allow(dead_code)]
+mod shared;
+pub use shared::Arch;
 
 use crate::{Result, watched};
 
@@ -7,36 +12,25 @@ use crate::{Result, watched};
 pub const PORTABLE: &[&str] = &["80", "89", "90", "100f", "120f"];
 pub const PTX: &str = "80";
 
-/// An architecture that kernel files can be named after: `gemm_bf16_sm90.cu` uses instructions that only sm_90a has, and
-/// `gemm_fp8_sm89.cu` one that every GPU from 8.9 on has.
-pub struct Arch {
-    /// What follows `_sm` in the file's name.
-    suffix: &'static str,
-    /// What nvcc compiles it for.
-    targets: &'static [&'static str],
-    /// The PTX that is compiled as well, for later GPUs.
-    pub ptx: Option<&'static str>,
-    /// The first compute capability that runs it, and the last.
-    pub capabilities: [(u32, u32); 2],
+/// What a kernel file is compiled for, and the PTX that is compiled as well, for later GPUs. Instructions of `90a` are Hopper's alone.
+pub const fn targets(arch: Arch) -> (&'static [&'static str], Option<&'static str>) {
+    match arch {
+        Arch::Portable => (PORTABLE, Some(PTX)),
+        Arch::Sm89 => (&["89", "90", "120f"], Some("89")),
+        Arch::Sm90 => (&["90a"], None),
+        Arch::Sm100 => (&["100f"], None),
+        Arch::Sm120 => (&["120f"], None),
+    }
 }
 
-const SPECIFIC: &[Arch] = &[
-    Arch { suffix: "89", targets: &["89", "90", "120f"], ptx: Some("89"), capabilities: [(8, 9), (u32::MAX, 0)] },
-    Arch { suffix: "90", targets: &["90a"], ptx: None, capabilities: [(9, 0), (9, 0)] },
-    Arch { suffix: "100", targets: &["100f"], ptx: None, capabilities: [(10, 0), (10, u32::MAX)] },
-    Arch { suffix: "120", targets: &["120f"], ptx: None, capabilities: [(12, 0), (12, u32::MAX)] },
-];
-
-/// The architecture that a kernel file is named after, or `None` if the file is portable.
-pub fn specific(name: &str) -> Result<Option<&'static Arch>> {
-    let Some((_, suffix)) = name.rsplit_once("_sm").filter(|(_, suffix)| suffix.parse::<u32>().is_ok()) else { return Ok(None) };
-    let arch = SPECIFIC.iter().find(|arch| arch.suffix == suffix);
-    arch.map(Some).ok_or_else(|| format!("kernels/entry/{name}.cu: no kernels are made for sm_{suffix}"))
-}
-
-/// The architectures of a kernel file, and its PTX.
-pub fn of_file(name: &str) -> Result<(&'static [&'static str], Option<&'static str>)> {
-    Ok(specific(name)?.map_or((PORTABLE, Some(PTX)), |arch| (arch.targets, arch.ptx)))
+/// The architecture that a kernel file is named after: files without one are portable.
+pub fn of_file(name: &str) -> Result<Arch> {
+    let Some((_, suffix)) = name.rsplit_once('_').filter(|(_, s)| s.strip_prefix("sm").is_some_and(|n| n.parse::<u32>().is_ok()))
+    else {
+        return Ok(Arch::Portable);
+    };
+    let arch = Arch::ALL.into_iter().find(|arch| arch.name() == suffix);
+    arch.ok_or_else(|| format!("kernels/entry/{name}.cu: no kernels are made for {suffix}"))
 }
 
 /// The architectures that `KILN_CUDA_ARCHS` lists, by number; `None` stands for all.

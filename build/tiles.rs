@@ -253,10 +253,14 @@ impl Tables {
     fn gemm(&mut self, row: &Row<'_>, prefix: &str, symbol: String, params: &'static str, cluster: Option<String>, more: &str) {
         let (m, n, k) = (row.number("m"), row.number("n"), row.number("block k"));
         let (name, cost) = (format!("{prefix}{m}x{n}"), row.number("relative cost"));
+        let arch = match row.text("file").rsplit_once("_sm") {
+            Some((_, number)) => format!("Sm{number}"),
+            None => "Portable".into(),
+        };
         let doc = format!("{m} rows by {n} columns. {}", row.purpose);
         let _ = writeln!(
             self.gemm_tiles,
-            "        #[doc = {:?}] {name} = TileConfig {{ block_m: {m}, block_n: {n}, block_k: {k}, {more}, \
+            "        #[doc = {:?}] {name} = TileConfig {{ arch: Arch::{arch}, block_m: {m}, block_n: {n}, block_k: {k}, {more}, \
              kernel: Kernel::Gemm{name}, relative_cost: {cost} }};",
             doc.trim_end()
         );

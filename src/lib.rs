@@ -78,7 +78,7 @@ pub mod device {
     pub use crate::backend::cpu::Cpu;
     pub use crate::backend::cuda::driver::DeviceInfo;
     pub use crate::backend::cuda::{
-        ARCHS, CAPABILITY, Cuda, Kernel, NVCC, Tile, devices, driver_release, fp8_accumulate, gemm_formats, has_driver,
+        ARCHS, Arch, CAPABILITY, Cuda, Kernel, NVCC, Tile, devices, driver_release, fp8_accumulate, gemm_formats, has_driver,
         kernels_of,
     };
     pub use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OpKind};

@@ -5,7 +5,7 @@
 mod card;
 mod time;
 
-pub use card::{CARDS, Card, KernelFamily};
+pub use card::{CARDS, Card};
 pub use time::Predictor;
 
 use crate::pipeline::{Estimate, OpTime};

@@ -7,6 +7,7 @@
 //! transfers (`transfers`), uploads (`staging`) and captured graphs (`graph`).
 
 mod abi;
+mod arch;
 mod attention;
 mod context;
 mod conv;
@@ -32,6 +33,7 @@ mod tiles;
 mod timeline;
 mod transfers;
 
+pub use arch::Arch;
 pub use attention::has_two_attention_ctas;
 pub use context::Choice;
 pub use dispatch::kernels_of;
@@ -69,7 +71,7 @@ use transfers::Transfers;
 /// The quantised GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
 /// expanded to bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of
 /// FP8 either: it would be converted to f16, which takes longer than expanding weights once. Compute capability 12.x multiplies
-/// NVFP4 after a self-test ([`Cuda::set_native`]).
+/// NVFP4 after a self-test ([`Cuda::enable_gated`]).
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
     let expanded = GemmFormats { w8a16: true, w4a16: true, expands: true, ..GemmFormats::NONE };
     match capability {
@@ -186,8 +188,8 @@ impl Cuda {
 
     /// Whether the kernels of compute capability 12.x are chosen, where this GPU has them: they were never run on hardware by those
     /// who wrote them, so they are off until a self-test has passed on the GPU at hand. Steps that were captured are captured anew.
-    pub fn set_native(&mut self, native: bool) {
-        self.context.kernels.set_proven(native);
+    pub fn enable_gated(&mut self, enabled: bool) {
+        self.context.kernels.enable_gated(enabled);
         self.steps.begin_anew();
     }
 
@@ -207,9 +209,9 @@ impl Cuda {
         self.driver.memory_bandwidth()
     }
 
-    /// Whether kernels for this GPU's architecture alone are loaded, which Hopper has; others run the portable ones.
-    pub fn has_hopper_kernels(&self) -> bool {
-        self.launched().any(|(kernel, _)| kernel.file().ends_with("_sm90"))
+    /// The architecture of the fastest kernels that may be chosen here.
+    pub fn arch(&self) -> Arch {
+        self.launched().map(|(kernel, _)| kernel.arch()).max().unwrap_or(Arch::Portable)
     }
 
     /// How often each kernel that this GPU can run was launched so far. A captured launch counts once, however often its graph is

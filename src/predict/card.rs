@@ -1,8 +1,8 @@
 //! GPUs as rows of numbers.
 
+use crate::backend::GemmFormats;
 use crate::backend::cuda::driver::{DeviceInfo, tensor_flops_per_clock};
-use crate::backend::cuda::{Cuda, gemm_formats};
-use crate::backend::{Backend, GemmFormats};
+use crate::backend::cuda::{Arch, gemm_formats};
 use crate::tensor::DType;
 use std::borrow::Cow;
 
@@ -23,29 +23,6 @@ pub struct Card {
     pub bandwidth: u64,
     /// Bytes of memory.
     pub memory: u64,
-}
-
-/// Which kernels run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KernelFamily {
-    /// Those for Hopper (`wgmma`) where there are any, else the portable ones.
-    Hopper,
-    /// Those for compute capability 12.x (TMA and block-scaled `mma.sync`) where there are any, else the portable ones.
-    Sm120,
-    /// Those for every GPU from compute capability 8.0 on (`mma.sync`).
-    Portable,
-}
-
-impl KernelFamily {
-    /// That of an open GPU.
-    pub fn of(cuda: &Cuda) -> Self {
-        match (cuda.has_hopper_kernels(), cuda.gemm_formats().w4a4) {
-            (true, _) => Self::Hopper,
-            // There are no others for inputs of NVFP4, and they are told of only where they are on.
-            (false, true) => Self::Sm120,
-            (false, false) => Self::Portable,
-        }
-    }
 }
 
 /// Most bytes of shared memory that a CTA may have on compute capability 8.6, 8.9 and 12.0.
@@ -129,13 +106,9 @@ impl Card {
         gemm_formats(self.capability)
     }
 
-    /// The kernels of a program that was built with all of them, after a self-test where they need one.
-    pub fn family(&self) -> KernelFamily {
-        match self.capability {
-            (9, 0) => KernelFamily::Hopper,
-            (12, _) => KernelFamily::Sm120,
-            _ => KernelFamily::Portable,
-        }
+    /// The architecture of its fastest kernels in a program that was built with all, after a self-test where they need one.
+    pub fn arch(&self) -> Arch {
+        Arch::of(self.capability)
     }
 
     /// Whether it is a row of the table.

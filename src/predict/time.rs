@@ -4,8 +4,8 @@
 //! which they wait for copies, barriers, softmax. The latter were measured with the portable kernels on an H200, and are taken to be the
 //! same on every SM, whatever its tensor cores: those of GeForce cards are five times slower, so that there they matter less.
 
-use super::card::{Card, KernelFamily};
-use crate::backend::cuda::has_two_attention_ctas;
+use super::card::Card;
+use crate::backend::cuda::{Arch, has_two_attention_ctas};
 use crate::backend::{Access, Linear, Op};
 use crate::tensor::{DType, Tensor};
 
@@ -73,7 +73,7 @@ const HEAD: usize = 128;
 #[derive(Clone, Debug)]
 pub struct Predictor {
     card: Card,
-    family: KernelFamily,
+    arch: Arch,
     /// FLOP a clock and SM of `mma.sync`, in bf16, in e4m3 and, where it has scales of blocks, in e2m1.
     bf16: f64,
     e4m3: f64,
@@ -81,8 +81,8 @@ pub struct Predictor {
 }
 
 impl Predictor {
-    /// None for a GPU of which it is not known how fast `mma.sync` is.
-    pub fn new(card: &Card, family: KernelFamily) -> Option<Self> {
+    /// Predicts for kernels of an architecture. None for a GPU of which it is not known how fast `mma.sync` is.
+    pub fn new(card: &Card, arch: Arch) -> Option<Self> {
         let peak = |dtype| card.tensor_flops_per_clock(dtype).map(f64::from);
         let bf16 = match card.capability {
             (9, 0) => h200::MMA_SYNC,
@@ -90,7 +90,7 @@ impl Predictor {
             (10, _) => return None,
             _ => peak(DType::Bf16)?,
         };
-        let e2m1 = if family == KernelFamily::Sm120 { Some(peak(DType::E2m1)?) } else { None };
+        let e2m1 = if arch == Arch::Sm120 { Some(peak(DType::E2m1)?) } else { None };
         let e4m3 = match card.capability {
             // With scales of blocks it has half the rate of e2m1, on GeForce cards, too.
             _ if e2m1.is_some() => e2m1? / 2.0,
@@ -98,7 +98,7 @@ impl Predictor {
             (9, 0) | (8, ..9) => bf16,
             _ => peak(DType::E4m3)?,
         };
-        Some(Self { card: card.clone(), family, bf16, e4m3, e2m1 })
+        Some(Self { card: card.clone(), arch, bf16, e4m3, e2m1 })
     }
 
     /// The GPU.
@@ -120,7 +120,7 @@ impl Predictor {
                 let tile_rows = if self.has_large_tiles() { 256 } else { 128 };
                 let tiles = out.rows.div_ceil(tile_rows) * out.cols.div_ceil(TILE_COLS);
                 let k = w.weight.cols / sampling.phases() + shortcut.map_or(0, |s| s.x.cols);
-                if self.family == KernelFamily::Hopper {
+                if self.arch == Arch::Sm90 {
                     let epilogue = if stats.is_some() { CONV_SM90_EPILOGUE_STATS } else { CONV_SM90_EPILOGUE };
                     let clocks = tiles as f64 * (2.0 * (tile_rows * TILE_COLS * k) as f64 / h200::CONV_SM90 + epilogue);
                     return START + (clocks / self.card.clocks_per_second()).max(self.transfer(operand_bytes(op)));
@@ -158,9 +158,9 @@ impl Predictor {
                 _ => self.clocks(h200::GEMM, 1.0),
             };
         }
-        match (self.family, dtype) {
-            (KernelFamily::Hopper, DType::Bf16) => 1.0 / h200::GEMM_SM90,
-            (KernelFamily::Hopper, _) => 1.0 / h200::GEMM_FP8_SM90,
+        match (self.arch, dtype) {
+            (Arch::Sm90, DType::Bf16) => 1.0 / h200::GEMM_SM90,
+            (Arch::Sm90, _) => 1.0 / h200::GEMM_FP8_SM90,
             (_, DType::Bf16) => self.clocks(h200::GEMM, self.tile_speed()),
             // As many bytes are copied and loaded for twice the FLOP. A partial sum of 128 products is 256 FLOP.
             _ => 1.0 / self.e4m3 + besides(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K),
@@ -194,7 +194,7 @@ impl Predictor {
     fn attention(&self, q: Tensor, keys: usize, head_dim: usize, causal: bool) -> f64 {
         let (heads, wide) = (q.cols / head_dim.max(1), head_dim > HEAD);
         let dense = 4.0 * (q.len() * keys) as f64;
-        if self.family == KernelFamily::Hopper {
+        if self.arch == Arch::Sm90 {
             let rate = match q.dtype {
                 _ if wide => h200::WIDE_ATTENTION_SM90,
                 DType::E4m3 => h200::ATTENTION_FP8_SM90,

@@ -40,13 +40,13 @@ pub fn record(
     let key = Key::of(cuda);
     // A folder that cannot be written costs a second at the next start, and nothing else.
     let _ = records.save(&key, Verdict::Begun);
-    cuda.set_native(true);
+    cuda.enable_gated(true);
     let lines = run(cuda, extent, report).inspect_err(|_| {
         // Nothing is known then, as after a stop by the user.
         records.remove(&key);
     })?;
     let verdict = verdict(&lines);
-    cuda.set_native(verdict == Verdict::Passed);
+    cuda.enable_gated(verdict == Verdict::Passed);
     let _ = records.save(&key, verdict.clone());
     Ok((lines, verdict))
 }
@@ -54,11 +54,11 @@ pub fn record(
 /// Turns native kernels on if they are on record as right, or prove to be now, by checks of this extent. What the GPU holds is lost if it
 /// has to be tested.
 pub fn gate(cuda: &mut Cuda, extent: &Extent<'_>, records: &Records) -> Result<Gate> {
-    if !cuda.needs_proof() {
+    if !cuda.has_gated_kernels() {
         return Ok(Gate::Open);
     }
     if let Some(verdict) = records.find(&Key::of(cuda)) {
-        cuda.set_native(verdict == Verdict::Passed);
+        cuda.enable_gated(verdict == Verdict::Passed);
         return Ok(Gate::Recorded(verdict));
     }
     let start = Instant::now();

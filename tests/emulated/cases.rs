@@ -6,7 +6,7 @@ use crate::runner::{Runner, run_seed};
 use common::ops::outputs::pairs;
 use common::ops::{self, Case, SMALL, tiles};
 use common::random::{Random, long};
-use kiln::internals::backend::cuda::{Choice, Kernel, Tile};
+use kiln::internals::backend::cuda::{Arch, Choice, Kernel, Tile};
 use std::collections::BTreeSet;
 use std::thread;
 
@@ -163,8 +163,8 @@ struct Plan {
 
 /// The plans, one for each thread.
 fn plans() -> Vec<Plan> {
-    let sm90 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm90());
-    let sm120 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.is_sm120());
+    let sm90 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.arch() == Arch::Sm90);
+    let sm120 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.arch() == Arch::Sm120);
     let (blackwell, others): (Vec<_>, Vec<_>) = Choice::all().partition(sm120);
     let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
     let on_hopper = |choices| {

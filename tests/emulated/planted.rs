@@ -5,7 +5,7 @@ use crate::driver::Gpu;
 use crate::runner::Runner;
 use common::ops::cases;
 use common::random::long;
-use kiln::internals::backend::cuda::{Choice, Tile};
+use kiln::internals::backend::cuda::{Arch, Choice, Tile};
 use kiln_emulator::planted::{BUGS, Expect, Planted, WRONG};
 
 /// Seeds that are tried until a bug is found: some show only in a certain order of events.
@@ -32,7 +32,7 @@ impl Found {
 
     /// The GPU that the tile is for.
     fn gpu(&self) -> Gpu {
-        if matches!(self.choice, Choice::Tile(tile) if tile.is_sm120()) { Gpu::NATIVE_BLACKWELL } else { Gpu::HOPPER }
+        if matches!(self.choice, Choice::Tile(tile) if tile.arch() == Arch::Sm120) { Gpu::NATIVE_BLACKWELL } else { Gpu::HOPPER }
     }
 
     /// The seeds for this case without its bug. What a wrong result shows does not depend on the order of events.

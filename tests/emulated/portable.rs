@@ -49,7 +49,7 @@ impl Path {
         let driver = Emulated::new(self.gpu);
         driver.set_seed(run_seed());
         let mut cuda = cuda_with(&driver, None).unwrap();
-        cuda.set_native(self.gpu.native);
+        cuda.enable_gated(self.gpu.native);
         let backend: Box<dyn Backend> = Box::new(Lockstep::new(cpu(), cuda));
         let found = locate(&LocateRequest { model: Some(FOLDER.into()), ..LocateRequest::default() }).unwrap();
         let model = OpenModel::open(&found, None).unwrap();

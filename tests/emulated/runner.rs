@@ -41,7 +41,7 @@ impl Runner {
     pub fn with_bug(gpu: Gpu, bug: Option<&'static str>) -> Self {
         let driver = Emulated::new(gpu);
         let mut cuda = cuda_with(&driver, bug).unwrap();
-        cuda.set_native(gpu.native);
+        cuda.enable_gated(gpu.native);
         Self { driver, cuda, weights: Weights::with_bytes(WEIGHT_BYTES) }
     }
 

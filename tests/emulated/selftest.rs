@@ -27,7 +27,7 @@ fn run(cuda: &mut Cuda, extent: &Extent<'_>) -> Vec<Line> {
 /// A GPU with all kernels that it has.
 fn open(gpu: Gpu, bug: Option<&'static str>) -> Cuda {
     let mut cuda = cuda_with(&Emulated::new(gpu), bug).unwrap();
-    cuda.set_native(true);
+    cuda.enable_gated(true);
     cuda
 }
 
@@ -143,7 +143,7 @@ fn native_kernels_pass_the_gate_once() {
     let folder = Folder::new("once");
     let records = Records::below(Some(&folder.0));
     let open = |gpu, bug| cuda_with(&Emulated::new(gpu), bug).unwrap();
-    let native = |cuda: &Cuda| cuda.launched().any(|(kernel, _)| kernel.needs_proof());
+    let native = |cuda: &Cuda| cuda.launched().any(|(kernel, _)| kernel.is_gated());
     // A GPU that needs none leaves no trace.
     assert_eq!(gate(&mut open(Gpu::HOPPER, None), &NONE, &records).unwrap(), Gate::Open);
     assert!(std::fs::read_dir(&folder.0).unwrap().next().is_none());

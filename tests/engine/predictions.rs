@@ -2,6 +2,7 @@
 //! docs/kernels.md has the tables which the code makes. `KILN_UPDATE_PREDICTIONS=1` writes them there.
 
 use common::sandbox::Sandbox;
+use kiln::device::Arch;
 use kiln::internals::adapter::Adapters;
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::config::{Conventions, Variant};
@@ -9,7 +10,7 @@ use kiln::internals::pipeline::{Configs, Estimate, Job, LoadOptions, estimate, e
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::DType;
 use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::predict::{CARDS, Card, KernelFamily, Prediction, Predictor};
+use kiln::predict::{CARDS, Card, Prediction, Predictor};
 use kiln::progress::Phase;
 use serde_json::Value;
 use std::cell::Cell;
@@ -32,34 +33,28 @@ fn options(quantise: Option<QuantisedFormat>) -> LoadOptions {
     LoadOptions { quantise, ..LoadOptions::DEFAULT }
 }
 
-fn predict(
-    configs: &Configs,
-    quantise: Option<QuantisedFormat>,
-    side: usize,
-    card: &Card,
-    family: KernelFamily,
-) -> (Prediction, Estimate) {
-    let predictor = Predictor::new(card, family).unwrap();
+fn predict(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card, arch: Arch) -> (Prediction, Estimate) {
+    let predictor = Predictor::new(card, arch).unwrap();
     let time = Some(predictor.op_time());
-    let gemms = gemm_formats(card, family);
+    let gemms = gemm_formats(card, arch);
     let estimate =
         estimate_timed((configs, &Adapters::default()), Variant::Distilled, options(quantise), gemms, &job(side), time).unwrap();
     (Prediction::of(&estimate), estimate)
 }
 
 fn step(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> f64 {
-    predict(configs, quantise, side, card, card.family()).0.step().unwrap()
+    predict(configs, quantise, side, card, card.arch()).0.step().unwrap()
 }
 
-/// The formats of kernels of this family.
-fn gemm_formats(card: &Card, family: KernelFamily) -> GemmFormats {
-    GemmFormats { w4a4: family == KernelFamily::Sm120, ..card.gemm_formats() }
+/// The formats of kernels of this architecture.
+fn gemm_formats(card: &Card, arch: Arch) -> GemmFormats {
+    GemmFormats { w4a4: arch == Arch::Sm120, ..card.gemm_formats() }
 }
 
 /// The vendor's peak of the fastest instruction that a format's ops have.
-fn peak(card: &Card, family: KernelFamily, quantise: Option<QuantisedFormat>) -> f64 {
+fn peak(card: &Card, arch: Arch, quantise: Option<QuantisedFormat>) -> f64 {
     let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| card.tensor_flops(dtype));
-    let block_scaled = e2m1.filter(|_| family == KernelFamily::Sm120);
+    let block_scaled = e2m1.filter(|_| arch == Arch::Sm120);
     let peak = match quantise {
         None => bf16,
         // With scales of blocks e4m3 has half the rate of e2m1.
@@ -74,9 +69,9 @@ fn peak(card: &Card, family: KernelFamily, quantise: Option<QuantisedFormat>) ->
 fn no_op_exceeds_the_hardware() {
     for card in &CARDS {
         for (_, quantise) in FORMATS {
-            for family in [card.family(), KernelFamily::Portable] {
-                let predictor = Predictor::new(card, family).unwrap();
-                let peak = peak(card, family, quantise);
+            for arch in [card.arch(), Arch::Portable] {
+                let predictor = Predictor::new(card, arch).unwrap();
+                let peak = peak(card, arch, quantise);
                 let (card_bandwidth, ops) = (card.bandwidth as f64, Rc::new(Cell::new(0)));
                 let seen = ops.clone();
                 let check = Rc::new(move |op: &kiln::internals::backend::Op<'_>| {
@@ -90,7 +85,7 @@ fn no_op_exceeds_the_hardware() {
                     seconds
                 });
                 let configs = Configs::klein_4b();
-                let gemms = gemm_formats(card, family);
+                let gemms = gemm_formats(card, arch);
                 estimate_timed(
                     (&configs, &Adapters::default()),
                     Variant::Distilled,
@@ -133,7 +128,7 @@ fn more_work_takes_longer() {
 fn predicting_changes_nothing_of_the_plan() {
     for card in &CARDS {
         for (_, quantise) in FORMATS {
-            let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, card, card.family());
+            let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, card, card.arch());
             let gemms = card.gemm_formats();
             let plain = estimate(&Configs::klein_4b(), Variant::Distilled, options(quantise), gemms, &job(512)).unwrap();
             assert!(plain.seconds.is_empty() && timed.seconds.len() == plain.stages.len());
@@ -149,15 +144,15 @@ fn predicting_changes_nothing_of_the_plan() {
 fn where_nothing_is_known_nothing_is_predicted() {
     for capability in [(7, 5), (10, 0), (10, 3), (12, 1)] {
         let card = Card { capability, ..CARDS[0].clone() };
-        assert!(Predictor::new(&card, KernelFamily::Portable).is_none(), "{capability:?}");
+        assert!(Predictor::new(&card, Arch::Portable).is_none(), "{capability:?}");
     }
     // Nor of kernels that a card does not have.
-    assert!(Predictor::new(Card::named("4090").unwrap(), KernelFamily::Sm120).is_none());
+    assert!(Predictor::new(Card::named("4090").unwrap(), Arch::Sm120).is_none());
 }
 
 /// What was measured on an H200; the sources are in docs/kernels.md.
 struct Measured {
-    family: KernelFamily,
+    arch: Arch,
     /// Places in [`models`] and [`FORMATS`].
     model: usize,
     format: usize,
@@ -169,23 +164,23 @@ struct Measured {
 impl Measured {
     fn predicted(&self) -> [f64; 3] {
         let card = Card::named("H200").unwrap();
-        stages(&predict(&models()[self.model].1, FORMATS[self.format].1, self.side, card, self.family).0)
+        stages(&predict(&models()[self.model].1, FORMATS[self.format].1, self.side, card, self.arch).0)
     }
 }
 
 fn measured() -> [Measured; 9] {
-    use KernelFamily::{Hopper, Portable};
-    let of = |family, model, format, side, ms| Measured { family, model, format, side, ms };
+    use Arch::{Portable, Sm90};
+    let of = |arch, model, format, side, ms| Measured { arch, model, format, side, ms };
     [
         of(Portable, 0, 0, 1024, [Some(10.8), Some(93.2), None]),
-        of(Hopper, 0, 0, 512, [Some(7.6), Some(15.0), Some(4.55)]),
-        of(Hopper, 0, 0, 1024, [Some(7.3), Some(52.5), Some(16.7)]),
-        of(Hopper, 0, 0, 2048, [Some(6.5), Some(278.7), Some(78.2)]),
-        of(Hopper, 0, 1, 512, [None, Some(9.3), None]),
-        of(Hopper, 0, 1, 1024, [Some(9.2), Some(32.6), None]),
-        of(Hopper, 0, 2, 512, [None, Some(17.0), None]),
-        of(Hopper, 0, 2, 1024, [Some(10.0), Some(53.1), None]),
-        of(Hopper, 1, 1, 1024, [None, Some(68.0), None]),
+        of(Sm90, 0, 0, 512, [Some(7.6), Some(15.0), Some(4.55)]),
+        of(Sm90, 0, 0, 1024, [Some(7.3), Some(52.5), Some(16.7)]),
+        of(Sm90, 0, 0, 2048, [Some(6.5), Some(278.7), Some(78.2)]),
+        of(Sm90, 0, 1, 512, [None, Some(9.3), None]),
+        of(Sm90, 0, 1, 1024, [Some(9.2), Some(32.6), None]),
+        of(Sm90, 0, 2, 512, [None, Some(17.0), None]),
+        of(Sm90, 0, 2, 1024, [Some(10.0), Some(53.1), None]),
+        of(Sm90, 1, 1, 1024, [None, Some(68.0), None]),
     ]
 }
 
@@ -198,15 +193,15 @@ fn stages(prediction: &Prediction) -> [f64; 3] {
 #[test]
 fn predictions_are_near_what_was_measured() {
     for row in measured() {
-        let limit = if row.family == KernelFamily::Portable { 1.10 } else { 1.35 };
+        let limit = if row.arch == Arch::Portable { 1.10 } else { 1.35 };
         let ratio = row.ms[1].unwrap() / row.predicted()[1];
-        assert!(ratio < limit && ratio > 0.95, "{:?} {} {}: {ratio}", row.family, FORMATS[row.format].0, row.side);
+        assert!(ratio < limit && ratio > 0.95, "{:?} {} {}: {ratio}", row.arch, FORMATS[row.format].0, row.side);
     }
 }
 
 /// The tables of docs/kernels.md.
 fn tables() -> String {
-    let cards: Vec<&Card> = CARDS.iter().filter(|card| card.family() != KernelFamily::Hopper).collect();
+    let cards: Vec<&Card> = CARDS.iter().filter(|card| card.arch() != Arch::Sm90).collect();
     let short =
         |card: &&Card| card.name.trim_start_matches("GeForce ").trim_end_matches(" Blackwell Workstation Edition").to_owned();
     let names: Vec<String> = cards.iter().map(short).collect();
@@ -222,13 +217,13 @@ fn tables() -> String {
     let _ = write!(text, "\n| ms | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
     for (name, configs) in &models() {
         for (format, quantise) in FORMATS {
-            let cells = cards.iter().map(|card| predict(configs, quantise, 1024, card, card.family()).0);
+            let cells = cards.iter().map(|card| predict(configs, quantise, 1024, card, card.arch()).0);
             let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[0])).collect();
             let _ = writeln!(text, "| {name}, encoding a prompt, {format} | {} |", cells.join(" | "));
         }
     }
     for side in [512, 1024] {
-        let cells = cards.iter().map(|card| predict(&Configs::klein_4b(), None, side, card, card.family()).0);
+        let cells = cards.iter().map(|card| predict(&Configs::klein_4b(), None, side, card, card.arch()).0);
         let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[2])).collect();
         let _ = writeln!(text, "| decoding {side}x{side} | {} |", cells.join(" | "));
     }
@@ -238,7 +233,7 @@ fn tables() -> String {
             measured.map_or(String::new(), |ms| format!("{ms:.1} / {predicted:.1} = {:.2}", ms / predicted))
         };
         let cells: Vec<String> = row.ms.into_iter().zip(row.predicted()).map(cell).collect();
-        let kernels = if row.family == KernelFamily::Portable { "portable" } else { "Hopper" };
+        let kernels = if row.arch == Arch::Portable { "portable" } else { "Hopper" };
         let (model, format, side) = (models()[row.model].0, FORMATS[row.format].0, row.side);
         let _ = writeln!(text, "| {kernels} kernels, {model}, {side}x{side}, {format} | {} |", cells.join(" | "));
     }
@@ -247,7 +242,7 @@ fn tables() -> String {
 
 /// A step and memory on a card; memory with the transformer in the text encoder's place if both do not fit.
 fn cell(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> String {
-    let (prediction, estimate) = predict(configs, quantise, side, card, card.family());
+    let (prediction, estimate) = predict(configs, quantise, side, card, card.arch());
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let (all, low) = (estimate.weight_bytes + estimate.arena_bytes, estimate.low_memory_weight_bytes + estimate.arena_bytes);
     // The driver and the desktop take some of it.

@@ -34,7 +34,7 @@ pub fn cuda(folder: &Path, sms: Option<u32>) -> Cuda {
         std::fs::read(&path).map(Cow::Owned).map_err(|e| Error::read(&path, e))
     };
     let mut cuda = Cuda::new(Rc::new(system.posing_as(device)), &images, Arc::default()).unwrap();
-    cuda.set_native(true);
+    cuda.enable_gated(true);
     cuda
 }
 
@@ -155,7 +155,7 @@ pub fn products_are_exact() {
             values
         };
         let got = run(&mut cuda, Choice::Tile(tile), out);
-        let launched: Vec<_> = cuda.launched().filter(|(kernel, times)| kernel.needs_proof() && *times > 0).collect();
+        let launched: Vec<_> = cuda.launched().filter(|(kernel, times)| kernel.is_gated() && *times > 0).collect();
         assert!(launched.iter().any(|(kernel, _)| *kernel == tile.config().kernel), "{launched:?}");
         let want = run(&mut cuda, Choice::Naive, naive);
         let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>();

@@ -25,7 +25,7 @@ mod large;
 use common::ops::tiles;
 use common::{Make, cases, cpu, dev, engine_on, goldens, merging, modes, ops, run, saving_memory_changes_nothing, tiling};
 use kiln::error::Error;
-use kiln::internals::backend::cuda::{self, Choice, Cuda, Tile};
+use kiln::internals::backend::cuda::{self, Arch, Choice, Cuda, Tile};
 use kiln::internals::backend::{Backend, Lockstep};
 use kiln::internals::config::Variant;
 use kiln::internals::pipeline::{GeneratedImage, Job, OpenModel};
@@ -203,7 +203,7 @@ impl Share {
         };
         // Matrix ops run with every tile; f32 takes the naive kernels in any case.
         let ours_alone =
-            |choice: &Choice| emulated::kernels().is_none() || matches!(choice, Choice::Tile(tile) if tile.is_sm120());
+            |choice: &Choice| emulated::kernels().is_none() || matches!(choice, Choice::Tile(tile) if tile.arch() == Arch::Sm120);
         let choices = Choice::all().filter(|choice| *choice == Choice::Best || *choice != Choice::Naive && ours_alone(choice));
         for choice in choices {
             cuda.set_choice(choice);
@@ -220,7 +220,7 @@ impl Share {
             assert!(lines.iter().all(|line| !line.failed()), "{lines:?}");
         }
         // The `run` script adds these up over all processes.
-        let launched = || cuda.launched().filter(|(kernel, _)| emulated::kernels().is_none() || kernel.needs_proof());
+        let launched = || cuda.launched().filter(|(kernel, _)| emulated::kernels().is_none() || kernel.is_gated());
         launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));
         let missed: Vec<_> = launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
         assert!(missed.is_empty() || self.parts > 1, "never launched: {missed:?}");
@@ -239,7 +239,7 @@ fn unpoisoned() -> Cuda {
 fn every_tile() {
     std::thread::scope(|scope| {
         scope.spawn(|| ops::check_some(&mut cuda(), tiles::is_attention));
-        for tile in Tile::ALL.into_iter().filter(|tile| emulated::kernels().is_none() || tile.is_sm120()) {
+        for tile in Tile::ALL.into_iter().filter(|tile| emulated::kernels().is_none() || tile.arch() == Arch::Sm120) {
             scope.spawn(move || {
                 let mut cuda = cuda();
                 cuda.set_choice(Choice::Tile(tile));

@@ -16,6 +16,7 @@ mod tiles;
 
 #[allow(missing_docs, dead_code)]
 mod built {
+    use kiln::device::Arch;
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
 

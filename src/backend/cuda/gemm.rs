@@ -4,6 +4,7 @@
 //! rows whose results go to different outputs through different epilogues, as in the fused projection of queries, keys, values and MLP.
 
 use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap};
+use super::arch::Arch;
 use super::context::{Choice, OpContext};
 use super::expansion::{expand, expansion, in_bf16};
 use super::launch::Kernel;
@@ -96,7 +97,7 @@ fn weight_rows(part: &KlGemmPart) -> u32 {
 /// up to what a box can have.
 pub const fn store_cols(tile: Tile, cols: u32, dtype: u32) -> u32 {
     let most = box_cols(dtype);
-    let most = if tile.is_sm120() { most * abi::KL_SM120_BOX_COLS / abi::KL_SM90_BOX_COLS } else { most };
+    let most = if matches!(tile.arch(), Arch::Sm120) { most * abi::KL_SM120_BOX_COLS / abi::KL_SM90_BOX_COLS } else { most };
     1 << (cols | most).trailing_zeros()
 }
 
@@ -125,8 +126,7 @@ fn fits_tma(stream: &KlGemmStream, tile: TileConfig) -> bool {
             // Of SwiGLU alone, in whole words of scales.
             abi::KL_E2M1 => {
                 let whole = part.out.cols.is_multiple_of(abi::KL_SCALE_TILE_COLS) && part.out.stride.is_multiple_of(32);
-                let sm120 = tile.cluster == Some(ClusterMode::Single);
-                sm120 && part.epilogue == abi::KL_SWIGLU && whole && part.out.data.is_multiple_of(16)
+                tile.arch == Arch::Sm120 && part.epilogue == abi::KL_SWIGLU && whole && part.out.data.is_multiple_of(16)
             }
             _ => is_async_copyable(&part.out, abi::KL_BF16),
         }
@@ -161,7 +161,7 @@ fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
 /// Whether a tile's kernel computes GEMMs of these operands. But for Hopper, those of bf16 take weights that were expanded before.
 fn multiplies(tile: Tile, operands: GemmOperands) -> bool {
     let own = tile.config().operands;
-    own == operands || operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90()
+    own == operands || operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && tile.arch() != Arch::Sm90
 }
 
 /// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them and there
@@ -384,7 +384,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     }
     let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
     let schedule = cx.tile_schedule(plan.schedule, tiles, k_of(streams).div_ceil(block_k));
-    if !plan.tile.is_sm90() {
+    if plan.tile.arch() != Arch::Sm90 {
         expand(cx, &mut stream)?;
     }
     let Some(mode) = cluster else {

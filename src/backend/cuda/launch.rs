@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::abi;
+use super::arch::Arch;
 use super::driver::{Driver, Function, Launch, MapSpec, Module, Stream};
 use super::timeline::Timeline;
 use crate::error::{Error, Result};
@@ -135,19 +136,14 @@ impl Kernel {
         self.row().cluster
     }
 
+    /// The GPUs that it is for.
+    pub fn arch(self) -> Arch {
+        FILE_ARCHS.iter().find(|(file, _)| *file == self.file()).map_or(Arch::Portable, |(_, arch)| *arch)
+    }
+
     /// Whether it was written without a GPU to run it on: it is chosen after a self-test on the GPU at hand.
-    pub fn needs_proof(self) -> bool {
-        self.file().ends_with("_sm120")
-    }
-
-    /// The first and the last compute capability that its file is for, or `None` if the file is portable.
-    fn capabilities(self) -> Option<[(u32, u32); 2]> {
-        SPECIFIC.iter().find(|(file, _)| *file == self.file()).map(|(_, capabilities)| *capabilities)
-    }
-
-    /// Whether a GPU of this compute capability can run it.
-    fn runs_on(self, capability: (u32, u32)) -> bool {
-        self.capabilities().is_none_or(|[first, last]| (first..=last).contains(&capability))
+    pub fn is_gated(self) -> bool {
+        self.arch().is_gated()
     }
 }
 
@@ -175,8 +171,8 @@ pub struct Kernels {
     maps: RefCell<HashMap<MapSpec, abi::KlTensorMap>>,
     /// Launches of each kernel, by its place in [`Kernel::ALL`].
     launched: Vec<Cell<u64>>,
-    /// Whether kernels that have to prove themselves on a GPU before they are chosen have done so.
-    proven: bool,
+    /// Whether gated kernels may be chosen.
+    gate_open: bool,
     /// Whether launches only find their kernels.
     rehearsing: Cell<bool>,
     stream: Stream,
@@ -197,30 +193,30 @@ impl Kernels {
             functions: vec![Cell::new(None); Kernel::ALL.len()],
             maps: RefCell::default(),
             launched: vec![Cell::new(0); Kernel::ALL.len()],
-            proven: false,
+            gate_open: false,
             rehearsing: Cell::new(false),
             stream,
             hash: Cell::default(),
         };
-        // Whether this build has the files for these compute capabilities.
+        // Whether this build has the files of an architecture.
         let mut built = HashMap::new();
         for kernel in Kernel::ALL {
-            let (name, capabilities) = (kernel.file(), kernel.capabilities());
-            let is_known = built.get(&capabilities) == Some(&false) || kernels.files.iter().any(|(file, _)| *file == name);
-            if is_known || !kernel.runs_on(capability) {
+            let (name, arch) = (kernel.file(), kernel.arch());
+            let is_known = built.get(&arch) == Some(&false) || kernels.files.iter().any(|(file, _)| *file == name);
+            if is_known || !arch.runs_on(capability) {
                 continue;
             }
             let file = images(name).and_then(|image| {
-                let is_first = !built.contains_key(&capabilities);
+                let is_first = !built.contains_key(&arch);
                 let module = is_first.then(|| load(&*kernels.driver, name, &image)).transpose()?;
                 Ok(KernelFile { image, module: Cell::new(module) })
             });
             match file {
                 // The file was built for other GPUs only; every op has a kernel that runs anywhere.
-                Err(Error::NoGpu { .. }) if capabilities.is_some() => _ = built.insert(capabilities, false),
+                Err(Error::NoGpu { .. }) if arch != Arch::Portable => _ = built.insert(arch, false),
                 file => {
                     kernels.files.push((name, file?));
-                    built.insert(capabilities, true);
+                    built.insert(arch, true);
                 }
             }
         }
@@ -263,7 +259,7 @@ impl Kernels {
 
     /// Whether a kernel may be chosen here.
     pub fn has(&self, kernel: Kernel) -> bool {
-        self.can_run(kernel) && (self.proven || !kernel.needs_proof())
+        self.can_run(kernel) && (self.gate_open || !kernel.is_gated())
     }
 
     /// Whether a kernel can be launched here.
@@ -272,8 +268,8 @@ impl Kernels {
     }
 
     /// Allows kernels to be chosen that were never run on hardware by those who wrote them, or forbids it, which is the default.
-    pub fn set_proven(&mut self, proven: bool) {
-        self.proven = proven;
+    pub fn enable_gated(&mut self, enabled: bool) {
+        self.gate_open = enabled;
     }
 
     /// From now on launches only find their kernels, or are launches again.
@@ -390,7 +386,7 @@ mod tests {
 
     #[test]
     fn a_file_named_after_an_architecture_runs_where_its_instructions_are() {
-        let on = |kernel: Kernel| [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|c| kernel.runs_on(c));
+        let on = |kernel: Kernel| [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|c| kernel.arch().runs_on(c));
         assert_eq!(on(Kernel::Map), [true; 5]);
         assert_eq!(on(Kernel::TestClusterSm90), [false, false, true, false, false]);
         assert_eq!(on(Kernel::GemmFp8Mma128x128), [false, true, true, true, true]);

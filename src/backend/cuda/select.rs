@@ -11,6 +11,8 @@ pub use schedule::{Schedule, persistent_stream_k, stream_k};
 pub use tile::{ClusterMode, GemmOperands, Tile, TileConfig};
 
 use super::abi;
+#[cfg(test)]
+use super::arch::Arch;
 
 /// Costs are counted in percent of the time that [`Tile::Sm90_256x192`] takes for one multiply-accumulate, on one SM.
 const PERCENT: u64 = 100;
@@ -164,7 +166,7 @@ mod tests {
 
     fn plan(shapes: &[GemmShape], k: u32, sms: u32, fits: impl Fn(Tile) -> bool) -> GemmPlan {
         GroupedGemm { shapes, k, same_k: true }
-            .plan(sms, |tile| tile.config().operands == GemmOperands::Bf16 && !tile.is_sm120() && fits(tile))
+            .plan(sms, |tile| tile.config().operands == GemmOperands::Bf16 && tile.arch() != Arch::Sm120 && fits(tile))
             .unwrap()
     }
 

@@ -87,9 +87,9 @@ impl Cuda {
         self.copy_kernel(by).is_some()
     }
 
-    /// Whether this GPU has kernels that are off until a self-test has passed on it, see [`Cuda::set_native`].
-    pub fn needs_proof(&self) -> bool {
-        self.loaded().any(Kernel::needs_proof)
+    /// Whether this GPU has kernels that are off until a self-test has passed on it, see [`Cuda::enable_gated`].
+    pub fn has_gated_kernels(&self) -> bool {
+        self.loaded().any(Kernel::is_gated)
     }
 
     /// The kernels that this GPU can run, whether they may be chosen or not.

@@ -1,6 +1,6 @@
 //! Which kernels a case can be run with: matrix ops have several, and tests run them with each that makes a difference.
 
-use kiln::internals::backend::cuda::{Choice, GemmOperands, Tile};
+use kiln::internals::backend::cuda::{Arch, Choice, GemmOperands, Tile};
 
 /// Attention has no tiles to choose from, but kernels of its own for some GPUs.
 pub fn is_attention(name: &str) -> bool {
@@ -37,7 +37,7 @@ fn operands(name: &str) -> GemmOperands {
 pub fn has_tile(name: &str, tile: Tile) -> bool {
     let (own, operands) = (tile.config().operands, operands(name));
     // But for Hopper's, the kernels of bf16 take weights that a kernel before them has expanded.
-    let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && !tile.is_sm90();
+    let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && tile.arch() != Arch::Sm90;
     let once = tile == Tile::Mma64x128;
     // Convolutions have portable tiles of their own, of which a GEMM's decides.
     if operands == GemmOperands::Taps && own != operands {

@@ -1,6 +1,7 @@
 //! The tiles that the GEMM kernels are instantiated with.
 
 use crate::backend::cuda::abi;
+use crate::backend::cuda::arch::Arch;
 use crate::backend::cuda::launch::Kernel;
 use crate::backend::cuda::tiles::with_gemm_tiles;
 
@@ -35,6 +36,8 @@ pub enum GemmOperands {
 /// A tile's properties.
 #[derive(Clone, Copy, Debug)]
 pub struct TileConfig {
+    /// The GPUs that it is for.
+    pub arch: Arch,
     /// Rows.
     pub block_m: u32,
     /// Columns.
@@ -109,19 +112,14 @@ impl Tile {
         self.config().cluster.is_some()
     }
 
-    /// Whether it is a tile of a kernel for compute capability 12.x.
-    pub const fn is_sm120(self) -> bool {
-        matches!(self.config().cluster, Some(ClusterMode::Single))
+    /// The GPUs that it is for.
+    pub const fn arch(self) -> Arch {
+        self.config().arch
     }
 
     /// Columns of bf16 in a row of a pipeline stage, in which persistent kernels load a term of low rank.
     pub const fn low_rank_cols(self) -> u32 {
-        if self.is_sm120() { abi::KL_SM120_BOX_COLS } else { abi::KL_SM90_BOX_COLS }
-    }
-
-    /// Whether it is a tile of a Hopper kernel.
-    pub const fn is_sm90(self) -> bool {
-        self.is_persistent() && !self.is_sm120()
+        if matches!(self.arch(), Arch::Sm120) { abi::KL_SM120_BOX_COLS } else { abi::KL_SM90_BOX_COLS }
     }
 
     /// Whether two CTAs compute one half of K each.
@@ -143,7 +141,7 @@ impl Tile {
 
     /// CTAs, or clusters of them, that the GPU runs at the same time.
     pub fn slots(self, sms: u32) -> u32 {
-        let slots = if self.is_sm90() { sms / abi::KL_SM90_CLUSTER } else { self.config().ctas_per_sm * sms };
+        let slots = if self.arch() == Arch::Sm90 { sms / abi::KL_SM90_CLUSTER } else { self.config().ctas_per_sm * sms };
         slots.max(1)
     }
 }

@@ -4,7 +4,7 @@ use super::args::BackendArg;
 use crate::terminal::Terminal;
 use kiln::device::{ARCHS, Backend, Cpu, Cuda, DeviceInfo, Fp8Accumulate, NVCC};
 use kiln::error::{Error, Result};
-use kiln::predict::{Card, KernelFamily, Predictor};
+use kiln::predict::{Card, Predictor};
 use kiln::progress::Progress;
 use kiln::selftest::{self, Gate, Records, Verdict};
 use kiln::text::gib;
@@ -112,7 +112,7 @@ fn predictor(cuda: &Cuda) -> Result<Predictor, String> {
     };
     let (major, minor) = device.capability;
     let unknown = || format!("it is not known how fast the portable kernels can be on compute capability {major}.{minor}");
-    Predictor::new(&card, KernelFamily::of(cuda)).ok_or_else(unknown)
+    Predictor::new(&card, cuda.arch()).ok_or_else(unknown)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use checks::{Checks, Device, check};
 use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, Kernel, OpKind, Tile, fp8_accumulate};
 use kiln::error::{Error, Result};
 use kiln::locate::{BUILT_IN, Environment, Found, TINY, locate};
-use kiln::predict::{Card, KernelFamily};
+use kiln::predict::Card;
 use kiln::selftest::{Key, Line, Outcome, Records, Verdict, run_launches};
 use kiln::text::{gib, shown_line, shown_text};
 use kiln::{Formats, LoadOptions, OpenModel, Variant, threads};
@@ -44,9 +44,8 @@ pub fn doctor(
     let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
     let mut gpu: Option<Device> = None;
     let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
-    let how = |formats, capability, family| {
-        support(formats, capability, family).map(|(what, how)| format!("{what}: {how}")).into_iter()
-    };
+    let how =
+        |formats, capability, arch| support(formats, capability, arch).map(|(what, how)| format!("{what}: {how}")).into_iter();
     match (&args.card, cuda::devices()) {
         (Some(card), _) => {
             let Card { name, capability: (major, minor), multiprocessors, memory, .. } = card;
@@ -58,7 +57,7 @@ pub fn doctor(
                     "self-test: its own kernels, which the lines below are about, are used once it has passed on the GPU".into(),
                 );
             }
-            how(card.gemm_formats(), card.capability, card.family()).for_each(|line| row("", line));
+            how(card.gemm_formats(), card.capability, card.arch()).for_each(|line| row("", line));
             device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
         }
         (None, Err(error)) => {
@@ -82,13 +81,13 @@ pub fn doctor(
                     let free = cuda.available()?.unwrap_or(0);
                     let tried = tried(&run_launches(&mut cuda)?)?;
                     let record = records.find(&Key::of(&cuda));
-                    cuda.set_native(record == Some(Verdict::Passed));
+                    cuda.enable_gated(record == Some(Verdict::Passed));
                     let formats = cuda.gemm_formats();
                     let name = format!("GPU {}", d.index);
                     device.get_or_insert_with(|| (name.clone(), formats, accumulate(d.capability)));
                     let usable = format!("usable, {} free; tried: {tried}", gib(free));
-                    let recorded = recorded(record.as_ref(), cuda.needs_proof());
-                    let how = how(formats, d.capability, KernelFamily::of(&cuda));
+                    let recorded = recorded(record.as_ref(), cuda.has_gated_kernels());
+                    let how = how(formats, d.capability, cuda.arch());
                     gpu.get_or_insert_with(|| (name, Box::new(cuda)));
                     Ok([usable, recorded].into_iter().chain(how).collect::<Vec<_>>())
                 });

@@ -242,7 +242,7 @@ impl PlannedGpu {
         };
         // In f32 nothing runs on tensor cores.
         let card = card.filter(|_| precision == Precision::Bf16);
-        Self { name, capability, predictor: card.and_then(|card| Predictor::new(card, card.family())) }
+        Self { name, capability, predictor: card.and_then(|card| Predictor::new(card, card.arch())) }
     }
 }
 

@@ -1,15 +1,14 @@
 //! What runs how on a GPU: which kernels multiply which formats, and why where that is not by the shortest way.
 
-use kiln::device::GemmFormats;
-use kiln::predict::KernelFamily;
+use kiln::device::{Arch, GemmFormats};
 
 /// The first compute capabilities whose tensor cores multiply FP8 and FP4.
 const FP8_CORES: (u32, u32) = (8, 9);
 const FP4_CORES: (u32, u32) = (10, 0);
 
-/// A row for each format and stage: its name, and how it runs on a GPU of this compute capability that has these GEMMs and kernels.
-pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamily) -> [(&'static str, String); 6] {
-    let hopper = family == KernelFamily::Hopper;
+/// A row for each format and stage: its name, and how it runs on a GPU of this compute capability with these GEMMs, and kernels of this architecture.
+pub fn support(formats: GemmFormats, capability: (u32, u32), arch: Arch) -> [(&'static str, String); 6] {
+    let hopper = arch == Arch::Sm90;
     let (gemm, sums) = match hopper {
         true => ("wgmma", "sums as --fp8-accumulate asks"),
         false => ("mma.sync", "exact sums"),
@@ -21,8 +20,7 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), family: KernelFamil
         (true, false) => format!("weights stay as they are and are expanded to bf16 before each GEMM{why}"),
         (false, _) => format!("weights are expanded to bf16 when they are loaded: there is no kernel for them{why}"),
     };
-    // The GPU's own kernels multiply NVFP4, so that they are on where that is.
-    let native = major == 12 && formats.w4a4;
+    let native = arch == Arch::Sm120;
     let quantised = if native { "block-scaled mma.sync" } else { gemm };
     let missing = |cores: (u32, u32), name: &str| match capability < cores {
         true => format!(": {card} has no {name} tensor cores"),
@@ -62,8 +60,8 @@ mod tests {
     use kiln::device::gemm_formats;
 
     fn line(capability: (u32, u32), formats: GemmFormats, name: &str) -> String {
-        let family = if capability == (9, 0) { KernelFamily::Hopper } else { KernelFamily::Portable };
-        let rows = support(formats, capability, family);
+        let arch = if capability.0 == 12 && !formats.w4a4 { Arch::Sm89 } else { Arch::of(capability) };
+        let rows = support(formats, capability, arch);
         rows.into_iter().find(|(what, _)| *what == name).unwrap_or_else(|| panic!("{name}")).1
     }
 

@@ -118,7 +118,7 @@ mod tests {
     fn figures_stand_beside_predictions() {
         let (device, formats) = (device("NVIDIA GeForce RTX 4090", (8, 9)), ["all bf16".to_owned()]);
         let card = Card::named(&device.name).unwrap();
-        let predictor = Predictor::new(card, card.family()).unwrap();
+        let predictor = Predictor::new(card, card.arch()).unwrap();
         let block = shared(&device, Ok(&predictor), &formats).block();
         let cells = |name: &str| {
             let line = block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{name}: {block}"));
@@ -142,7 +142,7 @@ mod tests {
     fn what_is_not_known_is_said() {
         let (device, formats) = (device("NVIDIA Q\u{1b}[2J", (8, 9)), []);
         let card = Card::of_device(&device, Some(700_000_000_000)).unwrap();
-        let predictor = Predictor::new(&card, card.family()).unwrap();
+        let predictor = Predictor::new(&card, card.arch()).unwrap();
         let block = Shared { release: None, ..shared(&device, Ok(&predictor), &formats) }.block();
         assert!(block.contains("a card that is not in docs/kernels.md, from what its driver tells (700 GB/s"), "{block}");
         assert!(block.contains("\ndriver       release not told, CUDA 13.0\n") && !block.contains('\u{1b}'), "{block}");
