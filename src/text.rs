@@ -87,6 +87,11 @@ pub fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<&'a 
     names.into_iter().take(NEAR).map(|(_, name)| name).collect()
 }
 
+/// The name that a misspelled one is most likely for.
+pub fn misspelled<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    nearest(name, names).into_iter().next().filter(|near| distance(name, near) <= 2.min(name.chars().count() / 2))
+}
+
 /// The number of characters that have to be inserted, removed or replaced to make one text the other.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();

@@ -169,26 +169,17 @@ fn estimate_from(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::noise::NoiseKind;
-    use crate::pipeline::{Noise, ReferenceInput};
+    use crate::config::Conventions;
+    use crate::pipeline::ReferenceInput;
     use crate::sequence::{Grid, Pixels};
-    use crate::tokenizer::Padding;
 
     fn job(side: usize, references: usize) -> Job {
         let grid = Grid { width: 64, height: 64 };
         Job {
-            prompt: String::new(),
             size: Pixels::new(side, side).unwrap(),
-            steps: 4,
-            sigmas: None,
-            padding: Padding::Right,
-            negative: String::new(),
             references: (0..references).map(|_| ReferenceInput { grid, pixels: Vec::new() }).collect(),
             guidance: 1.0,
-            seeds: vec![0],
-            noise: Noise::Drawn(NoiseKind::HOPPER),
-            record: false,
-            adapters: None,
+            ..Job::new("", 0, &Conventions::klein(), Variant::Distilled).unwrap()
         }
     }
 

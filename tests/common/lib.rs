@@ -36,7 +36,7 @@ use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise,
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::{DType, Precision};
 use kiln::internals::tiny::{self, TinyModel};
-use kiln::internals::tokenizer::{Padding, Tokenizer};
+use kiln::internals::tokenizer::Tokenizer;
 use kiln::locate::Found;
 use kiln::progress::Silent;
 use std::path::{Path, PathBuf};
@@ -90,18 +90,11 @@ impl Case {
 /// The smallest job: an image of 64x64 in one step, without CFG.
 pub fn small_job() -> Job {
     Job {
-        prompt: "x".into(),
         size: Pixels::new(64, 64).unwrap(),
         steps: 1,
-        sigmas: None,
-        padding: Padding::Right,
-        negative: String::new(),
-        references: Vec::new(),
         guidance: 1.0,
-        seeds: vec![5],
         noise: Noise::Drawn(NoiseKind::TorchCpu),
-        record: false,
-        adapters: None,
+        ..Job::new("x", 5, &Conventions::klein(), Variant::Distilled).unwrap()
     }
 }
 

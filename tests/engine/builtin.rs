@@ -7,7 +7,6 @@ use kiln::internals::dump::Record;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::internals::sequence::{Grid, PATCH, Pixels};
 use kiln::internals::tensor::Precision;
-use kiln::internals::tokenizer::Padding;
 use kiln::locate::{Found, LocateRequest, locate};
 use kiln::progress::Silent;
 use serde_json::Value;
@@ -74,18 +73,11 @@ impl Case {
         let model = OpenModel::open(&folder(), None).unwrap();
         assert_eq!(model.conventions.steps(model.variant), self.steps);
         let job = Job {
-            prompt: self.prompt.clone(),
             size: Pixels::new(self.width, self.height).unwrap(),
-            steps: self.steps,
-            sigmas: None,
-            padding: Padding::Right,
-            negative: String::new(),
             references: self.reference.iter().map(Disc::reference).collect(),
-            guidance: model.conventions.guidance(model.variant),
-            seeds: vec![0],
             noise: Noise::Given(goldens.f32("noise")),
             record: true,
-            adapters: None,
+            ..Job::new(&self.prompt, 0, &model.conventions, model.variant).unwrap()
         };
         let options = LoadOptions { precision, references: self.reference.is_some(), ..LoadOptions::DEFAULT };
         let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();

@@ -5,6 +5,7 @@ mod bench;
 mod file;
 mod generate;
 mod help;
+mod image;
 mod lora;
 mod plan;
 mod quantised;
@@ -18,6 +19,7 @@ mod values;
 pub use batch::BatchArgs;
 pub use bench::BenchArgs;
 pub use file::FileArgs;
+pub use image::ImageOptions;
 pub use lora::{InspectArgs, LoraArg, LoraArgs, LoraCommand};
 pub use plan::PlanArgs;
 pub use quantised::QuantisedArgs;
@@ -36,13 +38,13 @@ use clap::{Args, Parser, Subcommand};
 use help::{
     BENCH_EXAMPLE, BENCH_EXAMPLES, EXAMPLE, EXAMPLES, INSPECT_EXAMPLES, QUANTIZE_EXAMPLES, RUN_EXAMPLES, SELFTEST_EXAMPLES,
 };
+use kiln::PerPart;
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, LocateRequest};
 use kiln::predict::Card;
-use kiln::{PerPart, Sigmas};
 use std::ffi::OsString;
 use std::path::PathBuf;
-use values::{card, guidance, pixels, within};
+use values::{card, within};
 
 /// Generates pictures from text with FLUX.2 [klein]: a prompt in, a PNG out
 ///
@@ -208,7 +210,7 @@ pub struct GenerateArgs {
 
     /// What the picture is made from and how large
     #[command(flatten)]
-    pub shape: ShapeArgs,
+    pub image: ImageOptions,
 
     /// Negative prompt: what the picture should not show; base models only
     #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
@@ -217,11 +219,11 @@ pub struct GenerateArgs {
     /// Seed of the noise [default: random]
     ///
     /// The same seed gives the same picture. A random one is printed.
-    #[arg(long, value_name = "N", value_parser = within(0, u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
+    #[arg(long, value_name = "N", value_parser = within(0..=u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
     /// How many pictures, with consecutive seeds
-    #[arg(long, value_name = "N", value_parser = within(1usize, 10_000), default_value = "1", help_heading = "Sampling")]
+    #[arg(long, value_name = "N", value_parser = within(1usize..=10_000), default_value = "1", help_heading = "Sampling")]
     pub count: usize,
 
     /// Generator of the noise [default: torch-cuda]
@@ -229,11 +231,11 @@ pub struct GenerateArgs {
     pub noise_kind: Option<NoiseArg>,
 
     /// SMs (multiprocessors) of the GPU that torch-cuda reproduces [default: 132]
-    #[arg(long, value_name = "N", value_parser = within(1u32, 1024), conflicts_with = "noise", help_heading = "Sampling")]
+    #[arg(long, value_name = "N", value_parser = within(1u32..=1024), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_sms: Option<u32>,
 
     /// Resident threads per SM of that GPU [default: 2048]
-    #[arg(long, value_name = "N", value_parser = within(256u32, 4096), conflicts_with = "noise", help_heading = "Sampling")]
+    #[arg(long, value_name = "N", value_parser = within(256u32..=4096), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_threads: Option<u32>,
 
     /// Read the initial noise from a safetensors file
@@ -274,7 +276,7 @@ pub struct RunArgs {
     pub backend: BackendArg,
 
     /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize, 1023), help_heading = "Run")]
+    #[arg(long, value_name = "N", value_parser = within(0usize..=1023), help_heading = "Run")]
     pub device: Option<usize>,
 
     /// In which formats results are stored, and layers and attention computed
@@ -289,7 +291,7 @@ pub struct RunArgs {
     pub low_memory: bool,
 
     /// CPU threads, at most one per core [default: one per core]
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1024), help_heading = "Run")]
+    #[arg(long, value_name = "N", value_parser = within(1usize..=1024), help_heading = "Run")]
     pub threads: Option<usize>,
 
     /// A trace of the run
@@ -386,61 +388,6 @@ impl ModelArgs {
             environment,
         }
     }
-}
-
-/// Flags that decide what a picture takes.
-#[derive(Args, Clone, Debug)]
-pub struct ShapeArgs {
-    /// Reference image to edit or to combine; may be given several times
-    ///
-    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Large ones are scaled down, to one megapixel or
-    /// what else the model takes, and all are cropped to multiples of 16.
-    #[arg(long, value_name = "FILE", help_heading = "Input")]
-    pub reference: Vec<PathBuf>,
-
-    /// Width in pixels, a multiple of 16 [default: 1024]
-    ///
-    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
-    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
-    pub width: Option<usize>,
-
-    /// Height in pixels, a multiple of 16 [default: 1024]
-    ///
-    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
-    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
-    pub height: Option<usize>,
-
-    /// Denoising steps [default: the model's own; 4, base models and dev 50]
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Sampling")]
-    pub steps: Option<usize>,
-
-    /// Noise levels of the steps in place of even ones: `turbo`, or 1,0.75,0.5,0.25
-    ///
-    /// As many as there are steps, falling from at most 1. They are shifted by the size of the picture, as diffusers does with its `sigmas`.
-    /// `turbo` are the eight that the Turbo adapter of dev was trained for.
-    #[arg(long, value_name = "LEVELS", conflicts_with = "steps", help_heading = "Sampling")]
-    pub sigmas: Option<Sigmas>,
-
-    /// Guidance scale of base models and of dev [default: 4]
-    ///
-    /// From 0 to 100. Of base models it is classifier-free guidance: above 1 each step takes twice as long. Other models take none.
-    #[arg(long, value_name = "SCALE", value_parser = guidance, help_heading = "Sampling")]
-    pub guidance: Option<f32>,
-
-    /// Where the prompt is padded, and with what [default: the model's own; right, dev left]
-    ///
-    /// Programs differ in it for dev, and the same prompt gives another picture with each: `left` is that of Black Forest Labs and of diffusers
-    /// with transformers 4, `right` that of diffusers with transformers 5, `left-zeros` ComfyUI's, `right-zeros` stable-diffusion.cpp's.
-    #[arg(long, value_enum, value_name = "SIDE", help_heading = "Sampling")]
-    pub padding: Option<PaddingArg>,
-
-    /// Let the VAE work in tiles, which bounds the memory it takes
-    ///
-    /// As diffusers does with tiling enabled, for pictures and references with a side above 1024 pixels, or what else the VAE's
-    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colours and contrasts of its own: the picture is
-    /// another one than without.
-    #[arg(long, help_heading = "Run")]
-    pub vae_tiling: bool,
 }
 
 /// Flags of `kiln doctor`.

@@ -7,7 +7,7 @@
 mod library;
 mod line;
 
-use super::args::{BatchArgs, FileArgs, GenerateArgs, LoraArg, PromptArgs, ShapeArgs};
+use super::args::{BatchArgs, FileArgs, GenerateArgs, ImageOptions, LoraArg, PromptArgs};
 use super::hint::{hint, message};
 use super::names::{Target, content_name};
 use super::outputs::{Outputs, extension, file_format, image_text};
@@ -28,6 +28,7 @@ use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
 use kiln::{GeneratedImage, Variant, threads};
 use library::Library;
+pub use line::fields;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -78,7 +79,7 @@ type Source = Box<dyn Read + Send>;
 
 /// What lines have in common.
 struct Defaults {
-    shape: ShapeArgs,
+    image: ImageOptions,
     negative: Option<String>,
     lora: Vec<LoraArg>,
     folder: PathBuf,
@@ -91,7 +92,7 @@ struct Defaults {
 impl BatchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BatchArgs, environment: Environment) -> Result<Self> {
-        let BatchArgs { file, model, lora, output, image_file, skip_existing, shape, negative, run } = args;
+        let BatchArgs { file, model, lora, output, image_file, skip_existing, image, negative, run } = args;
         let (own_lora, lora_partial) = (lora.lora.clone(), lora.lora_partial);
         let (verbosity, trace) = (run.verbosity(), run.trace.trace.clone());
         // What is wrong for every line is an error of the command.
@@ -105,7 +106,7 @@ impl BatchRequest {
             path => Box::new(File::open(path).map_err(|error| Error::read(path, error))?),
         };
         let prompt = PromptArgs { prompt: Some(OsString::new()), rest: Vec::new(), prompt_file: None };
-        let args = GenerateArgs::without_files(prompt, model, lora, shape.clone(), negative.clone(), run);
+        let args = GenerateArgs::without_files(prompt, model, lora, image.clone(), negative.clone(), run);
         let (usual, mut setup) = ImageRequest::from_args(&args, environment.clone(), &mut io::empty(), 0)?;
         // Any line may have references.
         setup.options.references = true;
@@ -113,7 +114,7 @@ impl BatchRequest {
         if setup.options.adapters == AdapterMode::Auto {
             setup.options.adapters = AdapterMode::Branch;
         }
-        let defaults = Defaults { shape, negative, lora: own_lora, folder, image_file, skip_existing, trace };
+        let defaults = Defaults { image, negative, lora: own_lora, folder, image_file, skip_existing, trace };
         Ok(Self { source, file, setup, usual, defaults, environment, lora_partial, verbosity })
     }
 }
@@ -156,7 +157,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
     })?;
     terminal.say(&format!("{}, ready for lines", known.profile.name));
     let lines = read_lines(source)?;
-    let model_id = known.id(defaults.shape.vae_tiling);
+    let model_id = known.id(defaults.image.vae_tiling);
     let mut run = Run {
         service,
         known,
@@ -366,8 +367,8 @@ impl Run<'_> {
         let too_long = || Error::usage(format!("the line is longer than {MAX_LINE_BYTES} bytes"), "shorten it");
         let Some(line) = Line::parse(bytes.ok_or_else(too_long)?)? else { return Ok(None) };
         let Self { service, known, model_id, library, defaults, claimed, terminal, .. } = self;
-        let Defaults { shape, folder, image_file, trace, .. } = defaults;
-        let mut line = line.with_defaults(shape, defaults.negative.as_deref(), &defaults.lora);
+        let Defaults { image, folder, image_file, trace, .. } = defaults;
+        let mut line = line.with_defaults(image, defaults.negative.as_deref(), &defaults.lora);
         let output = line.output.take();
         if output.as_deref() == Some(Path::new(DASH)) {
             return Err(Error::usage("`output` is standard output, where the answers go", "name a file"));
@@ -391,7 +392,7 @@ impl Run<'_> {
             }
             _ => None,
         };
-        let request = ImageRequest { adapters, ..line.request(&known.profile.conventions, shape.vae_tiling)? };
+        let request = ImageRequest { adapters, ..line.request(&known.profile.conventions)? };
         Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
         unknown_words_note(&request.prompt, &known.found, &known.profile.conventions)

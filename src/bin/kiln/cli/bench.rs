@@ -61,7 +61,7 @@ impl BenchRequest {
     pub fn new(args: BenchArgs, environment: Environment, stdin: &mut dyn Read) -> Result<Self> {
         let started = Instant::now();
         let _span = trace::span("read the request");
-        let BenchArgs { mut prompt, model, lora, kernels, quick, runs, json, svg, beside, from, on_request, share, shape, run } =
+        let BenchArgs { mut prompt, model, lora, kernels, quick, runs, json, svg, beside, from, on_request, share, image, run } =
             args;
         let verbosity = run.verbosity();
         if share && json.as_deref() == Some(Path::new(DASH)) {
@@ -92,7 +92,7 @@ impl BenchRequest {
         if prompt.prompt.is_none() && prompt.prompt_file.is_none() {
             prompt.prompt = Some(OsString::from(PROMPT));
         }
-        let args = GenerateArgs::without_files(prompt, model, lora, shape, None, run);
+        let args = GenerateArgs::without_files(prompt, model, lora, image, None, run);
         let (request, setup) = ImageRequest::from_args(&args, environment, stdin, 0)?;
         let (request, setup) = (Box::new(request), Box::new(setup));
         Ok(this(match on_request {

@@ -58,7 +58,7 @@ impl Outputs {
             check_stdout()?;
         }
         // A dump holds the noise twice, the latents after each step and the image before rounding.
-        let latents = (request.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
+        let latents = (request.options.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
         let dump = dump.map(|path| Planned { path, bytes: 4 * (latents + 3 * width * height) as u64 });
         let outputs = Self { images: images.into_iter(), dump, format, force, json };
         outputs.check(0)?;

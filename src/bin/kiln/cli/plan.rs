@@ -113,7 +113,7 @@ impl FormatReport {
 /// Writes the plan to `out`, and warnings about the model or the flags to the terminal.
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
-    let request = ImageRequest::of_shape(&args.shape, &model.conventions)?;
+    let request = ImageRequest::new(args.image, &model.conventions)?;
     let options = request.load_options(false, &args.quantised);
     let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
     let settings = Settings::resolve(request, &model.profile(options));

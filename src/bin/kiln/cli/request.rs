@@ -1,7 +1,7 @@
 //! Requests: the values of the flags, checked as far as possible before a model is opened.
 
 use super::adapters::AdapterFiles;
-use super::args::{BackendArg, GenerateArgs, NoiseArg, PromptArgs, QuantisedArgs, ShapeArgs};
+use super::args::{BackendArg, GenerateArgs, ImageOptions, NoiseArg, PromptArgs, QuantisedArgs};
 use super::stdout::DASH;
 use kiln::device::Fp8Accumulate;
 use kiln::error::{Error, Result};
@@ -9,8 +9,8 @@ use kiln::locate::{Environment, Found, locate};
 use kiln::lora::{AdapterMode, Adapters};
 use kiln::selftest::Records;
 use kiln::{
-    Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Padding, Pixels, PreparedReference,
-    SHORTEN, SequencePlan, Sigmas, Variant, check_length, read_noise,
+    Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Pixels, PreparedReference, SHORTEN,
+    SequencePlan, Variant, check_length, read_noise,
 };
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
@@ -29,16 +29,8 @@ pub struct ImageRequest {
     pub references: Vec<PreparedReference>,
     /// Size of the images.
     pub size: Pixels,
-    /// The number of steps; without one the default of the variant applies.
-    pub steps: Option<usize>,
-    /// Noise levels of the steps, if they were given.
-    pub sigmas: Option<Sigmas>,
-    /// How the prompt is padded; if it was not said, as the variant has it.
-    pub padding: Option<Padding>,
-    /// The guidance scale; without one the default of the variant applies.
-    pub guidance: Option<f32>,
-    /// Whether the VAE works in tiles.
-    pub vae_tiling: bool,
+    /// What was asked for; what it leaves open is decided by the variant.
+    pub options: ImageOptions,
     /// One seed for each image.
     pub seeds: Vec<u64>,
     /// Where the noise comes from.
@@ -77,23 +69,18 @@ pub struct Setup {
 }
 
 impl ImageRequest {
-    /// A request for one image of this shape with an empty prompt.
-    pub fn of_shape(shape: &ShapeArgs, conventions: &Conventions) -> Result<Self> {
+    /// A request for one image with an empty prompt.
+    pub fn new(options: ImageOptions, conventions: &Conventions) -> Result<Self> {
         let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(conventions.max_reference_pixels));
-        let references: Vec<PreparedReference> = shape.reference.iter().map(prepare).collect::<Result<_>>()?;
+        let references: Vec<PreparedReference> = options.references.iter().map(prepare).collect::<Result<_>>()?;
         // The default size is that of the first reference, or without references the model's own.
         let first = references.first().map(|reference| (reference.width, reference.height));
-        let (width, height) = first.unwrap_or((conventions.width, conventions.height));
         Ok(Self {
             prompt: String::new(),
             negative: None,
             references,
-            size: Pixels::new(shape.width.unwrap_or(width), shape.height.unwrap_or(height))?,
-            steps: shape.steps,
-            sigmas: shape.sigmas.clone(),
-            padding: shape.padding.map(Into::into),
-            guidance: shape.guidance,
-            vae_tiling: shape.vae_tiling,
+            size: options.size(first.unwrap_or((conventions.width, conventions.height)))?,
+            options,
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
             record: false,
@@ -136,7 +123,7 @@ impl ImageRequest {
         let adapters = AdapterFiles::locate(&args.lora, &environment)?;
         let found = locate(&args.model.request(environment))?;
         let conventions = found.conventions()?;
-        let shape = Self::of_shape(&args.shape, &conventions)?;
+        let shape = Self::new(args.image.clone(), &conventions)?;
         let grids: Vec<Grid> = shape.references.iter().map(PreparedReference::grid).collect();
         SequencePlan::new(conventions.max_text_tokens, shape.size.grid(), &grids)?;
         let noise = match &args.noise {
@@ -171,7 +158,7 @@ impl ImageRequest {
             low_memory,
             attention: quantised.attention.into(),
             nvfp4_math: quantised.nvfp4_math.into(),
-            vae_tiling: self.vae_tiling,
+            vae_tiling: self.options.vae_tiling,
             quantise: quantised.quantize.map(Into::into),
             adapters: AdapterMode::Auto,
         }
@@ -306,7 +293,7 @@ mod tests {
         assert_eq!((request.prompt.as_str(), &*request.seeds), ("a fox", &[99][..]));
         assert_eq!((request.size.width(), request.size.height()), (256, 256));
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
-        assert_eq!((request.steps, request.guidance), (None, None));
+        assert_eq!((request.options.steps, request.options.guidance), (None, None));
         assert!(!request.record && request.negative.is_none() && request.references.is_empty());
         let LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantise, adapters } =
             setup.options;

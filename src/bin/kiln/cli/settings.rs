@@ -51,7 +51,8 @@ pub struct Settings {
 impl Settings {
     /// Combines a request with the defaults of a model.
     pub fn resolve(request: ImageRequest, model: &ModelProfile) -> Self {
-        let guidance = model.conventions.guide(model.variant, request.guidance);
+        let options = request.options;
+        let guidance = model.conventions.guide(model.variant, options.guidance);
         let references = request.references.iter().map(describe_reference).collect();
         let noise_flags = noise_flags(&request.noise);
         let adapters = request.adapters.as_deref().map_or_else(|| model.adapters.clone(), applied);
@@ -59,9 +60,9 @@ impl Settings {
         let job = Job {
             prompt: request.prompt,
             size: request.size,
-            steps: request.sigmas.as_ref().map(Sigmas::steps).or(request.steps).unwrap_or(model.conventions.steps(model.variant)),
-            sigmas: request.sigmas,
-            padding: request.padding.unwrap_or(model.variant.default_padding()),
+            steps: options.sigmas.as_ref().map(Sigmas::steps).or(options.steps).unwrap_or(model.conventions.steps(model.variant)),
+            sigmas: options.sigmas,
+            padding: options.padding.map_or(model.variant.default_padding(), Into::into),
             negative: request.negative.clone().unwrap_or_default(),
             references: request.references.iter().map(input).collect(),
             guidance: guidance.scale,
@@ -82,7 +83,7 @@ impl Settings {
             quantised_flags: model.quantised_flags.clone(),
             adapters,
             adapter_mode: model.adapter_mode,
-            vae_tiling: request.vae_tiling,
+            vae_tiling: options.vae_tiling,
             references,
         }
     }

@@ -1,6 +1,7 @@
 //! The flags of `kiln run`.
 
-use super::{FileArgs, LoraArgs, ModelArgs, RunArgs, ShapeArgs};
+use super::super::batch::fields;
+use super::{FileArgs, ImageOptions, LoraArgs, ModelArgs, RunArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -9,11 +10,7 @@ use std::path::PathBuf;
 #[command(allow_negative_numbers = true)]
 pub struct BatchArgs {
     /// The file of prompts, one on each line; `-` is standard input
-    ///
-    /// A line is a prompt, or a JSON object with `prompt` and any of `size` ("WxH"), `width`, `height`, `steps`, `seed`,
-    /// `guidance`, `negative`, `references` (a list of files), `lora` (a list of "FILE", "FILE:SCALE" or {"file": .., "scale": ..};
-    /// an empty one is none) and `output`. A line that begins with `{` is JSON. Empty lines are passed over.
-    #[arg(value_name = "FILE", default_value = "-")]
+    #[arg(value_name = "FILE", default_value = "-", long_help = file_help())]
     pub file: PathBuf,
 
     /// Which model
@@ -43,7 +40,7 @@ pub struct BatchArgs {
 
     /// What pictures are made from and how large, where a line does not tell
     #[command(flatten)]
-    pub shape: ShapeArgs,
+    pub image: ImageOptions,
 
     /// Negative prompt of lines without one; base models only
     #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
@@ -52,4 +49,16 @@ pub struct BatchArgs {
     /// Where and how to compute
     #[command(flatten)]
     pub run: RunArgs,
+}
+
+/// The help on the file of prompts, with the names of all fields.
+fn file_help() -> String {
+    let names: Vec<String> = fields().filter(|name| *name != "prompt").map(|name| format!("`{name}`")).collect();
+    format!(
+        "The file of prompts, one on each line; `-` is standard input\n\n\
+         A line is a prompt, or a JSON object with `prompt` and any of {}. `size` is \"WxH\", `references` a list of files, `sigmas` \
+         a text or a list of numbers, `lora` a list of \"FILE\", \"FILE:SCALE\" or {{\"file\": .., \"scale\": ..}}; an empty one is \
+         none. A line that begins with `{{` is JSON. Empty lines are passed over.",
+        names.join(", ")
+    )
 }

@@ -1,7 +1,7 @@
 //! The flags of `kiln bench`.
 
 use super::values::within;
-use super::{LoraArgs, ModelArgs, PromptArgs, RunArgs, ShapeArgs};
+use super::{ImageOptions, LoraArgs, ModelArgs, PromptArgs, RunArgs};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -31,7 +31,7 @@ pub struct BenchArgs {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ShapeArgs", "runs", "low_memory", "attention", "trace"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ImageOptions", "runs", "low_memory", "attention", "trace"],
         help_heading = "Measuring"
     )]
     pub kernels: Option<String>,
@@ -41,7 +41,7 @@ pub struct BenchArgs {
     pub quick: bool,
 
     /// How many warm pictures
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), default_value = "5", help_heading = "Measuring")]
+    #[arg(long, value_name = "N", value_parser = within(1usize..=1000), default_value = "5", help_heading = "Measuring")]
     pub runs: usize,
 
     /// Print JSON instead of a table, or write it to a new file beside the table
@@ -72,7 +72,7 @@ pub struct BenchArgs {
         long,
         value_name = "FILE",
         requires = "svg",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ShapeArgs", "runs", "kernels", "json", "share", "trace"],
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ImageOptions", "runs", "kernels", "json", "share", "trace"],
         help_heading = "Measuring"
     )]
     pub from: Option<PathBuf>,
@@ -96,7 +96,7 @@ pub struct BenchArgs {
 
     /// What the pictures are made from and how large
     #[command(flatten)]
-    pub shape: ShapeArgs,
+    pub image: ImageOptions,
 
     /// Where and how to compute
     #[command(flatten)]

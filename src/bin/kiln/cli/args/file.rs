@@ -12,7 +12,7 @@ pub struct FileArgs {
     pub format: Option<ImageFormatArg>,
 
     /// Quality of a JPEG, from 1 to 100 [default: 95]
-    #[arg(long, value_name = "N", value_parser = within(1u8, 100), help_heading = "Output")]
+    #[arg(long, value_name = "N", value_parser = within(1u8..=100), help_heading = "Output")]
     pub quality: Option<u8>,
 
     /// Replace files that exist

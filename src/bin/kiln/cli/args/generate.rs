@@ -1,6 +1,6 @@
 //! The flags of `kiln generate` as other commands fill them in.
 
-use super::{Cli, GenerateArgs, LoraArgs, ModelArgs, PromptArgs, RunArgs, ShapeArgs};
+use super::{Cli, GenerateArgs, ImageOptions, LoraArgs, ModelArgs, PromptArgs, RunArgs};
 use clap::Parser;
 
 impl GenerateArgs {
@@ -9,11 +9,11 @@ impl GenerateArgs {
         prompt: PromptArgs,
         model: ModelArgs,
         lora: LoraArgs,
-        shape: ShapeArgs,
+        image: ImageOptions,
         negative: Option<String>,
         run: RunArgs,
     ) -> Self {
         let usual = Cli::parse_from(["kiln", "--seed", "0"]).generate;
-        Self { prompt, model, lora, shape, negative, run, ..usual }
+        Self { prompt, model, lora, image, negative, run, ..usual }
     }
 }

@@ -1,7 +1,7 @@
 //! The flags of `kiln plan`.
 
 use super::values::card;
-use super::{KleinArg, LoraArgs, ModelArgs, QuantisedArgs, ShapeArgs};
+use super::{ImageOptions, KleinArg, LoraArgs, ModelArgs, QuantisedArgs};
 use clap::Args;
 use kiln::predict::Card;
 
@@ -38,7 +38,7 @@ pub struct PlanArgs {
 
     /// What the picture is made from and how large
     #[command(flatten)]
-    pub shape: ShapeArgs,
+    pub image: ImageOptions,
 
     /// In which formats results are stored, and layers and attention computed
     #[command(flatten)]

@@ -1,5 +1,6 @@
 //! Flags of `kiln quantize`.
 
+use super::image::STEPS;
 use super::values::{BackendArg, FormatArg, PartArg, VariantArg, WeightLayoutArg, pixels, within};
 use clap::Args;
 use std::path::PathBuf;
@@ -59,7 +60,7 @@ pub struct QuantizeArgs {
     pub calibration_size: Option<usize>,
 
     /// Denoising steps of the calibration [default: the model's own, on the CPU at most 2]
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1000), help_heading = "Calibration")]
+    #[arg(long, value_name = "N", value_parser = within(STEPS), help_heading = "Calibration")]
     pub calibration_steps: Option<usize>,
 
     /// Scale the inputs of layers by constants, and run nothing
@@ -78,7 +79,7 @@ pub struct QuantizeArgs {
     pub backend: Option<BackendArg>,
 
     /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize, 1023), help_heading = "Calibration")]
+    #[arg(long, value_name = "N", value_parser = within(0usize..=1023), help_heading = "Calibration")]
     pub device: Option<usize>,
 
     /// Text encoder to calibrate with or to copy, instead of the model's
@@ -110,7 +111,7 @@ pub struct QuantizeArgs {
     pub json: bool,
 
     /// CPU threads, at most one per core [default: one per core]
-    #[arg(long, value_name = "N", value_parser = within(1usize, 1024), help_heading = "Run")]
+    #[arg(long, value_name = "N", value_parser = within(1usize..=1024), help_heading = "Run")]
     pub threads: Option<usize>,
 
     /// Print nothing but errors

@@ -8,7 +8,7 @@ use clap::Args;
 #[command(allow_negative_numbers = true)]
 pub struct SelftestArgs {
     /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize, 1023))]
+    #[arg(long, value_name = "N", value_parser = within(0usize..=1023))]
     pub device: Option<usize>,
 
     /// Only what takes less than a second: no large GEMM, no rates

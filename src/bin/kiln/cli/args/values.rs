@@ -6,7 +6,9 @@ use kiln::lora::AdapterMode;
 use kiln::predict::{CARDS, Card};
 use kiln::quantize::{QuantisedFormat, WeightLayout};
 use kiln::{AttentionFormat, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Part, Precision, Variant};
+use serde::Deserialize;
 use std::fmt::Display;
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 /// Defines a `ValueEnum` whose values convert to those of another type.
@@ -45,6 +47,8 @@ choice! {
 
 choice! {
     /// Values of `--padding`.
+    #[derive(Deserialize)]
+    #[serde(rename_all = "kebab-case")]
     PaddingArg for Padding {
         /// Padding tokens before the prompt, which attend to nothing
         Left => Padding::Left,
@@ -241,15 +245,22 @@ pub(super) fn pixels(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())
 }
 
+/// What a parser of whole numbers expects.
+pub(super) fn a_whole_number(range: &RangeInclusive<impl Display>) -> String {
+    format!("expected a whole number from {} to {}", range.start(), range.end())
+}
+
+/// What a parser of numbers expects.
+pub(super) fn a_number(range: &RangeInclusive<f32>) -> String {
+    format!("expected a number from {} to {}", range.start(), range.end())
+}
+
 /// A parser of whole numbers within limits.
-pub(super) fn within<T>(low: T, high: T) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
+pub(super) fn within<T>(range: RangeInclusive<T>) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
 where
     T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
 {
-    move |text| match text.parse() {
-        Ok(number) if low <= number && number <= high => Ok(number),
-        _ => Err(format!("expected a whole number from {low} to {high}")),
-    }
+    move |text| text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| a_whole_number(&range))
 }
 
 /// Parses the name of a GPU of the table.
@@ -258,11 +269,8 @@ pub(super) fn card(text: &str) -> Result<Card, String> {
     Card::named(text).cloned().ok_or_else(|| format!("expected one of {}", names.join(", ")))
 }
 
-/// Parses a guidance scale.
-pub(super) fn guidance(text: &str) -> Result<f32, String> {
-    match text.parse() {
-        // NaN is not contained in any range.
-        Ok(scale) if (0.0..=100.0).contains(&scale) => Ok(scale),
-        _ => Err("expected a number from 0 to 100".into()),
-    }
+/// A parser of numbers within limits.
+pub(super) fn number(range: RangeInclusive<f32>) -> impl Fn(&str) -> Result<f32, String> + Clone + Send + Sync + 'static {
+    // NaN is not contained in any range.
+    move |text| text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| a_number(&range))
 }

@@ -1,12 +1,14 @@
 //! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings of its own.
 
-use super::super::args::{LoraArg, PaddingArg, ShapeArgs};
+use super::super::args::{ImageOptions, LoraArg};
 use super::super::request::{ImageRequest, check_nul};
 use kiln::error::{Error, Result};
-use kiln::text::shown;
-use kiln::{Conventions, Grid, Noise, NoiseKind, Padding, PreparedReference, SequencePlan, Sigmas, check_length};
-use serde::Deserialize;
+use kiln::text::{misspelled, shown};
+use kiln::{Conventions, Grid, Noise, NoiseKind, PreparedReference, SequencePlan, check_length};
+use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor, value};
+use serde::{Deserialize, forward_to_deserialize_any};
 use sha2::{Digest, Sha256};
+use std::fmt;
 use std::path::PathBuf;
 
 /// The most bytes of a line. Two prompts of the largest size fit, even if every byte of them is escaped.
@@ -14,25 +16,16 @@ pub const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// What a line asks for; what it leaves open is decided by flags, and then by the model.
 #[derive(Debug, Default, Deserialize, PartialEq)]
-#[serde(deny_unknown_fields)]
 pub struct Line {
     pub prompt: String,
     pub size: Option<String>,
-    pub width: Option<usize>,
-    pub height: Option<usize>,
-    pub steps: Option<usize>,
     pub seed: Option<u64>,
-    pub guidance: Option<f32>,
     pub negative: Option<String>,
-    #[serde(default)]
-    pub references: Vec<PathBuf>,
     pub lora: Option<Vec<LoraArg>>,
     pub output: Option<PathBuf>,
-    /// Of flags alone.
+    /// Options that are flags as well, among the same fields.
     #[serde(skip)]
-    pub sigmas: Option<Sigmas>,
-    #[serde(skip)]
-    pub padding: Option<PaddingArg>,
+    pub options: ImageOptions,
 }
 
 impl Line {
@@ -48,56 +41,30 @@ impl Line {
         if !text.trim_start().starts_with('{') {
             return Ok(Some(Self { prompt: text.into(), ..Self::default() }));
         }
-        let hint = "a line that begins with { is JSON; `kiln run --help` lists its fields";
-        let mut line: Self = serde_json::from_str(text).map_err(|error| {
-            // A line is all there is, so its number would only confuse.
-            let what = error.to_string().replace(" at line 1 column", " at column");
-            Error::usage(format!("the line is not what was expected: {what}"), hint)
-        })?;
+        let KnownFields = read(text)?;
+        let mut line = Self { options: read(text)?, ..read(text)? };
         line.split_size()?;
-        line.check_numbers()?;
+        line.options.check()?;
         Ok(Some(line))
     }
 
     /// Replaces `size` by width and height.
     fn split_size(&mut self) -> Result<()> {
         let Some(size) = self.size.take() else { return Ok(()) };
-        if self.width.is_some() || self.height.is_some() {
+        let (width, height) = (&mut self.options.width, &mut self.options.height);
+        if width.is_some() || height.is_some() {
             return Err(Error::usage("`size` is given beside `width` or `height`", "leave out one of them"));
         }
         let sides = size.split_once('x').and_then(|(width, height)| Some((width.parse().ok()?, height.parse().ok()?)));
-        let (width, height) =
-            sides.ok_or_else(|| Error::usage(format!("`size` is \"{}\"", shown(&size)), "write \"1024x768\""))?;
-        (self.width, self.height) = (Some(width), Some(height));
-        Ok(())
-    }
-
-    /// The limits of the flags of the same names.
-    fn check_numbers(&self) -> Result<()> {
-        if self.steps.is_some_and(|steps| !(1..=1000).contains(&steps)) {
-            return Err(Error::usage("`steps` is out of range", "expected a whole number from 1 to 1000"));
-        }
-        if self.guidance.is_some_and(|scale| !(0.0..=100.0).contains(&scale)) {
-            return Err(Error::usage("`guidance` is out of range", "expected a number from 0 to 100"));
-        }
+        let sides = sides.ok_or_else(|| Error::usage(format!("`size` is \"{}\"", shown(&size)), "write \"1024x768\""))?;
+        (*width, *height) = (Some(sides.0), Some(sides.1));
         Ok(())
     }
 
     /// Fills in what flags say.
-    pub fn with_defaults(mut self, shape: &ShapeArgs, negative: Option<&str>, lora: &[LoraArg]) -> Self {
-        // A size is one decision: a line with one side is not completed by the other side of a flag.
-        if self.width.is_none() && self.height.is_none() {
-            (self.width, self.height) = (shape.width, shape.height);
-        }
-        self.steps = self.steps.or(shape.steps);
-        // A line with a number of steps wants even ones.
-        self.sigmas = shape.sigmas.clone().filter(|_| self.steps.is_none());
-        self.padding = shape.padding;
-        self.guidance = self.guidance.or(shape.guidance);
+    pub fn with_defaults(mut self, options: &ImageOptions, negative: Option<&str>, lora: &[LoraArg]) -> Self {
+        self.options = self.options.or(options);
         self.negative = self.negative.or_else(|| negative.map(String::from));
-        if self.references.is_empty() {
-            self.references.clone_from(&shape.reference);
-        }
         // An empty list is a decision, too.
         self.lora.get_or_insert_with(|| lora.to_vec());
         self
@@ -105,17 +72,16 @@ impl Line {
 
     /// A hash of everything but the name of the file, and of what `more` adds. It is the same on every machine.
     fn hash(&self, seed: Option<u64>, more: &str) -> u64 {
-        let references: Vec<_> = self.references.iter().map(|path| path.to_string_lossy()).collect();
-        let Self { prompt, width, height, steps, guidance, negative, .. } = self;
+        let references: Vec<_> = self.options.references.iter().map(|path| path.to_string_lossy()).collect();
+        let Self { prompt, negative, .. } = self;
+        let ImageOptions { width, height, steps, guidance, .. } = self.options;
         // As a value its numbers and texts cannot run into each other.
         let mut content = serde_json::json!([prompt, width, height, steps, guidance, negative, references, seed, more]);
-        // Lines without adapters have the names that they had before there were any.
-        if let (Some(list), Some(lora)) = (content.as_array_mut(), self.lora.as_ref().filter(|lora| !lora.is_empty())) {
-            list.extend(lora.iter().map(|lora| serde_json::json!([lora.file.to_string_lossy(), lora.scale])));
-        }
-        let more = [self.sigmas.as_ref().map(Sigmas::to_string), self.padding.map(|padding| Padding::from(padding).to_string())];
+        // Lines without adapters, and without options that came later, have the names that they had before there were any.
         if let Some(list) = content.as_array_mut() {
-            list.extend(more.into_iter().flatten().map(serde_json::Value::from));
+            let lora = self.lora.iter().flatten();
+            list.extend(lora.map(|lora| serde_json::json!([lora.file.to_string_lossy(), lora.scale])));
+            list.extend(self.options.content());
         }
         let digest = Sha256::digest(content.to_string());
         digest.iter().take(8).fold(0, |hash, byte| hash << 8 | u64::from(*byte))
@@ -132,28 +98,108 @@ impl Line {
     }
 
     /// The request for its image. Reference images are read.
-    pub fn request(self, conventions: &Conventions, vae_tiling: bool) -> Result<ImageRequest> {
+    pub fn request(self, conventions: &Conventions) -> Result<ImageRequest> {
         let seed = self.seed();
-        let Self { prompt, width, height, steps, sigmas, padding, guidance, negative, references: reference, .. } = self;
+        let Self { prompt, negative, options, .. } = self;
         for (text, what) in [(Some(&prompt), "prompt"), (negative.as_ref(), "negative prompt")] {
             if let Some(text) = text {
                 check_length(text.len())?;
                 check_nul(text, what, None)?;
             }
         }
-        let shape = ImageRequest::of_shape(
-            &ShapeArgs { reference, width, height, steps, sigmas, guidance, padding, vae_tiling },
-            conventions,
-        )?;
-        let grids: Vec<Grid> = shape.references.iter().map(PreparedReference::grid).collect();
-        SequencePlan::new(conventions.max_text_tokens, shape.size.grid(), &grids)?;
-        Ok(ImageRequest { prompt, negative, seeds: vec![seed], noise: Noise::Drawn(NoiseKind::HOPPER), ..shape })
+        let request = ImageRequest::new(options, conventions)?;
+        let grids: Vec<Grid> = request.references.iter().map(PreparedReference::grid).collect();
+        SequencePlan::new(conventions.max_text_tokens, request.size.grid(), &grids)?;
+        Ok(ImageRequest { prompt, negative, seeds: vec![seed], noise: Noise::Drawn(NoiseKind::HOPPER), ..request })
+    }
+}
+
+/// Reads what a line of JSON says about one type.
+fn read<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T> {
+    serde_json::from_str(text).map_err(|error| {
+        // A line is all there is, so its number would only confuse.
+        let what = error.to_string().replace(" at line 1 column", " at column");
+        let hint = "a line that begins with { is JSON; `kiln run --help` lists its fields";
+        Error::usage(format!("the line is not what was expected: {what}"), hint)
+    })
+}
+
+/// The names of all fields.
+pub fn fields() -> impl Iterator<Item = &'static str> {
+    FieldNames::of::<Line>().iter().chain(FieldNames::of::<ImageOptions>()).copied()
+}
+
+/// Notes the names of the fields that a struct is read from.
+struct FieldNames<'a>(&'a mut &'static [&'static str]);
+
+impl FieldNames<'_> {
+    fn of<'de, T: Deserialize<'de>>() -> &'static [&'static str] {
+        let mut names: &[&str] = &[];
+        // It is not read at all.
+        let _ = T::deserialize(FieldNames(&mut names));
+        names
+    }
+}
+
+impl<'de> Deserializer<'de> for FieldNames<'_> {
+    type Error = value::Error;
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        fields: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Self::Error> {
+        *self.0 = fields;
+        self.deserialize_any(visitor)
+    }
+
+    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Self::Error> {
+        Err(value::Error::custom("there is nothing to read"))
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option unit unit_struct newtype_struct seq tuple
+        tuple_struct map enum identifier ignored_any
+    }
+}
+
+/// A line that has no other fields than [`fields`].
+struct KnownFields;
+
+impl<'de> Deserialize<'de> for KnownFields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(Self)
+    }
+}
+
+impl<'de> Visitor<'de> for KnownFields {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self, A::Error> {
+        while let Some(name) = map.next_key::<String>()? {
+            if !fields().any(|field| field == name) {
+                let expected = match misspelled(&name, fields()) {
+                    Some(meant) => format!("did you mean `{meant}`?"),
+                    None => format!("expected one of `{}`", fields().collect::<Vec<_>>().join("`, `")),
+                };
+                return Err(A::Error::custom(format!("unknown field `{name}`, {expected}")));
+            }
+            map.next_value::<IgnoredAny>()?;
+        }
+        Ok(self)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::args::PaddingArg;
     use super::*;
+    use kiln::Sigmas;
 
     fn line(text: &str) -> Line {
         Line::parse(text.as_bytes()).unwrap().unwrap()
@@ -173,28 +219,23 @@ mod tests {
         let (negative, output) = (Some(String::new()), Some("x/y.webp".into()));
         let prompt = "狐\n{".into();
         let lora = Some(vec![LoraArg { file: "a".into(), scale: 0.5 }, LoraArg { file: "b".into(), scale: 1.0 }]);
-        assert_eq!(
-            full,
-            Line {
-                prompt,
-                size: None,
-                width,
-                height,
-                steps,
-                seed,
-                guidance,
-                negative,
-                references,
-                lora,
-                output,
-                ..Line::default()
-            }
-        );
+        let options = ImageOptions { references, width, height, steps, guidance, ..ImageOptions::default() };
+        assert_eq!(full, Line { prompt, size: None, seed, negative, lora, output, options });
+        let dev = line(r#"{"prompt": "x", "sigmas": [1, 0.5], "padding": "left-zeros"}"#).options;
+        assert_eq!((dev.sigmas.unwrap().to_string().as_str(), dev.padding), ("1,0.5", Some(PaddingArg::LeftZeros)));
+        assert_eq!(line(r#"{"prompt": "x", "sigmas": "turbo"}"#).options.sigmas.unwrap().steps(), 8);
         for empty in ["", " ", "\t\u{a0}"] {
             assert_eq!(Line::parse(empty.as_bytes()).unwrap(), None);
         }
         for (wrong, why) in [
             (r#"{"prompt": "x", "count": 2}"#, "unknown field `count`"),
+            (r#"{"prompt": "x", "guidence": 2}"#, "unknown field `guidence`, did you mean `guidance`? at column"),
+            (r#"{"prompt": "x", "vae_tiling": true}"#, "unknown field `vae_tiling`, expected one of `prompt`, "),
+            (r#"{"prompt": "x", "steps": "2"}"#, "invalid type: string \"2\", expected usize at column 28"),
+            (r#"{"prompt": "x", "padding": "top"}"#, "unknown variant `top`, expected one of `left`, `right`"),
+            (r#"{"prompt": "x", "sigmas": [0.5, 1]}"#, "noise levels have to fall"),
+            (r#"{"prompt": "x", "sigmas": 8}"#, "expected noise levels, as in \"turbo\""),
+            (r#"{"prompt": "x", "sigmas": "turbo", "steps": 8}"#, "`sigmas` is given beside `steps`"),
             (r#"{"prompt": "x", "prompt": "y"}"#, "duplicate field `prompt`"),
             (r#"{"size": "64x64"}"#, "missing field `prompt`"),
             (r#"{"prompt": "x""#, "EOF"),
@@ -249,36 +290,47 @@ mod tests {
 
     #[test]
     fn flags_fill_in_what_a_line_leaves_open() {
-        let shape = ShapeArgs {
-            reference: vec!["r.png".into()],
+        let flags = ImageOptions {
+            references: vec!["r.png".into()],
             width: Some(64),
             height: Some(96),
             steps: Some(2),
-            sigmas: None,
-            guidance: None,
             padding: Some(PaddingArg::Left),
-            vae_tiling: false,
+            ..ImageOptions::default()
         };
         let lora = [LoraArg { file: "l".into(), scale: 0.5 }];
-        let filled = line("x").with_defaults(&shape, Some("blurry"), &lora);
-        assert_eq!((filled.width, filled.height, filled.steps), (Some(64), Some(96), Some(2)));
-        assert_eq!((filled.negative.as_deref(), &*filled.references), (Some("blurry"), &["r.png".into()][..]));
-        assert_eq!(filled.lora.as_deref(), Some(&lora[..]));
+        let filled = line("x").with_defaults(&flags, Some("blurry"), &lora);
+        assert_eq!(filled.options, flags);
+        assert_eq!((filled.negative.as_deref(), filled.lora.as_deref()), (Some("blurry"), Some(&lora[..])));
         // Noise levels and padding are part of what names and seeds are made from.
         let sigmas: Option<Sigmas> = Some("turbo".parse().unwrap());
-        let shapes = [
-            ShapeArgs { padding: None, steps: None, ..shape.clone() },
-            ShapeArgs { steps: None, ..shape.clone() },
-            ShapeArgs { steps: None, padding: None, sigmas, ..shape.clone() },
+        let others = [
+            ImageOptions { padding: None, steps: None, ..flags.clone() },
+            ImageOptions { steps: None, ..flags.clone() },
+            ImageOptions { steps: None, padding: None, sigmas, ..flags.clone() },
         ];
-        let [plain, padded, turbo] = shapes.each_ref().map(|shape| line("x").with_defaults(shape, None, &lora));
-        assert!(plain.seed() != padded.seed() && plain.seed() != turbo.seed() && turbo.sigmas.is_some());
-        assert!(line(r#"{"prompt": "x", "steps": 3}"#).with_defaults(&shapes[2], None, &lora).sigmas.is_none());
-        let bare = line(r#"{"prompt": "x", "lora": []}"#).with_defaults(&shape, None, &lora);
+        let of = |text: &str, flags| line(text).with_defaults(flags, None, &lora);
+        let [plain, padded, turbo] = others.each_ref().map(|flags| of("x", flags));
+        assert!(plain.seed() != padded.seed() && plain.seed() != turbo.seed() && turbo.options.sigmas.is_some());
+        // However that is said.
+        assert_eq!(of(r#"{"prompt": "x", "sigmas": "turbo"}"#, &others[0]).id("m"), turbo.id("m"));
+        assert_eq!(of(r#"{"prompt": "x", "padding": "left"}"#, &others[0]).id("m"), padded.id("m"));
+        assert!(of(r#"{"prompt": "x", "steps": 3}"#, &others[2]).options.sigmas.is_none());
+        assert_eq!(of(r#"{"prompt": "x", "sigmas": [1]}"#, &flags).options.steps, None);
+        let bare = of(r#"{"prompt": "x", "lora": []}"#, &flags);
         assert_eq!(bare.lora.as_deref(), Some(&[][..]));
         let own = line(r#"{"prompt": "x", "width": 128, "steps": 9, "negative": "", "references": ["o.png"]}"#);
-        let own = own.with_defaults(&shape, Some("blurry"), &lora);
-        assert_eq!((own.width, own.height, own.steps), (Some(128), None, Some(9)));
-        assert_eq!((own.negative.as_deref(), &*own.references), (Some(""), &["o.png".into()][..]));
+        let own = own.with_defaults(&flags, Some("blurry"), &lora);
+        assert_eq!((own.options.width, own.options.height, own.options.steps), (Some(128), None, Some(9)));
+        assert_eq!((own.negative.as_deref(), &*own.options.references), (Some(""), &["o.png".into()][..]));
+    }
+
+    #[test]
+    fn the_documentation_has_every_field() {
+        let page = include_str!("../../../../../docs/cli.md");
+        let (_, table) = page.split_once("\n| field | meaning |\n").unwrap();
+        let (table, _) = table.split_once("\n\n").unwrap();
+        fields().for_each(|name| assert!(table.contains(&format!("`{name}`")), "{name}"));
+        assert_eq!(fields().count(), 13);
     }
 }

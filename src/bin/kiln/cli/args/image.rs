@@ -1,0 +1,143 @@
+//! The options of an image, each in one place: a flag of every command that generates or plans images, a field of a line of `kiln run`,
+//! its limits, and what it is part of.
+
+use super::PaddingArg;
+use super::values::{a_number, a_whole_number, number, pixels, within};
+use clap::Args;
+use kiln::error::{Error, Result};
+use kiln::{Padding, Pixels, Sigmas};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+
+/// How many denoising steps there may be.
+pub(super) const STEPS: RangeInclusive<usize> = 1..=1000;
+
+/// The guidance scales that there may be.
+const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;
+
+/// What decides how an image is generated and what it takes. A field is a flag, and a field of a line of `kiln run` if serde does not
+/// skip it.
+#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub struct ImageOptions {
+    /// Reference image to edit or to combine; may be given several times
+    ///
+    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Large ones are scaled down, to one megapixel or
+    /// what else the model takes, and all are cropped to multiples of 16.
+    #[arg(long = "reference", value_name = "FILE", help_heading = "Input")]
+    pub references: Vec<PathBuf>,
+
+    /// Width in pixels, a multiple of 16 [default: 1024]
+    ///
+    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
+    pub width: Option<usize>,
+
+    /// Height in pixels, a multiple of 16 [default: 1024]
+    ///
+    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
+    pub height: Option<usize>,
+
+    /// Denoising steps [default: the model's own; 4, base models and dev 50]
+    #[arg(long, value_name = "N", value_parser = within(STEPS), help_heading = "Sampling")]
+    pub steps: Option<usize>,
+
+    /// Noise levels of the steps in place of even ones: `turbo`, or 1,0.75,0.5,0.25
+    ///
+    /// As many as there are steps, falling from at most 1. They are shifted by the size of the picture, as diffusers does with its `sigmas`.
+    /// `turbo` are the eight that the Turbo adapter of dev was trained for.
+    #[arg(long, value_name = "LEVELS", conflicts_with = "steps", help_heading = "Sampling")]
+    #[serde(deserialize_with = "sigmas")]
+    pub sigmas: Option<Sigmas>,
+
+    /// Guidance scale of base models and of dev [default: 4]
+    ///
+    /// From 0 to 100. Of base models it is classifier-free guidance: above 1 each step takes twice as long. Other models take none.
+    #[arg(long, value_name = "SCALE", value_parser = number(GUIDANCE), help_heading = "Sampling")]
+    pub guidance: Option<f32>,
+
+    /// Where the prompt is padded, and with what [default: the model's own; right, dev left]
+    ///
+    /// Programs differ in it for dev, and the same prompt gives another picture with each: `left` is that of Black Forest Labs and of diffusers
+    /// with transformers 4, `right` that of diffusers with transformers 5, `left-zeros` ComfyUI's, `right-zeros` stable-diffusion.cpp's.
+    #[arg(long, value_enum, value_name = "SIDE", help_heading = "Sampling")]
+    pub padding: Option<PaddingArg>,
+
+    /// Let the VAE work in tiles, which bounds the memory it takes
+    ///
+    /// As diffusers does with tiling enabled, for pictures and references with a side above 1024 pixels, or what else the VAE's
+    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colours and contrasts of its own: the picture is
+    /// another one than without.
+    #[arg(long, help_heading = "Run")]
+    #[serde(skip)]
+    pub vae_tiling: bool,
+}
+
+impl ImageOptions {
+    /// Checks what flags cannot get past their parsers.
+    pub fn check(&self) -> Result<()> {
+        let refused = |name: &str, expected| Err(Error::usage(format!("`{name}` is out of range"), expected));
+        if self.sigmas.is_some() && self.steps.is_some() {
+            return Err(Error::usage("`sigmas` is given beside `steps`", "leave out one of them"));
+        }
+        if self.steps.is_some_and(|steps| !STEPS.contains(&steps)) {
+            return refused("steps", a_whole_number(&STEPS));
+        }
+        if self.guidance.is_some_and(|scale| !GUIDANCE.contains(&scale)) {
+            return refused("guidance", a_number(&GUIDANCE));
+        }
+        Ok(())
+    }
+
+    /// These options, with what they leave open taken from flags.
+    pub fn or(self, flags: &Self) -> Self {
+        let flags = flags.clone();
+        // A size is one decision, and so is a schedule: one side is not completed by the other side of a flag.
+        let sized = self.width.is_some() || self.height.is_some();
+        let scheduled = self.steps.is_some() || self.sigmas.is_some();
+        let (width, height) = if sized { (self.width, self.height) } else { (flags.width, flags.height) };
+        let (steps, sigmas) = if scheduled { (self.steps, self.sigmas) } else { (flags.steps, flags.sigmas) };
+        Self {
+            references: if self.references.is_empty() { flags.references } else { self.references },
+            width,
+            height,
+            steps,
+            sigmas,
+            guidance: self.guidance.or(flags.guidance),
+            padding: self.padding.or(flags.padding),
+            vae_tiling: flags.vae_tiling,
+        }
+    }
+
+    /// The size of the image; `default` is what it has without options.
+    pub fn size(&self, default: (usize, usize)) -> Result<Pixels> {
+        Pixels::new(self.width.unwrap_or(default.0), self.height.unwrap_or(default.1))
+    }
+
+    /// Values that names and seeds of lines are made from where they are given. The order is a promise.
+    pub fn content(&self) -> Vec<Value> {
+        // A line has the first five always, and tiles are part of the model.
+        let Self { references: _, width: _, height: _, steps: _, guidance: _, vae_tiling: _, sigmas, padding } = self;
+        let padding = padding.map(|padding| Padding::from(padding).to_string());
+        [sigmas.as_ref().map(Sigmas::to_string), padding].into_iter().flatten().map(Value::from).collect()
+    }
+}
+
+/// Reads noise levels as the flag has them, or as a list of numbers.
+fn sigmas<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Sigmas>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected noise levels, as in \"turbo\" or [1, 0.75, 0.5, 0.25]")]
+    enum Spelled {
+        Text(String),
+        List(Vec<f64>),
+    }
+    let sigmas = Option::<Spelled>::deserialize(deserializer)?.map(|spelled| match spelled {
+        Spelled::Text(text) => text.parse(),
+        Spelled::List(levels) => Sigmas::new(&levels),
+    });
+    sigmas.transpose().map_err(D::Error::custom)
+}
