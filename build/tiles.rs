@@ -24,21 +24,21 @@ const FAMILIES: &[Family] = &[
     Family {
         name: "KL_GEMM_SM90",
         columns: SM90_COLUMNS,
-        read: |tables, row| tables.hopper_gemm(row, "KlGemmSm90", "Sm90_", "Bf16", 0),
+        read: |tables, row| tables.hopper_gemm(row, "KlGemmTma", "Sm90_", "Bf16", 0),
     },
     Family {
         name: "KL_GEMM_FP8_SM90",
         columns: "file, m, n, block k, consumer warpgroups, stages, cluster mode, promotion interval, threads, shared bytes, relative cost",
         read: |tables, row| match row.number("promotion interval") {
-            0 => tables.hopper_gemm(row, "KlGemmSm90", "Fp8_", "Fp8", 0),
-            1 => tables.hopper_gemm(row, "KlGemmSm90", "Fp8Promoted", "Fp8", 1),
-            many => tables.hopper_gemm(row, "KlGemmSm90", &format!("Fp8Promoted{many}_"), "Fp8", many),
+            0 => tables.hopper_gemm(row, "KlGemmTma", "Fp8_", "Fp8", 0),
+            1 => tables.hopper_gemm(row, "KlGemmTma", "Fp8Promoted", "Fp8", 1),
+            many => tables.hopper_gemm(row, "KlGemmTma", &format!("Fp8Promoted{many}_"), "Fp8", many),
         },
     },
     Family {
         name: "KL_GEMM_MIXED_SM90",
         columns: SM90_COLUMNS,
-        read: |tables, row| tables.hopper_gemm(row, "KlGemmSm90", "Mixed", "MixedInput", 0),
+        read: |tables, row| tables.hopper_gemm(row, "KlGemmTma", "Mixed", "MixedInput", 0),
     },
     Family {
         name: "KL_CONV_SM90",
@@ -235,7 +235,7 @@ impl Tables {
              longest_sum: Some({})",
             row.number("block k")
         );
-        self.gemm(row, prefix, format!("kl_{}_{m}x{n}", row.text("file")), "KlGemmSm90", Some("1".into()), &more);
+        self.gemm(row, prefix, format!("kl_{}_{m}x{n}", row.text("file")), "KlGemmTma", Some("1".into()), &more);
         Ok(())
     }
 

@@ -109,7 +109,7 @@ typedef struct {
 /* Rows per CTA of a row norm. */
 #define KL_NORM_ROWS 2u
 
-/* `saturated` as in KlGemmSm90, here and below. */
+/* `saturated` as in KlGemmTma, here and below. */
 typedef struct {
   KlMat out, x, weight;
   uint64_t saturated;
@@ -332,7 +332,7 @@ typedef struct {
   uint32_t remainder;
 } KlTileSchedule;
 
-/* `saturated` as in KlGemmSm90. */
+/* `saturated` as in KlGemmTma. */
 typedef struct {
   KlGemmStream stream[KL_STREAMS];
   KlTileSchedule schedule;
@@ -376,9 +376,9 @@ typedef struct {
 /* CTAs per cluster. */
 #define KL_SM90_CLUSTER 2u
 /* Rows of a TMA store box; it has as many columns as the largest power of two that divides the tile's, up to KL_SM90_BOX_COLS. */
-#define KL_SM90_STORE_ROWS 16u
+#define KL_TMA_STORE_ROWS 16u
 /* Rows of a wgmma, which a consumer warpgroup computes together. */
-#define KL_SM90_WARPGROUP_ROWS 64u
+#define KL_TMA_WARPGROUP_ROWS 64u
 /* Columns of a TMA box of bf16: the 128 bytes that the swizzle allows. Of e4m3 it can have twice as many. */
 #define KL_SM90_BOX_COLS 64u
 /* Bytes of shared memory that a CTA can have on Hopper, and with compute capability 12.x. */
@@ -417,7 +417,7 @@ typedef struct {
   KlTileSchedule schedule;
   uint64_t saturated;
   uint64_t unused[18];
-} KlGemmSm90;
+} KlGemmTma;
 
 /* -------------------------------------------------------------------------------------------------- conv_sm90.cu */
 
@@ -456,7 +456,7 @@ typedef struct {
 } KlConvImage;
 
 typedef struct {
-  KlGemmSm90 gemm;
+  KlGemmTma gemm;
   KlConvImage image;
 } KlConvSm90;
 

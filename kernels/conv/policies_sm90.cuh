@@ -19,7 +19,7 @@ using namespace gemm;
 constexpr uint32_t kMostGroups = KL_CONV_TILE_GROUPS;
 
 // KlConvSm90, with the fields of the GEMM as its own.
-struct ConvParams : KlGemmSm90 {
+struct ConvParams : KlGemmTma {
   KlConvImage image;
 };
 static_assert(sizeof(ConvParams) == sizeof(KlConvSm90) && sizeof(ConvParams) % 128 == 0, "the layout is that of abi.h, without a gap");

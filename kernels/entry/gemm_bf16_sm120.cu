@@ -15,5 +15,5 @@ using namespace kl::gemm;
   using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaBf16, RowsA, WrittenB>, m, n, block_k, consumers, stages, ClusterMode::kSingle>; \
   static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                     \
   static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                              \
-  KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1) { gemm<Tile##m##x##n>(p); }
+  KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1) { gemm<Tile##m##x##n>(p); }
 #include <tiles.def>

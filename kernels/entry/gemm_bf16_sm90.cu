@@ -28,11 +28,11 @@
 
 using namespace kl::gemm;
 
-static_assert(sizeof(KlGemmSm90) % 128 == 0, "abi.h leaves a gap");
+static_assert(sizeof(KlGemmTma) % 128 == 0, "abi.h leaves a gap");
 
 #define KL_GEMM_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)  \
   using Tile##m##x##n = GemmConfig<Bf16Policies, m, n, block_k, consumers, stages, ClusterMode::k##mode>; \
   static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                          \
   static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                   \
-  KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1) { gemm<Tile##m##x##n>(p); }
+  KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1) { gemm<Tile##m##x##n>(p); }
 #include <tiles.def>

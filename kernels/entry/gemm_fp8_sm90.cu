@@ -20,9 +20,9 @@
 using namespace kl::gemm;
 
 // Suffixes of entry points by the interval of promotion.
-#define KL_ENTRY_0(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n, KlGemmSm90, threads, 1)
-#define KL_ENTRY_1(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted, KlGemmSm90, threads, 1)
-#define KL_ENTRY_8(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted_8, KlGemmSm90, threads, 1)
+#define KL_ENTRY_0(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1)
+#define KL_ENTRY_1(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted, KlGemmTma, threads, 1)
+#define KL_ENTRY_8(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted_8, KlGemmTma, threads, 1)
 
 #define KL_GEMM_FP8_SM90(file, m, n, block_k, consumers, stages, mode, interval, threads, shared_bytes, relative_cost)              \
   using Tile##m##x##n##_##interval = GemmConfig<Fp8Policies<interval>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \

@@ -20,10 +20,10 @@ struct ExpandedB {
   static constexpr bool kPreloads = false;  // what is expanded is not there yet
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
 
-  static __device__ __forceinline__ uint32_t* counters(const KlGemmSm90& p) { return reinterpret_cast<uint32_t*>(p.expansion.counters); }
+  static __device__ __forceinline__ uint32_t* counters(const KlGemmTma& p) { return reinterpret_cast<uint32_t*>(p.expansion.counters); }
 
   // The flag of a column tile, counted over all streams, for the group of k-blocks that `k` is in.
-  static __device__ __forceinline__ uint32_t* flag(const KlGemmSm90& p, uint32_t tile, uint32_t k) {
+  static __device__ __forceinline__ uint32_t* flag(const KlGemmTma& p, uint32_t tile, uint32_t k) {
     const uint32_t groups = ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
     return counters(p) + KL_EXPANSION_COUNTERS + tile * groups + k / KL_EXPANSION_GROUP;
   }
@@ -38,10 +38,10 @@ struct ExpandedB {
 
   template <class Config>
   struct Loader : CopiedB::Loader<Config> {
-    const KlGemmSm90& p;
+    const KlGemmTma& p;
     uint32_t* flags;  // of the tile; none if nothing of it is expanded
 
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
+    __device__ __forceinline__ Loader(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t rank)
         : CopiedB::Loader<Config>(p, at, rank), p(p), flags(nullptr) {
       uint32_t tile = at.col_tile;
       for (uint32_t i = 0; i < at.part; i++) tile += p.stream[at.stream].part[i].tiles;
@@ -76,7 +76,7 @@ struct ExpandedB {
     // A lane expands sixteen codes of a row at a time, and has some loads in flight: producers have few registers.
     static constexpr uint32_t kBlockCols = 16, kLanesPerRow = kGroupCols / kBlockCols, kRowsAtOnce = 32 / kLanesPerRow;
     static constexpr uint32_t kInFlight = Config::Registers::kProducer < 56 ? 2 : Config::Registers::kProducer < 104 ? 4 : 8;
-    const KlGemmSm90& p;
+    const KlGemmTma& p;
 
     __device__ __forceinline__ void run() const {
       if (!p.expansion.units) return;
@@ -181,7 +181,7 @@ struct ExpandedB {
 };
 
 struct MixedInputPolicies : GemmPolicies {
-  using Params = KlGemmSm90;
+  using Params = KlGemmTma;
   using OperandA = RowsA;
   using OperandB = ExpandedB;
   using Mma = MmaBf16;

@@ -21,7 +21,7 @@ struct WarpMma {
   template <class Config>
   struct Scales {
     struct OfBlocks {};
-    __device__ __forceinline__ Scales(const KlGemmSm90&, const TileCoord<Config>&, uint32_t) {}
+    __device__ __forceinline__ Scales(const KlGemmTma&, const TileCoord<Config>&, uint32_t) {}
     __device__ __forceinline__ OfBlocks load(uint32_t, uint32_t) const { return {}; }
   };
 
@@ -85,7 +85,7 @@ struct BlockScaledA : RowsA {
     static constexpr uint32_t kTmaBytes = Config::kABytes + Config::kAScaleBytes;
     const KlMat& x;
 
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
+    __device__ __forceinline__ Loader(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t rank)
         : RowsA::Loader<Config>(p, at, rank), x(p.stream[at.stream].x) {}
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
@@ -110,7 +110,7 @@ struct BlockScaledB {
     static constexpr uint32_t kTmaBytes = Config::kBBytes + Config::kBScaleBytes;
     const KlMat (&w)[KL_GEMM_PARTS];
 
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
+    __device__ __forceinline__ Loader(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t rank)
         : CopiedB::Loader<Config>(p, at, rank), w(p.stream[at.stream].w) {}
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const {
@@ -144,7 +144,7 @@ struct WarpMmaNvfp4 : WarpMma {
     uint32_t a_offset, b_offset[2];
 
     // `row` is the first of the warp's rows in the tile; its other wgmma tile is 64 rows below.
-    __device__ __forceinline__ Scales(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t row) {
+    __device__ __forceinline__ Scales(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t row) {
       const uint32_t of_lane = row + lane() % 2 * 8 + lane() / 4 + (Config::kMmaM > 1 ? lane() % 4 / 2 * kWgmmaRows : 0);
       a_offset = Config::kABytes + Config::kBBytes + of_lane / KL_SCALE_TILE_ROWS * kScaleBytes + of_lane % 32 * 16 +
                  of_lane % KL_SCALE_TILE_ROWS / 32 * 4;
@@ -202,7 +202,7 @@ struct StoreRowsSm120 : NarrowBoxes<StoreBf16Rows> {
 
 template <class Mma_, class OperandA_ = RowsA, class OperandB_ = CopiedB>
 struct Sm120Policies : GemmPolicies {
-  using Params = KlGemmSm90;
+  using Params = KlGemmTma;
   using OperandA = OperandA_;
   using OperandB = OperandB_;
   using Mma = Mma_;

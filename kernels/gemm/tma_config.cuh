@@ -90,7 +90,7 @@ struct GemmConfig : Policies {
   // Staging buffers of each warp for TMA stores: as many as fit, up to four. With split-K they overlay the peer's partials, one for every
   // piece that is stored.
   static constexpr int kStoreCols = Store::box_cols(kBlockN);
-  static constexpr uint32_t kStoreBufferBytes = KL_SM90_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
+  static constexpr uint32_t kStoreBufferBytes = KL_TMA_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
   static constexpr int kSharedLimit = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
   // What the warps of a warpgroup exchange in their epilogue.
@@ -120,7 +120,7 @@ template <class Config>
 struct TileCoord {
   uint32_t stream, row_tile, col_tile, part = 0;  // col_tile counts within the part
 
-  __device__ __forceinline__ TileCoord(const KlGemmSm90& p, uint32_t index) {
+  __device__ __forceinline__ TileCoord(const KlGemmTma& p, uint32_t index) {
     const uint32_t first = p.stream[0].row_tiles * p.stream[0].col_tiles;
     stream = index >= first;
     if (stream) index -= first;
@@ -135,7 +135,7 @@ struct TileCoord {
   }
 
   // Tile `col_tile` of the columns of all parts.
-  __device__ __forceinline__ TileCoord(const KlGemmSm90& p, uint32_t stream, uint32_t col_tile)
+  __device__ __forceinline__ TileCoord(const KlGemmTma& p, uint32_t stream, uint32_t col_tile)
       : stream(stream), row_tile(0), col_tile(col_tile) {
     find_part(p.stream[stream]);
   }

@@ -52,7 +52,7 @@ struct GemmEpilogue {
   template <class Rows, int kWidth, class F>
   __device__ __forceinline__ void store_as(F f) {
     constexpr int kPiece = Rows::box_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
-    static_assert(KL_SM90_STORE_ROWS * kPiece * sizeof(typename Rows::Element) <= Config::kStoreBufferBytes, "a piece fits a buffer");
+    static_assert(KL_TMA_STORE_ROWS * kPiece * sizeof(typename Rows::Element) <= Config::kStoreBufferBytes, "a piece fits a buffer");
 #pragma unroll
     for (int first = 0; first < kCount; first += Config::kStoresAtOnce) {
       if (lane() == 0) tma_store_wait<Config::kStoreBuffers - Config::kStoresAtOnce>();

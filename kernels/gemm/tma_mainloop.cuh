@@ -114,7 +114,7 @@ __device__ __forceinline__ void produce_low_rank(const typename Config::Params& 
 
 // Whether this CTA finishes a tile: then the operands of the epilogue follow the k-blocks through the pipeline.
 template <class Config>
-__device__ __forceinline__ bool is_finished(const KlGemmSm90& p, const WorkTile& work) {
+__device__ __forceinline__ bool is_finished(const KlGemmTma& p, const WorkTile& work) {
   return Config::kSplitK || !work.is_unfinished(p.schedule);
 }
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
 
 // Prefetches what the epilogue of a tile reads.
 template <class Config>
-__device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmSm90& p, const TileCoord<Config>& at) {
+__device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmTma& p, const TileCoord<Config>& at) {
   const KlGemmPart& part = p.stream[at.stream].part[at.part];
   if (threadIdx.x % kWarpgroupThreads == 0) prefetch_tensor_map(&p.out[at.stream][at.part]);
   constexpr uint32_t kLineCols = 64;  // of bf16 in a cache line

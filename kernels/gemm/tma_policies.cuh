@@ -1,7 +1,7 @@
 // The policies of a persistent GEMM with TMA: what differs between element types, operands and outputs, as structs that are resolved at compile time. A
 // configuration takes one of each, and what one does costs the others neither an instruction nor a register.
 //
-//   Params     the kernel's parameter, KlGemmSm90 or a struct derived from it    KlGemmSm90
+//   Params     the kernel's parameter, KlGemmTma or a struct derived from it    KlGemmTma
 //   OperandA   loads a k-block of A into a stage, or windows of A that           RowsA: rows of a matrix
 //              several k-blocks multiply
 //   OperandB   loads a k-block of B                                              CopiedB: rows of a weight; ExpandedB
@@ -29,7 +29,7 @@ constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
 struct BlockCursor {
   uint32_t k;
 
-  __device__ __forceinline__ BlockCursor(const KlGemmSm90&, uint32_t k) : k(k) {}
+  __device__ __forceinline__ BlockCursor(const KlGemmTma&, uint32_t k) : k(k) {}
   __device__ __forceinline__ operator uint32_t() const { return k; }
   __device__ __forceinline__ void advance() { k++; }
 };
@@ -42,7 +42,7 @@ struct RowsA {
   static constexpr uint32_t window_bytes(uint32_t) { return 0; }
   // Bytes of block scales that a stage has for so many rows.
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
-  static __device__ __forceinline__ const KlTensorMap* first_map(const KlGemmSm90& p) { return &p.x[0]; }
+  static __device__ __forceinline__ const KlTensorMap* first_map(const KlGemmTma& p) { return &p.x[0]; }
   // The descriptor of 64 rows at an address, and the bytes from them to the next 64.
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) { return wgmma_descriptor(address); }
   static constexpr uint32_t kTileBytes = kWgmmaTileBytes;
@@ -53,7 +53,7 @@ struct RowsA {
     const KlTensorMap* map;
     uint32_t rank, row_tile;
 
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
+    __device__ __forceinline__ Loader(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t rank)
         : map(&p.x[at.stream]), rank(rank), row_tile(at.row_tile) {}
 
     // Loads k-block `k` to the address `to`; the mbarrier `full` counts the bytes.
@@ -77,7 +77,7 @@ struct HalfOfB {
   const KlTensorMap* map;
   uint32_t matrix, row, dtype;
 
-  __device__ __forceinline__ HalfOfB(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t half) {
+  __device__ __forceinline__ HalfOfB(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
     constexpr uint32_t kHalfN = Config::kBlockN / 2;
     const KlGemmPart& part = p.stream[at.stream].part[at.part];
     const bool paired = part.epilogue == KL_SWIGLU;
@@ -89,7 +89,7 @@ struct HalfOfB {
   __device__ __forceinline__ bool is_expanded() const { return dtype != KL_BF16; }
 
   // The same rows of the term of low rank.
-  __device__ __forceinline__ void take_up(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t half) {
+  __device__ __forceinline__ void take_up(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
     const KlGemmPart& part = p.stream[at.stream].part[at.part];
     const bool second = part.epilogue == KL_SWIGLU && half == 1;
     row = row - part.w[second].first + part.first_col + (second ? part.out.cols : 0);
@@ -110,7 +110,7 @@ struct CopiedB {
     uint32_t rank;
     HalfOfB<Config> first, second;
 
-    __device__ __forceinline__ Loader(const KlGemmSm90& p, const TileCoord<Config>& at, uint32_t rank)
+    __device__ __forceinline__ Loader(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t rank)
         : rank(rank), first(p, at, kMulticast ? rank : 0), second(p, at, 1) {}
 
     // Waits until k-block `k` can be loaded.
@@ -245,7 +245,7 @@ struct RowOrigin {
   uint32_t row;
 
   // Those from row `first` of a tile on.
-  __device__ __forceinline__ RowOrigin(const KlGemmSm90&, const TileCoord<Config>& at, uint32_t first)
+  __device__ __forceinline__ RowOrigin(const KlGemmTma&, const TileCoord<Config>& at, uint32_t first)
       : row(at.row_tile * Config::kBlockM + first) {}
 
   // Loads a box of the residual, from column `col` on.
@@ -275,7 +275,7 @@ struct StoreBf16Rows {
   // Writes a box of kCols columns, from accumulator fragments at v on, to the staging buffer that is `offset` after `buffers`. The 16-byte
   // chunks of a row are swizzled as the tensor map of the output says. Each lane supplies stmatrix_x4 with an address.
   template <int kCols>
-  static __device__ __forceinline__ void stage(const KlGemmSm90&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
+  static __device__ __forceinline__ void stage(const KlGemmTma&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
     static_assert(kCols % 16 == 0, "stmatrix stores sixteen columns at a time");
     const uint32_t lane_offset = swizzled<kCols * sizeof(Element)>(lane % 16, lane / 16);
 #pragma unroll
@@ -299,7 +299,7 @@ struct StoreE4m3Rows : StoreBf16Rows {
   // As that of StoreBf16Rows. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four fragments,
   // so that each can write eight bytes.
   template <int kCols>
-  static __device__ __forceinline__ void stage(const KlGemmSm90& p, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
+  static __device__ __forceinline__ void stage(const KlGemmTma& p, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
     static_assert(kCols % 32 == 0, "a quad exchanges four fragments of eight columns");
     count_saturated<kCols / 2>(p.saturated, v);
 #pragma unroll
@@ -334,7 +334,7 @@ struct GemmPolicies {
 };
 
 struct Bf16Policies : GemmPolicies {
-  using Params = KlGemmSm90;
+  using Params = KlGemmTma;
   using OperandA = RowsA;
   using OperandB = CopiedB;
   using Mma = MmaBf16;
@@ -345,7 +345,7 @@ struct Bf16Policies : GemmPolicies {
 // FP8: e4m3 by e4m3. `kInterval` is that of promotion.
 template <int kInterval>
 struct Fp8Policies : GemmPolicies {
-  using Params = KlGemmSm90;
+  using Params = KlGemmTma;
   using OperandA = RowsA;
   using OperandB = CopiedB;
   using Mma = MmaE4m3<kInterval>;

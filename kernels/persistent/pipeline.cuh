@@ -8,7 +8,7 @@ namespace kl::persistent {
 
 constexpr uint32_t kWarpgroupThreads = 128, kWarpgroupWarps = 4;
 // A wgmma computes 64 rows, sixteen for each warp of the warpgroup.
-constexpr uint32_t kWgmmaRows = KL_SM90_WARPGROUP_ROWS, kWarpRows = kWgmmaRows / kWarpgroupWarps;
+constexpr uint32_t kWgmmaRows = KL_TMA_WARPGROUP_ROWS, kWarpRows = kWgmmaRows / kWarpgroupWarps;
 // Operands lie in shared memory in rows of 128 bytes with the 128-byte swizzle, which permutes 16-byte chunks within groups of eight rows.
 // It is a function of the address, so tiles are aligned to a group. Dynamic shared memory itself is not, hence up to one more group of it.
 constexpr uint32_t kSwizzleRowBytes = 128, kSwizzleAlignment = 8 * kSwizzleRowBytes;

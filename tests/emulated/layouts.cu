@@ -41,7 +41,7 @@ KL_ENTRY(layouts, LayoutParams, 32) {
 
 using Config = GemmConfig<Sm120Policies<WarpMmaNvfp4, BlockScaledA, BlockScaledB>, 256, 128, 128, 2, 3, ClusterMode::kSingle>;
 
-struct TileParams : KlGemmSm90 {
+struct TileParams : KlGemmTma {
   uint64_t offsets;  // [warp][lane][3]: of the scales of A, and of those of both halves of B, behind the operands of a stage
   uint32_t bit;
 };

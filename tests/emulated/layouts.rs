@@ -2,7 +2,7 @@
 //! expect. Those of fragments are in the self-test, which asks the instructions themselves.
 
 use crate::available;
-use crate::policies::abi::{KL_SWIGLU, KlGemmPart, KlGemmRows, KlGemmSm90, KlGemmStream, KlMat};
+use crate::policies::abi::{KL_SWIGLU, KlGemmPart, KlGemmRows, KlGemmTma, KlGemmStream, KlMat};
 use kiln::internals::tensor::nvfp4;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
 use std::collections::BTreeSet;
@@ -96,7 +96,7 @@ const TILE: Launch = Launch { threads: 384, ..SHAPE };
 fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, bit: u32) -> Vec<u8> {
     let mut params = vec![0; entry("layouts", kernel).unwrap().param_bytes as usize];
     let mut put = |offset: usize, bytes: &[u8]| params[offset..][..bytes.len()].copy_from_slice(bytes);
-    let stream = offset_of!(KlGemmSm90, stream);
+    let stream = offset_of!(KlGemmTma, stream);
     let part = stream + offset_of!(KlGemmStream, part);
     let mat = part + offset_of!(KlGemmPart, out);
     for (offset, word) in [
@@ -104,11 +104,11 @@ fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, 
         (stream + offset_of!(KlGemmStream, col_tiles), 1),
         (part + offset_of!(KlGemmPart, tiles), 1),
         (part + offset_of!(KlGemmPart, epilogue), epilogue),
-        (offset_of!(KlGemmSm90, group), 1),
+        (offset_of!(KlGemmTma, group), 1),
         (mat + offset_of!(KlMat, rows), out.rows),
         (mat + offset_of!(KlMat, cols), out.cols),
         (mat + offset_of!(KlMat, scale), out.scale.to_bits()),
-        (size_of::<KlGemmSm90>() + size_of::<u64>(), bit),
+        (size_of::<KlGemmTma>() + size_of::<u64>(), bit),
     ] {
         put(offset, &word.to_ne_bytes());
     }
@@ -120,7 +120,7 @@ fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, 
         (mat + offset_of!(KlMat, data), out.data),
         (mat + offset_of!(KlMat, scales), out.scales),
         (mat + offset_of!(KlMat, stride), out.stride),
-        (size_of::<KlGemmSm90>(), offsets),
+        (size_of::<KlGemmTma>(), offsets),
     ];
     words.into_iter().for_each(|(offset, word)| put(offset, &word.to_ne_bytes()));
     params

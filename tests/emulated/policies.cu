@@ -22,7 +22,7 @@ struct StoreF32Rows {
   }
 
   template <int kCols>
-  static __device__ __forceinline__ void stage(const KlGemmSm90&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
+  static __device__ __forceinline__ void stage(const KlGemmTma&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
 #pragma unroll
     for (int i = 0; i < kCols / 2; i++) {
       // Accumulator i of a lane is in fragment i / 4, which has two rows of two columns for it.
@@ -42,7 +42,7 @@ using Promoted256x128 = GemmConfig<E4m3Policies<1>, 256, 128, 128, 2, 4, Cluster
 using Promoted128x192 = GemmConfig<E4m3Policies<1>, 128, 192, 128, 2, 4, ClusterMode::kMulticastB>;
 using Unpromoted256x128 = GemmConfig<E4m3Policies<0>, 256, 128, 128, 2, 4, ClusterMode::kMulticastA>;
 using Unpromoted128x192 = GemmConfig<E4m3Policies<0>, 128, 192, 128, 2, 4, ClusterMode::kMulticastB>;
-KL_ENTRY(test_e4m3_promoted_256x128, KlGemmSm90, Promoted256x128::kThreads, 1) { gemm<Promoted256x128>(p); }
-KL_ENTRY(test_e4m3_promoted_128x192, KlGemmSm90, Promoted128x192::kThreads, 1) { gemm<Promoted128x192>(p); }
-KL_ENTRY(test_e4m3_unpromoted_256x128, KlGemmSm90, Unpromoted256x128::kThreads, 1) { gemm<Unpromoted256x128>(p); }
-KL_ENTRY(test_e4m3_unpromoted_128x192, KlGemmSm90, Unpromoted128x192::kThreads, 1) { gemm<Unpromoted128x192>(p); }
+KL_ENTRY(test_e4m3_promoted_256x128, KlGemmTma, Promoted256x128::kThreads, 1) { gemm<Promoted256x128>(p); }
+KL_ENTRY(test_e4m3_promoted_128x192, KlGemmTma, Promoted128x192::kThreads, 1) { gemm<Promoted128x192>(p); }
+KL_ENTRY(test_e4m3_unpromoted_256x128, KlGemmTma, Unpromoted256x128::kThreads, 1) { gemm<Unpromoted256x128>(p); }
+KL_ENTRY(test_e4m3_unpromoted_128x192, KlGemmTma, Unpromoted128x192::kThreads, 1) { gemm<Unpromoted128x192>(p); }

@@ -6,7 +6,7 @@
 pub mod abi;
 
 use crate::available;
-use abi::{KlGemmPart, KlGemmRows, KlGemmSm90, KlGemmStream, KlTileSchedule};
+use abi::{KlGemmPart, KlGemmRows, KlGemmTma, KlGemmStream, KlTileSchedule};
 use common::random::Random;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
 use std::mem::offset_of;
@@ -111,12 +111,12 @@ impl Problem {
 
         let mut params = vec![0; entry.param_bytes as usize];
         let mut put = |offset: usize, bytes: &[u8]| params[offset..][..bytes.len()].copy_from_slice(bytes);
-        put(offset_of!(KlGemmSm90, x), &self.x.map(u64::to_ne_bytes).concat());
-        put(offset_of!(KlGemmSm90, w), &self.w.map(u64::to_ne_bytes).concat());
-        put(offset_of!(KlGemmSm90, out), &self.out.map(u64::to_ne_bytes).concat());
-        let stream = offset_of!(KlGemmSm90, stream);
+        put(offset_of!(KlGemmTma, x), &self.x.map(u64::to_ne_bytes).concat());
+        put(offset_of!(KlGemmTma, w), &self.w.map(u64::to_ne_bytes).concat());
+        put(offset_of!(KlGemmTma, out), &self.out.map(u64::to_ne_bytes).concat());
+        let stream = offset_of!(KlGemmTma, stream);
         let part = stream + offset_of!(KlGemmStream, part);
-        let schedule = offset_of!(KlGemmSm90, schedule);
+        let schedule = offset_of!(KlGemmTma, schedule);
         let k_blocks = if stream_k { tiles * self.k_blocks } else { 0 };
         let words = [
             (stream + offset_of!(KlGemmStream, row_tiles), rows),
@@ -125,7 +125,7 @@ impl Problem {
             (part + offset_of!(KlGemmPart, tiles), col_tiles),
             (part + offset_of!(KlGemmPart, epilogue), abi::KL_STORE),
             (part + offset_of!(KlGemmPart, w) + offset_of!(KlGemmRows, alpha), self.alpha.to_bits()),
-            (offset_of!(KlGemmSm90, group), rows),
+            (offset_of!(KlGemmTma, group), rows),
             (schedule + offset_of!(KlTileSchedule, k_blocks), self.k_blocks),
             (schedule + offset_of!(KlTileSchedule, full_tiles), if stream_k { 0 } else { tiles }),
             (schedule + offset_of!(KlTileSchedule, k_blocks_per_worker), k_blocks / workers),
@@ -190,7 +190,7 @@ fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f3
         k_blocks: k.div_ceil(128),
         x: swizzled_map(x, 1, &[k, m], &[128, kernel.a_rows()]),
         w: swizzled_map(w, 1, &[k, n], &[128, kernel.block_n / 2]),
-        out: swizzled_map(out, 4, &[n, m], &[kernel.store_cols(32), abi::KL_SM90_STORE_ROWS]),
+        out: swizzled_map(out, 4, &[n, m], &[kernel.store_cols(32), abi::KL_TMA_STORE_ROWS]),
         alpha,
     };
     problem.run(&device, stream_k, seed);

@@ -467,7 +467,7 @@ fn a_row_is_all_that_a_new_tile_takes() {
     assert_eq!(
         added,
         [
-            "GemmSm90_64x16 = \"gemm_bf16_sm90\" \"kl_gemm_bf16_sm90_64x16\" (KlGemmSm90) 256, shared 90000, \
+            "GemmSm90_64x16 = \"gemm_bf16_sm90\" \"kl_gemm_bf16_sm90_64x16\" (KlGemmTma) 256, shared 90000, \
              overlap in clusters of abi::KL_SM90_CLUSTER;",
             "#[doc = \"64 rows by 16 columns. For tests.\"] Sm90_64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 64, \
              ctas_per_sm: 1, consumers: 1, cluster: Some(ClusterMode::MulticastB), operands: GemmOperands::Bf16, longest_sum: None, \

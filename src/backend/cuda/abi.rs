@@ -73,8 +73,8 @@ pub const KL_EXPAND_VECTOR: u32 = 8;
 pub const KL_EXPAND_BATCH: u32 = 4;
 pub const KL_EXPAND_MATRICES: u32 = 8;
 pub const KL_SM90_CLUSTER: u32 = 2;
-pub const KL_SM90_STORE_ROWS: u32 = 16;
-pub const KL_SM90_WARPGROUP_ROWS: u32 = 64;
+pub const KL_TMA_STORE_ROWS: u32 = 16;
+pub const KL_TMA_WARPGROUP_ROWS: u32 = 64;
 pub const KL_SM90_BOX_COLS: u32 = 64;
 pub const KL_SM90_SHARED_LIMIT: u32 = 232448;
 pub const KL_SM120_SHARED_LIMIT: u32 = 101376;
@@ -432,7 +432,7 @@ layout!(KlExpansion: 80 bytes, aligned to 8; counters at 0, to at 8, units at 72
 #[repr(C)]
 #[repr(align(128))]
 #[derive(Debug, Copy, Clone)]
-pub struct KlGemmSm90 {
+pub struct KlGemmTma {
     pub x: [KlTensorMap; 2usize],
     pub w: [[KlTensorMap; 4usize]; 2usize],
     pub out: [[KlTensorMap; 4usize]; 2usize],
@@ -446,7 +446,7 @@ pub struct KlGemmSm90 {
     pub saturated: u64,
     pub unused: [u64; 18usize],
 }
-layout!(KlGemmSm90: 5120 bytes, aligned to 128; x at 0, w at 256, out at 1280, residual at 2304, reduced at 2560, up at 2816,
+layout!(KlGemmTma: 5120 bytes, aligned to 128; x at 0, w at 256, out at 1280, residual at 2304, reduced at 2560, up at 2816,
     stream at 3072, expansion at 4848, group at 4928, schedule at 4936, saturated at 4968, unused at 4976);
 #[repr(C)]
 #[repr(align(128))]
@@ -478,7 +478,7 @@ layout!(KlConvImage: 768 bytes, aligned to 128; plane at 0, shortcut at 512, sho
 #[repr(align(128))]
 #[derive(Debug, Copy, Clone)]
 pub struct KlConvSm90 {
-    pub gemm: KlGemmSm90,
+    pub gemm: KlGemmTma,
     pub image: KlConvImage,
 }
 layout!(KlConvSm90: 5888 bytes, aligned to 128; gemm at 0, image at 5120);

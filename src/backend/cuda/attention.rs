@@ -252,7 +252,7 @@ impl<'a> HopperLaunch<'a> {
         let map = |m: &KlMat, rows| cx.tensor_map(m, [box_cols(m.dtype), rows]);
         let mut p = KlAttentionSm90 {
             // Each consumer warpgroup has rows of its own.
-            q: map(&q, abi::KL_SM90_WARPGROUP_ROWS / pack)?,
+            q: map(&q, abi::KL_TMA_WARPGROUP_ROWS / pack)?,
             k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
             v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
             out: [NONE; abi::KL_SM90_ATTENTION_OUTS as usize],

@@ -196,7 +196,7 @@ impl<'a> ConvGemm<'a> {
         let starts = (0..order.len()).map(|i| u32::from(i == 0 || order[i].plane != order[i - 1].plane));
         let clusters = self.plan.schedule.persistent_clusters(stream.row_tiles * stream.col_tiles, self.plan.tile.slots(cx.sms));
         let mut params = abi::KlConvSm90 {
-            gemm: abi::KlGemmSm90 {
+            gemm: abi::KlGemmTma {
                 x: [NO_MAP; _],
                 w: [NO_MAPS; _],
                 out: [NO_MAPS; _],
@@ -248,7 +248,7 @@ impl<'a> ConvGemm<'a> {
         let stored = [
             store_cols(self.plan.tile, block_n, abi::KL_BF16),
             abi::KL_CONV_TILE_WIDTH,
-            abi::KL_SM90_STORE_ROWS / abi::KL_CONV_TILE_WIDTH,
+            abi::KL_TMA_STORE_ROWS / abi::KL_CONV_TILE_WIDTH,
         ];
         let whole = pixels([tiles.width, tiles.height], None);
         if p.sampling == abi::KL_UP {

@@ -398,7 +398,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     let slots = if plan.tile.is_split_k() { tiles } else { plan.tile.slots(cx.sms) };
     let clusters = plan.schedule.persistent_clusters(tiles, slots);
     let expansion = expansion(cx, &stream, plan.tile, clusters.min(plan.tile.slots(cx.sms)).div_ceil(group[0].max(1)))?;
-    let mut p = abi::KlGemmSm90 {
+    let mut p = abi::KlGemmTma {
         x: no_map,
         w: maps,
         out: maps,
@@ -433,7 +433,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         let mapped = |part: &KlGemmPart| part.out.data != 0 && part.out.dtype != abi::KL_E2M1;
         for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| mapped(part)) {
             let cols = store_cols(plan.tile, stored_cols(part, block_n), part.out.dtype);
-            *map = cx.tensor_map(&part.out, [cols, abi::KL_SM90_STORE_ROWS])?;
+            *map = cx.tensor_map(&part.out, [cols, abi::KL_TMA_STORE_ROWS])?;
         }
     }
     cx.kernels.launch(kernel, [clusters * kernel.cluster(), 1, 1], &p)

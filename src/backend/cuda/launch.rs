@@ -116,7 +116,7 @@ macro_rules! params {
 
 params! {
     KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlLargest KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
-    KlNaiveGemm KlConv KlNormConv KlAttention KlGemm KlLowRank KlExpand KlGemmSm90 KlConvSm90 KlAttentionSm90 KlTestCopy KlFragments
+    KlNaiveGemm KlConv KlNormConv KlAttention KlGemm KlLowRank KlExpand KlGemmTma KlConvSm90 KlAttentionSm90 KlTestCopy KlFragments
     KlConversions KlBlend
 }
 
