@@ -309,7 +309,7 @@ typedef struct {
 
 #define KL_GEMM_PARTS 4u
 
-/* `w` are the matrices that the weight consists of, one below the other. A term of low rank, `up down`, is added to them: `reduced`, if
+/* `w` are the matrices that the weight consists of, one below the other. A LoRA branch, `up down`, is added to them: `reduced`, if
  * present, is x times the transpose of `down`, and `up` has a row for each row of the weight. Both are KL_BF16. */
 typedef struct {
   KlMat x, w[KL_GEMM_PARTS], bias, table, reduced, up;
@@ -339,13 +339,13 @@ typedef struct {
   uint64_t saturated;
 } KlGemm;
 
-/* ----------------------------------------------------------------------------------------------------- low_rank.cu */
+/* ----------------------------------------------------------------------------------------------------- lora_down.cu */
 
-#define KL_LOW_RANK_THREADS 256u
-/* Rows and, at most, columns of the output of a CTA; the latter are a multiple of KL_LOW_RANK_STEP. */
-#define KL_LOW_RANK_ROWS 32u
-#define KL_LOW_RANK_COLS 64u
-#define KL_LOW_RANK_STEP 16u
+#define KL_LORA_DOWN_THREADS 256u
+/* Rows and, at most, columns of the output of a CTA; the latter are a multiple of KL_LORA_DOWN_STEP. */
+#define KL_LORA_DOWN_ROWS 32u
+#define KL_LORA_DOWN_COLS 64u
+#define KL_LORA_DOWN_STEP 16u
 
 /* out = x down^T, for each stream that has an `out`. */
 typedef struct {
@@ -354,7 +354,7 @@ typedef struct {
 
 typedef struct {
   KlReduction stream[KL_STREAMS];
-} KlLowRank;
+} KlLoraDown;
 
 /* ------------------------------------------------------------------------------------------------------- expand.cu */
 
@@ -407,7 +407,7 @@ typedef struct {
 
 /* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
  * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual, `reduced` and
- * `up` those of the term of low rank. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
+ * `up` those of the LoRA branch. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS][KL_GEMM_PARTS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlTensorMap reduced[KL_STREAMS], up[KL_STREAMS];

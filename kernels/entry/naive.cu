@@ -3,7 +3,7 @@
 //
 //   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
 //                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
-//                        with a term of low rank, of which another kernel has computed the first product;
+//                        with a LoRA branch, of which another kernel has computed the first product;
 //                        inputs, weights and results may be e4m3, and rows of the weight have scales; all three may be NVFP4
 //   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
 //                        first, in phase form, or the stride may be two with zero padding at the right and bottom edge only
@@ -114,7 +114,7 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
       const bool by_rows = kCodes && p.w[j].scales && p.w[j].dtype != KL_E2M1;
       return by_rows ? reinterpret_cast<const float*>(p.w[j].scales)[p.first[j] + col] : 1.0f;
     };
-    // The weight's product in units of the result, and the second product of a term of low rank, whose K is the rank.
+    // The weight's product in units of the result, and the second product of a LoRA branch, whose K is the rank.
     const uint32_t m = p.out.rows, n = p.out.cols;
     const auto accumulate = [&](auto& b_tile, auto& acc) {
       constexpr int kGemms = std::extent_v<std::remove_reference_t<decltype(b_tile)>>;

@@ -128,8 +128,8 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
     }
   }
 
-  // Adds the term of low rank. The rows of its second matrix are in the columns in which those of the weight are.
-  __device__ __forceinline__ void add_low_rank() const {
+  // Adds the LoRA branch. The rows of its second matrix are in the columns in which those of the weight are.
+  __device__ __forceinline__ void add_lora() const {
     const bool swiglu = part.epilogue == KL_SWIGLU, half_split = part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT;
     tile.add_product(
         shared, s.reduced.cols,
@@ -280,7 +280,7 @@ __device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const Kl
   const uint32_t width = part.epilogue == KL_SWIGLU ? Tile::kBlockN / 2 : Tile::kBlockN;
   const GemmEpilogue<Tile> epilogue(s, part, saturated, tile, shared, row_tile, col_tile, width);
   epilogue.apply_scales();
-  if (s.reduced.data) epilogue.add_low_rank();
+  if (s.reduced.data) epilogue.add_lora();
   if (part.epilogue == KL_SWIGLU) {
     epilogue.swiglu();
   } else if (part.epilogue == KL_QK_NORM_ROPE) {

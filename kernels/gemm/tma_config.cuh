@@ -52,9 +52,9 @@ struct GemmConfig : Policies {
   static_assert(kBlockK * Mma::kElementBits == 8 * Mma::kRowBytes, "a stage has rows of as many bytes as the swizzle has");
   // Columns of a k-block as tensor maps count them: of e2m1, two elements are one.
   static constexpr uint32_t kMapCols = Mma::kRowBytes / sizeof(typename Mma::Element);
-  // Columns of bf16 that a stage holds of a term of low rank; convolutions have none.
-  static constexpr uint32_t kLowRankCols = Mma::kRowBytes / sizeof(bf16);
-  static constexpr bool kLowRank = Policies::OperandA::kWindows == 0;
+  // Columns of bf16 that a stage holds of a LoRA branch; convolutions have none.
+  static constexpr uint32_t kLoraCols = Mma::kRowBytes / sizeof(bf16);
+  static constexpr bool kLora = Policies::OperandA::kWindows == 0;
   // Accumulators of a thread.
   using Acc = float[kMmaM][kBlockN / 2];
 

@@ -123,7 +123,7 @@ struct GemmEpilogue {
     store_as<Store, kWidth>(f);
   }
 
-  // What is left to multiply accumulators by, gate columns of SwiGLU or its up columns: the scales of the operands, unless a term of low rank
+  // What is left to multiply accumulators by, gate columns of SwiGLU or its up columns: the scales of the operands, unless a LoRA branch
   // was added to the product of both.
   __device__ __forceinline__ float alpha(int half = 0) const {
     if constexpr (kScaled) return s.reduced.data ? 1.0f : part.w[half].alpha;
@@ -161,8 +161,8 @@ struct GemmEpilogue {
     }
   }
 
-  // Adds the term of low rank to the product of the operands, scaled: as many columns at a time as come through the pipeline.
-  __device__ __forceinline__ void add_low_rank(Pipeline<Config>& pipe) {
+  // Adds the LoRA branch to the product of the operands, scaled: as many columns at a time as come through the pipeline.
+  __device__ __forceinline__ void add_lora(Pipeline<Config>& pipe) {
     if constexpr (kScaled) {
       const bool paired = part.epilogue == KL_SWIGLU;
       const float first = part.w[0].alpha, second = part.w[paired ? 1 : 0].alpha;
@@ -173,10 +173,10 @@ struct GemmEpilogue {
       }
     }
     constexpr uint32_t kStep = 16;  // of K, in an MMA of bf16
-    for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLowRankCols, pipe.advance()) {
-      const uint32_t steps = ceil_div(min(s.reduced.cols - col, Config::kLowRankCols), kStep);
+    for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLoraCols, pipe.advance()) {
+      const uint32_t steps = ceil_div(min(s.reduced.cols - col, Config::kLoraCols), kStep);
       mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
-      add_low_rank_block<Config>(acc, first_row(thread), lane(), pipe.a(pipe.stage), steps);
+      add_lora_block<Config>(acc, first_row(thread), lane(), pipe.a(pipe.stage), steps);
       // All warps that release the stage together have read it.
       if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);
       pipe.release(pipe.stage);
@@ -349,8 +349,8 @@ struct GemmEpilogue {
   __device__ __forceinline__ void run(Pipeline<Config>& pipe) {
     if (lane() == 0) tma_store_wait<0>();  // the stores of the previous tile have read the staging buffers
     apply_row_scales();
-    if constexpr (Config::kLowRank) {
-      if (s.reduced.data) add_low_rank(pipe);
+    if constexpr (Config::kLora) {
+      if (s.reduced.data) add_lora(pipe);
     }
     if (part.epilogue == KL_GATE_RESIDUAL) {
       apply_gate(add_bias());

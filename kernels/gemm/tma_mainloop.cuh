@@ -66,10 +66,10 @@ __device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, ty
   for (int n = 0; n < Config::kMmaN; n++) add_vector(&acc[0][4 * n], load_shared(from + n * (32 * sizeof(float4))));
 }
 
-// Split-K: a warpgroup whose rows the peer finishes has no use for the term of low rank, but the stages of it are also its to release.
+// Split-K: a warpgroup whose rows the peer finishes has no use for the LoRA branch, but the stages of it are also its to release.
 template <class Config>
-__device__ __forceinline__ void skip_low_rank(const KlGemmStream& s, Pipeline<Config>& pipe, uint32_t group) {
-  for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLowRankCols, pipe.advance()) {
+__device__ __forceinline__ void skip_lora(const KlGemmStream& s, Pipeline<Config>& pipe, uint32_t group) {
+  for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLoraCols, pipe.advance()) {
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
     // A warp that has not seen this phase when the stage is filled twice more would take the second for it, and wait forever.
     warpgroup_sync(kWarpgroupBarrier + group);
@@ -94,16 +94,16 @@ __device__ __forceinline__ void produce_residual(const typename Config::Params& 
   }
 }
 
-// Loads the operands of the term of low rank of a tile through the pipeline, a block of its columns at a time.
+// Loads the operands of the LoRA branch of a tile through the pipeline, a block of its columns at a time.
 template <class Config>
-__device__ __forceinline__ void produce_low_rank(const typename Config::Params& p, Pipeline<Config>& pipe, const TileCoord<Config>& at,
+__device__ __forceinline__ void produce_lora(const typename Config::Params& p, Pipeline<Config>& pipe, const TileCoord<Config>& at,
                                                  uint32_t rank) {
   const uint32_t cols = p.stream[at.stream].reduced.cols;
   RowsA::Loader<Config> a(p, at, rank);
   CopiedB::Loader<Config> b(p, at, rank);
   a.map = &p.reduced[at.stream];
-  b.first.take_up(p, at, CopiedB::Loader<Config>::kMulticast ? rank : 0), b.second.take_up(p, at, 1);
-  for (uint32_t col = 0; col < cols; col += Config::kLowRankCols, pipe.advance()) {
+  b.first.point_at_up(p, at, CopiedB::Loader<Config>::kMulticast ? rank : 0), b.second.point_at_up(p, at, 1);
+  for (uint32_t col = 0; col < cols; col += Config::kLoraCols, pipe.advance()) {
     const uint32_t full = pipe.full(pipe.stage);
     mbarrier_wait(pipe.empty(pipe.stage), pipe.parity ^ 1);
     mbarrier_arrive_expect_tx(full, Config::kABytes + Config::kBBytes);
@@ -173,8 +173,8 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
       if constexpr (Config::kWindows == 0) a.load(k, pipe.a(pipe.stage), pipe.full(pipe.stage));
     }
     if (!is_finished<Config>(p, work)) continue;
-    if constexpr (Config::kLowRank) {
-      if (p.stream[at.stream].reduced.data) produce_low_rank(p, pipe, at, rank);
+    if constexpr (Config::kLora) {
+      if (p.stream[at.stream].reduced.data) produce_lora(p, pipe, at, rank);
     }
     if (p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL) produce_residual(p, pipe, at, rank);
   }
@@ -365,7 +365,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
         finish();
       } else {
         send_partials(pipe, acc);
-        if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe, group);
+        if constexpr (Config::kLora) skip_lora(p.stream[at.stream], pipe, group);
       }
     } else {
       finish_or_store(

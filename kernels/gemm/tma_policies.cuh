@@ -88,8 +88,8 @@ struct HalfOfB {
 
   __device__ __forceinline__ bool is_expanded() const { return dtype != KL_BF16; }
 
-  // The same rows of the term of low rank.
-  __device__ __forceinline__ void take_up(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
+  // The same rows of the LoRA branch.
+  __device__ __forceinline__ void point_at_up(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
     const KlGemmPart& part = p.stream[at.stream].part[at.part];
     const bool second = part.epilogue == KL_SWIGLU && half == 1;
     row = row - part.w[second].first + part.first_col + (second ? part.out.cols : 0);
@@ -194,7 +194,7 @@ struct WarpFragments {
 // Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, by mma.sync: accumulators that other instructions
 // have written are in the way of wgmma, which ptxas would then serialise in the main loop as well.
 template <class Config>
-__device__ __forceinline__ void add_low_rank_block(typename Config::Acc& acc, uint32_t row, uint32_t lane, uint32_t stage, uint32_t steps) {
+__device__ __forceinline__ void add_lora_block(typename Config::Acc& acc, uint32_t row, uint32_t lane, uint32_t stage, uint32_t steps) {
   const WarpFragments<Config> fragments(row, lane);
 #pragma unroll 1
   for (uint32_t step = 0; step < steps; step++) {

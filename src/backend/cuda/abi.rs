@@ -64,10 +64,10 @@ pub const KL_MMA_COLS: u32 = 128;
 pub const KL_QK_NORM_ROPE: u32 = 3;
 pub const KL_E2M1_ALPHA: f64 = 512.0;
 pub const KL_GEMM_PARTS: u32 = 4;
-pub const KL_LOW_RANK_THREADS: u32 = 256;
-pub const KL_LOW_RANK_ROWS: u32 = 32;
-pub const KL_LOW_RANK_COLS: u32 = 64;
-pub const KL_LOW_RANK_STEP: u32 = 16;
+pub const KL_LORA_DOWN_THREADS: u32 = 256;
+pub const KL_LORA_DOWN_ROWS: u32 = 32;
+pub const KL_LORA_DOWN_COLS: u32 = 64;
+pub const KL_LORA_DOWN_STEP: u32 = 16;
 pub const KL_EXPAND_THREADS: u32 = 256;
 pub const KL_EXPAND_VECTOR: u32 = 8;
 pub const KL_EXPAND_BATCH: u32 = 4;
@@ -409,10 +409,10 @@ pub struct KlReduction {
 layout!(KlReduction: 120 bytes, aligned to 8; out at 0, x at 40, down at 80);
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct KlLowRank {
+pub struct KlLoraDown {
     pub stream: [KlReduction; 2usize],
 }
-layout!(KlLowRank: 240 bytes, aligned to 8; stream at 0);
+layout!(KlLoraDown: 240 bytes, aligned to 8; stream at 0);
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct KlExpand {

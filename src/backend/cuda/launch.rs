@@ -92,7 +92,7 @@ with_instantiations! { kernels {
     AttentionFp8OnlineSoftmax = "attention_fp8_sm89" "kl_attention_fp8_sm89_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
     AttentionSm120MaxFree = "attention_fp8_sm120" "kl_attention_fp8_sm120" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
     AttentionSm120OnlineSoftmax = "attention_fp8_sm120" "kl_attention_fp8_sm120_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
-    LowRank = "low_rank" "kl_low_rank" (KlLowRank) abi::KL_LOW_RANK_THREADS;
+    LoraDown = "lora_down" "kl_lora_down" (KlLoraDown) abi::KL_LORA_DOWN_THREADS;
     Expand = "expand" "kl_expand" (KlExpand) abi::KL_EXPAND_THREADS;
     ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_CONV_STATS_THREADS;
     NormConvNarrow = "conv_narrow" "kl_norm_conv_narrow" (KlNormConv) abi::KL_NARROW_THREADS, shared abi::KL_NARROW_SHARED;
@@ -116,7 +116,7 @@ macro_rules! params {
 
 params! {
     KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlLargest KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
-    KlNaiveGemm KlConv KlNormConv KlAttention KlGemm KlLowRank KlExpand KlGemmTma KlConvSm90 KlAttentionSm90 KlTestCopy KlFragments
+    KlNaiveGemm KlConv KlNormConv KlAttention KlGemm KlLoraDown KlExpand KlGemmTma KlConvSm90 KlAttentionSm90 KlTestCopy KlFragments
     KlConversions KlBlend
 }
 

@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 
 /// The kernels of the first product, the fastest first.
 pub fn kernels() -> [Kernel; 2] {
-    [Kernel::LowRank, Kernel::NaiveGemm]
+    [Kernel::LoraDown, Kernel::NaiveGemm]
 }
 
 /// The term of low rank of a layer as GEMMs take it: the first product, and the second matrix. Both are absent if the layer has none.
@@ -31,7 +31,7 @@ impl Term {
 
     /// Whether tensor cores multiply it.
     pub fn is_multiplied(&self) -> bool {
-        let step = abi::KL_LOW_RANK_STEP;
+        let step = abi::KL_LORA_DOWN_STEP;
         let fits = |m: &KlMat| is_async_copyable(m, abi::KL_BF16) && m.cols.is_multiple_of(step);
         !self.exists() || fits(&self.reduced) && fits(&self.up)
     }
@@ -81,21 +81,21 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
 fn is_multiplied(cx: &OpContext, KlReduction { out, x, down }: &KlReduction) -> bool {
     let types = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
     cx.choice != Choice::Naive
-        && cx.kernels.has(Kernel::LowRank)
+        && cx.kernels.has(Kernel::LoraDown)
         && types.contains(&x.dtype)
         && is_async_copyable(x, x.dtype)
         && is_async_copyable(down, abi::KL_BF16)
         && out.dtype == abi::KL_BF16
-        && out.cols.is_multiple_of(abi::KL_LOW_RANK_STEP)
+        && out.cols.is_multiple_of(abi::KL_LORA_DOWN_STEP)
 }
 
 fn launch(cx: &OpContext, streams: &[KlReduction]) -> Result<()> {
     let mut stream = [KlReduction { out: NONE, x: NONE, down: NONE }; abi::KL_STREAMS as usize];
     stream[..streams.len()].copy_from_slice(streams);
     let most = |size: fn(&KlReduction) -> u32| streams.iter().map(size).max().unwrap_or(0);
-    let rows = most(|s| s.out.rows).div_ceil(abi::KL_LOW_RANK_ROWS);
-    let cols = most(|s| s.out.cols).div_ceil(abi::KL_LOW_RANK_COLS);
-    cx.kernels.launch(Kernel::LowRank, [rows, cols, streams.len() as u32], &abi::KlLowRank { stream })
+    let rows = most(|s| s.out.rows).div_ceil(abi::KL_LORA_DOWN_ROWS);
+    let cols = most(|s| s.out.cols).div_ceil(abi::KL_LORA_DOWN_COLS);
+    cx.kernels.launch(Kernel::LoraDown, [rows, cols, streams.len() as u32], &abi::KlLoraDown { stream })
 }
 
 fn naive(cx: &OpContext, &KlReduction { out, x, down }: &KlReduction) -> Result<()> {

@@ -83,7 +83,7 @@ const WIDE: &str = "attention huge 5 queries [600] keys 1:1 heads of 512 bf16 wh
 const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
 /// Both operands of NVFP4, and the result; the rows of ups begin within a tile of scales.
 const W4A4: &str = "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole";
-/// Terms of low rank that take several pipeline stages, with a residual; and with scales.
+/// LoRA branches that take several pipeline stages, with a residual; and with scales.
 const LOW_RANK: &str = "linear_gate_residual bf16 67 rows of 640 to 264, rank 400, gate true bias true bf16 whole";
 const LOW_RANK_FP8: &str = "linear w8a8 130 rows of 640 to 168, rank 48, bias true bf16 whole";
 /// A convolution with moments, of tiles at every edge.
@@ -139,7 +139,7 @@ pub const BUGS: &[Planted] = planted! {
         // The ranges of Stream-K workers begin one k-block late.
         stream_k_off_by_one: Report(REMAINDER, "global memory that is not allocated"), "persistent/stream_k.cuh",
         "min(worker, schedule.remainder)" => "min(worker + 1, schedule.remainder)";
-        // A block of a term of low rank is given back before all warps have read it.
+        // A block of a LoRA branch is given back before all warps have read it.
         low_rank_released_early: Report(LOW_RANK, "without a barrier between them"), "gemm/tma_epilogue.cuh",
         "if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);\n      pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f"
         => "pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f";
@@ -154,7 +154,7 @@ pub const BUGS: &[Planted] = planted! {
         => "k + 1 == work.k_end) named_barrier_arrive(kHandOverBarrier<Config> + 1);";
         // With split-K a warpgroup keeps the stages that are of no use to it.
         low_rank_not_skipped: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/tma_mainloop.cuh",
-        "if constexpr (Config::kLowRank) skip_low_rank(p.stream[at.stream], pipe, group);" => "";
+        "if constexpr (Config::kLora) skip_lora(p.stream[at.stream], pipe, group);" => "";
         // Or gives them back before all its warps have seen them filled.
         low_rank_skipped_apart: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/tma_mainloop.cuh",
         "    warpgroup_sync(kWarpgroupBarrier + group);\n    pipe.release(pipe.stage);" => "    pipe.release(pipe.stage);";
@@ -300,16 +300,16 @@ pub const BUGS: &[Planted] = planted! {
         => "a_offset((row + lane % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane % 4, lane / 16) * 16),";
     }
     "gemm_fp8_sm90", "128, 192, 128, 2, 4, MulticastB, 0,", "Fp8_128x192" {
-        // The term of low rank is multiplied by the scales of the weight.
+        // The LoRA branch is multiplied by the scales of the weight.
         low_rank_scaled: Report(LOW_RANK_FP8, WRONG), "gemm/tma_epilogue.cuh",
         "return s.reduced.data ? 1.0f : part.w[half].alpha;" => "return part.w[half].alpha;";
     }
-    "low_rank", "", "Sm90_128x192" {
+    "lora_down", "", "Sm90_128x192" {
         // Warps add up their sums of a product of low rank before all have stored them.
-        low_rank_without_barrier: Report(LOW_RANK, "without a barrier"), "entry/low_rank.cu",
+        low_rank_without_barrier: Report(LOW_RANK, "without a barrier"), "entry/lora_down.cu",
         "    __syncthreads();\n    if (warp < half) {" => "    if (warp < half) {";
         // The lanes of a quad take each other's part of K for their own.
-        low_rank_other_columns: Report(LOW_RANK, WRONG), "entry/low_rank.cu",
+        low_rank_other_columns: Report(LOW_RANK, WRONG), "entry/lora_down.cu",
         "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col + 8 * v);"
         => "b[n] = Bf16Rows::load(p.down, col0 + line + 8 * n, col % 8 + k + (quad ^ 1) * Rows::kElements + 8 * v);";
     }

@@ -1,14 +1,14 @@
-// The first product of a term of low rank, portable (sm_80 and newer): what LoRA (Hu et al. 2021) multiplies an input by before the GEMM, which
+// The first product of a LoRA branch, portable (sm_80 and newer): what LoRA (Hu et al. 2021) multiplies an input by before the GEMM, which
 // multiplies the result by the second matrix in its epilogue.
 //
-//   kl_low_rank   out = x down^T   x of bf16, e4m3 or e2m1, as the GEMM takes it; down and out of bf16
+//   kl_lora_down   out = x down^T   x of bf16, e4m3 or e2m1, as the GEMM takes it; down and out of bf16
 //
 // Nothing goes through shared memory on its way in. The order of K is free as long as both operands have the same, so a lane loads sixteen
 // bytes of a row of either one, which are consecutive, and takes them for those elements of K that the fragments of an MMA have in its place.
 // The warps of a CTA divide K among them, and add up their sums at the end.
 // The grid has the rows of the longest stream along x, the columns along y, a stream for each index along z.
 // Bound: memory. x is read once for up to 64 columns, mostly from L2, where the op that wrote it has left it.
-// Needs: columns of x a multiple of 16, of out of KL_LOW_RANK_STEP; rows that begin at multiples of 16 bytes.
+// Needs: columns of x a multiple of 16, of out of KL_LORA_DOWN_STEP; rows that begin at multiples of 16 bytes.
 #include <common/expand.cuh>
 #include <common/math.cuh>
 #include <common/mma.cuh>
@@ -16,7 +16,7 @@
 #include <common/vectors.cuh>
 #include <ptx/entry.cuh>
 
-constexpr int kWarps = KL_LOW_RANK_THREADS / 32, kMmaM = KL_LOW_RANK_ROWS / 16, kMaxMmaN = KL_LOW_RANK_COLS / 8;
+constexpr int kWarps = KL_LORA_DOWN_THREADS / 32, kMmaM = KL_LORA_DOWN_ROWS / 16, kMaxMmaN = KL_LORA_DOWN_COLS / 8;
 
 // What a lane loads of a row at a time: kElements elements, and the eight of them with index `v` as pairs of bf16, which are its part of a row
 // of A in two MMAs.
@@ -64,11 +64,11 @@ struct E2m1Rows {
 
 using Partials = float4[kWarps / 2][kMmaM * kMaxMmaN][32];
 
-// Computes KL_LOW_RANK_ROWS rows of 8 kMmaN columns.
+// Computes KL_LORA_DOWN_ROWS rows of 8 kMmaN columns.
 template <class Rows, int kMmaN>
 __device__ __forceinline__ void reduce_rows(const KlReduction& p, Partials& partials) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane / 4, quad = lane % 4;
-  const uint32_t row0 = blockIdx.x * KL_LOW_RANK_ROWS, col0 = blockIdx.y * KL_LOW_RANK_COLS;
+  const uint32_t row0 = blockIdx.x * KL_LORA_DOWN_ROWS, col0 = blockIdx.y * KL_LORA_DOWN_COLS;
   constexpr uint32_t kVectors = Rows::kElements / 8, kStep = 4 * Rows::kElements;  // of K, for the lanes of a quad
   float acc[kMmaM][kMmaN][4] = {};
   // Rows beyond the end repeat the last one: their results are not stored.
@@ -136,17 +136,17 @@ __device__ __forceinline__ void reduce_rows(const KlReduction& p, Partials& part
 
 template <class Rows>
 __device__ __forceinline__ void reduce_stream(const KlReduction& p, Partials& partials) {
-  const uint32_t cols = min(p.out.cols - blockIdx.y * KL_LOW_RANK_COLS, KL_LOW_RANK_COLS);
+  const uint32_t cols = min(p.out.cols - blockIdx.y * KL_LORA_DOWN_COLS, KL_LORA_DOWN_COLS);
   if (cols == 16) return reduce_rows<Rows, 2>(p, partials);
   if (cols == 32) return reduce_rows<Rows, 4>(p, partials);
   if (cols == 48) return reduce_rows<Rows, 6>(p, partials);
   reduce_rows<Rows, 8>(p, partials);
 }
 
-KL_ENTRY(kl_low_rank, KlLowRank, KL_LOW_RANK_THREADS, 2) {
+KL_ENTRY(kl_lora_down, KlLoraDown, KL_LORA_DOWN_THREADS, 2) {
   KL_SHARED(Partials, partials, );
   const KlReduction& stream = p.stream[blockIdx.z];
-  if (blockIdx.x * KL_LOW_RANK_ROWS >= stream.out.rows || blockIdx.y * KL_LOW_RANK_COLS >= stream.out.cols) return;
+  if (blockIdx.x * KL_LORA_DOWN_ROWS >= stream.out.rows || blockIdx.y * KL_LORA_DOWN_COLS >= stream.out.cols) return;
   if (stream.x.dtype == KL_BF16) return reduce_stream<Bf16Rows>(stream, partials);
   if (stream.x.dtype == KL_E4M3) return reduce_stream<E4m3Rows>(stream, partials);
   reduce_stream<E2m1Rows>(stream, partials);
