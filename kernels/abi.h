@@ -305,7 +305,7 @@ typedef struct {
   uint32_t first_col; /* the first column of the bias, and row of `up` */
   uint32_t tiles;     /* the number of column tiles */
   float scale;        /* applied to heads after their norm, and to results of KL_SWIGLU; divided by the scale of an e4m3 output */
-} KlGemmPart;
+} KlOutputRange;
 
 #define KL_GEMM_PARTS 4u
 
@@ -313,7 +313,7 @@ typedef struct {
  * present, is x times the transpose of `down`, and `up` has a row for each row of the weight. Both are KL_BF16. */
 typedef struct {
   KlMat x, w[KL_GEMM_PARTS], bias, table, reduced, up;
-  KlGemmPart part[KL_GEMM_PARTS];
+  KlOutputRange part[KL_GEMM_PARTS];
   uint32_t row_tiles;
   uint32_t col_tiles;
   uint32_t rope;

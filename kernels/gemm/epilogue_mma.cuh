@@ -97,11 +97,11 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
   using Base::out, Base::shared, Base::tile;
 
   const KlGemmStream& s;
-  const KlGemmPart& part;
+  const KlOutputRange& part;
   uint64_t saturated;  // the address of the count of values that do not fit an output of e4m3
 
   // For tile (row_tile, col_tile) of the part, where a tile has `width` columns of the output.
-  __device__ __forceinline__ GemmEpilogue(const KlGemmStream& s, const KlGemmPart& part, uint64_t saturated, Tile& tile,
+  __device__ __forceinline__ GemmEpilogue(const KlGemmStream& s, const KlOutputRange& part, uint64_t saturated, Tile& tile,
                                           unsigned char* shared, uint32_t row_tile, uint32_t col_tile, uint32_t width)
       : Base{tile, shared, part.out, static_cast<uint64_t>(row_tile) * Tile::kBlockM, static_cast<uint64_t>(col_tile) * width},
         s(s), part(part), saturated(saturated) {}
@@ -275,7 +275,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
 };
 
 template <class Tile>
-__device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const KlGemmPart& part, uint64_t saturated, Tile& tile,
+__device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const KlOutputRange& part, uint64_t saturated, Tile& tile,
                                                  unsigned char* shared, uint32_t row_tile, uint32_t col_tile) {
   const uint32_t width = part.epilogue == KL_SWIGLU ? Tile::kBlockN / 2 : Tile::kBlockN;
   const GemmEpilogue<Tile> epilogue(s, part, saturated, tile, shared, row_tile, col_tile, width);

@@ -60,7 +60,7 @@ struct TileCoord {
     while (col_tile >= s.part[part_index].tiles) col_tile -= s.part[part_index++].tiles;
   }
 
-  __device__ __forceinline__ const KlGemmPart& part() const { return s.part[part_index]; }
+  __device__ __forceinline__ const KlOutputRange& part() const { return s.part[part_index]; }
 };
 
 // Accumulates `k_blocks` k-blocks of a tile, from `first_k_block` on.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned ch
                                         uint32_t k_blocks) {
   const TileCoord at(p, index);
   const KlGemmStream& s = at.s;
-  const KlGemmPart& part = at.part();
+  const KlOutputRange& part = at.part();
   const auto pitch = [](const KlMat& m) { return static_cast<uint32_t>(m.stride) / Tile::kChunk; };
   const uint32_t line = Tile::copy_row(), chunk = Tile::copy_chunk(), x_pitch = pitch(s.x);
   const OperandRows<Tile> a{s.x.data, (at.row_tile * Tile::kBlockM + line) * x_pitch + chunk, Tile::kRowsPerCopy * x_pitch,

@@ -17,7 +17,7 @@ template <class Config>
 struct GemmEpilogue {
   const typename Config::Params& p;
   const KlGemmStream& s;
-  const KlGemmPart& part;
+  const KlOutputRange& part;
   const KlTensorMap* out;
   typename Config::Acc& acc;
   uint32_t buffers;  // staging buffers of this warp

@@ -183,7 +183,7 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
 // Prefetches what the epilogue of a tile reads.
 template <class Config>
 __device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmTma& p, const TileCoord<Config>& at) {
-  const KlGemmPart& part = p.stream[at.stream].part[at.part];
+  const KlOutputRange& part = p.stream[at.stream].part[at.part];
   if (threadIdx.x % kWarpgroupThreads == 0) prefetch_tensor_map(&p.out[at.stream][at.part]);
   constexpr uint32_t kLineCols = 64;  // of bf16 in a cache line
   const uint32_t col = at.col_tile * Config::kBlockN + lane() * kLineCols;

@@ -79,7 +79,7 @@ struct HalfOfB {
 
   __device__ __forceinline__ HalfOfB(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
     constexpr uint32_t kHalfN = Config::kBlockN / 2;
-    const KlGemmPart& part = p.stream[at.stream].part[at.part];
+    const KlOutputRange& part = p.stream[at.stream].part[at.part];
     const bool paired = part.epilogue == KL_SWIGLU;
     const KlGemmRows& rows = part.w[paired ? half : 0];
     map = &p.w[at.stream][rows.matrix], matrix = rows.matrix, dtype = rows.dtype;
@@ -90,7 +90,7 @@ struct HalfOfB {
 
   // The same rows of the LoRA branch.
   __device__ __forceinline__ void point_at_up(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
-    const KlGemmPart& part = p.stream[at.stream].part[at.part];
+    const KlOutputRange& part = p.stream[at.stream].part[at.part];
     const bool second = part.epilogue == KL_SWIGLU && half == 1;
     row = row - part.w[second].first + part.first_col + (second ? part.out.cols : 0);
     map = &p.up[at.stream];

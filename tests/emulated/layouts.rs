@@ -2,7 +2,7 @@
 //! expect. Those of fragments are in the self-test, which asks the instructions themselves.
 
 use crate::available;
-use crate::policies::abi::{KL_SWIGLU, KlGemmPart, KlGemmRows, KlGemmTma, KlGemmStream, KlMat};
+use crate::policies::abi::{KL_SWIGLU, KlOutputRange, KlGemmRows, KlGemmTma, KlGemmStream, KlMat};
 use kiln::internals::tensor::nvfp4;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
 use std::collections::BTreeSet;
@@ -98,12 +98,12 @@ fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, 
     let mut put = |offset: usize, bytes: &[u8]| params[offset..][..bytes.len()].copy_from_slice(bytes);
     let stream = offset_of!(KlGemmTma, stream);
     let part = stream + offset_of!(KlGemmStream, part);
-    let mat = part + offset_of!(KlGemmPart, out);
+    let mat = part + offset_of!(KlOutputRange, out);
     for (offset, word) in [
         (stream + offset_of!(KlGemmStream, row_tiles), 1),
         (stream + offset_of!(KlGemmStream, col_tiles), 1),
-        (part + offset_of!(KlGemmPart, tiles), 1),
-        (part + offset_of!(KlGemmPart, epilogue), epilogue),
+        (part + offset_of!(KlOutputRange, tiles), 1),
+        (part + offset_of!(KlOutputRange, epilogue), epilogue),
         (offset_of!(KlGemmTma, group), 1),
         (mat + offset_of!(KlMat, rows), out.rows),
         (mat + offset_of!(KlMat, cols), out.cols),
@@ -113,7 +113,7 @@ fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, 
         put(offset, &word.to_ne_bytes());
     }
     for (half, first) in first.into_iter().enumerate() {
-        let rows = part + offset_of!(KlGemmPart, w) + half * size_of::<KlGemmRows>();
+        let rows = part + offset_of!(KlOutputRange, w) + half * size_of::<KlGemmRows>();
         put(rows + offset_of!(KlGemmRows, first), &first.to_ne_bytes());
     }
     let words = [

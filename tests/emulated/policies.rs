@@ -6,7 +6,7 @@
 pub mod abi;
 
 use crate::available;
-use abi::{KlGemmPart, KlGemmRows, KlGemmTma, KlGemmStream, KlTileSchedule};
+use abi::{KlOutputRange, KlGemmRows, KlGemmTma, KlGemmStream, KlTileSchedule};
 use common::random::Random;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
 use std::mem::offset_of;
@@ -121,10 +121,10 @@ impl Problem {
         let words = [
             (stream + offset_of!(KlGemmStream, row_tiles), rows),
             (stream + offset_of!(KlGemmStream, col_tiles), cols),
-            (part + offset_of!(KlGemmPart, out.cols), self.cols),
-            (part + offset_of!(KlGemmPart, tiles), col_tiles),
-            (part + offset_of!(KlGemmPart, epilogue), abi::KL_STORE),
-            (part + offset_of!(KlGemmPart, w) + offset_of!(KlGemmRows, alpha), self.alpha.to_bits()),
+            (part + offset_of!(KlOutputRange, out.cols), self.cols),
+            (part + offset_of!(KlOutputRange, tiles), col_tiles),
+            (part + offset_of!(KlOutputRange, epilogue), abi::KL_STORE),
+            (part + offset_of!(KlOutputRange, w) + offset_of!(KlGemmRows, alpha), self.alpha.to_bits()),
             (offset_of!(KlGemmTma, group), rows),
             (schedule + offset_of!(KlTileSchedule, k_blocks), self.k_blocks),
             (schedule + offset_of!(KlTileSchedule, full_tiles), if stream_k { 0 } else { tiles }),

@@ -351,7 +351,7 @@ pub struct KlGemmRows {
 layout!(KlGemmRows: 16 bytes, aligned to 4; matrix at 0, first at 4, dtype at 8, alpha at 12);
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct KlGemmPart {
+pub struct KlOutputRange {
     pub out: KlMat,
     pub extra: KlMat,
     pub w: [KlGemmRows; 2usize],
@@ -360,7 +360,7 @@ pub struct KlGemmPart {
     pub tiles: u32,
     pub scale: f32,
 }
-layout!(KlGemmPart: 128 bytes, aligned to 8; out at 0, extra at 40, w at 80, epilogue at 112, first_col at 116, tiles at 120,
+layout!(KlOutputRange: 128 bytes, aligned to 8; out at 0, extra at 40, w at 80, epilogue at 112, first_col at 116, tiles at 120,
     scale at 124);
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -371,7 +371,7 @@ pub struct KlGemmStream {
     pub table: KlMat,
     pub reduced: KlMat,
     pub up: KlMat,
-    pub part: [KlGemmPart; 4usize],
+    pub part: [KlOutputRange; 4usize],
     pub row_tiles: u32,
     pub col_tiles: u32,
     pub rope: u32,

@@ -1,6 +1,6 @@
 //! 3x3 convolutions on Hopper: implicit GEMMs, with the tiles and schedules of GEMMs.
 
-use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat};
+use super::abi::{self, KlOutputRange, KlGemmRows, KlGemmStream, KlMat};
 use super::context::{Choice, OpContext};
 use super::gemm::{NO_MAPS, NO_PART, NO_ROWS, NO_STREAM, store_cols};
 use super::launch::Kernel;
@@ -177,7 +177,7 @@ impl<'a> ConvGemm<'a> {
             (p.out.cols.div_ceil(block_n), if p.residual.data == 0 { abi::KL_STORE } else { abi::KL_GATE_RESIDUAL });
         for (matrix, part) in (0..phases(p)).zip(&mut stream.part) {
             let rows = KlGemmRows { matrix, dtype: abi::KL_BF16, ..NO_ROWS };
-            *part = KlGemmPart { out: p.out, w: [rows, NO_ROWS], epilogue, tiles, ..NO_PART };
+            *part = KlOutputRange { out: p.out, w: [rows, NO_ROWS], epilogue, tiles, ..NO_PART };
         }
         let rows = self.row_tiles() * self.plan.tile.config().block_m;
         (stream.row_tiles, stream.col_tiles) = self.plan.tile.tile_counts(rows, tiles * phases(p));

@@ -3,7 +3,7 @@
 //! A launch computes up to two GEMMs, those of the two streams of a double block. Each may have several parts: ranges of the weight's
 //! rows whose results go to different outputs through different epilogues, as in the fused projection of queries, keys, values and MLP.
 
-use super::abi::{self, KlGemmPart, KlGemmRows, KlGemmStream, KlMat, KlTensorMap};
+use super::abi::{self, KlGemmRows, KlGemmStream, KlMat, KlOutputRange, KlTensorMap};
 use super::arch::Arch;
 use super::context::{Choice, OpContext};
 use super::expansion::{expand, expansion, in_bf16};
@@ -69,8 +69,8 @@ impl EpilogueGemm {
 
 pub const NO_ROWS: KlGemmRows = KlGemmRows { matrix: 0, first: 0, dtype: 0, alpha: 1.0 };
 
-pub const NO_PART: KlGemmPart =
-    KlGemmPart { out: NONE, extra: NONE, w: [NO_ROWS; 2], epilogue: 0, first_col: 0, tiles: 0, scale: 1.0 };
+pub const NO_PART: KlOutputRange =
+    KlOutputRange { out: NONE, extra: NONE, w: [NO_ROWS; 2], epilogue: 0, first_col: 0, tiles: 0, scale: 1.0 };
 
 pub const NO_MAPS: [KlTensorMap; abi::KL_GEMM_PARTS as usize] = [NO_MAP; abi::KL_GEMM_PARTS as usize];
 
@@ -89,7 +89,7 @@ pub const NO_STREAM: KlGemmStream = KlGemmStream {
 };
 
 /// Rows of the weight that a part takes.
-fn weight_rows(part: &KlGemmPart) -> u32 {
+fn weight_rows(part: &KlOutputRange) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
@@ -102,7 +102,7 @@ pub const fn store_cols(tile: Tile, cols: u32, dtype: u32) -> u32 {
 }
 
 /// Columns of a tile that are stored: with SwiGLU one half.
-const fn stored_cols(part: &KlGemmPart, block_n: u32) -> u32 {
+const fn stored_cols(part: &KlOutputRange, block_n: u32) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { block_n / 2 } else { block_n }
 }
 
@@ -137,7 +137,7 @@ fn fits_tma(stream: &KlGemmStream, tile: TileConfig) -> bool {
 /// at multiples of sixteen bytes besides.
 fn has_whole_scale_tiles(stream: &KlGemmStream, tile: TileConfig) -> bool {
     let aligned = |m: &KlMat| m.stride.is_multiple_of(32);
-    let halves = |part: &KlGemmPart| part.w.iter().all(|rows| rows.first.is_multiple_of(abi::KL_SCALE_TILE_ROWS / 2));
+    let halves = |part: &KlOutputRange| part.w.iter().all(|rows| rows.first.is_multiple_of(abi::KL_SCALE_TILE_ROWS / 2));
     stream.x.cols.is_multiple_of(tile.block_k)
         && aligned(&stream.x)
         && stream.w.iter().all(aligned)
@@ -295,7 +295,7 @@ fn stream_of(
     stream.w[..w.mats.len()].copy_from_slice(&w.mats);
     for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
         let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
-        *to = KlGemmPart { out, extra, w: rows, epilogue: part.epilogue, first_col: part.rows.start as u32, ..NO_PART };
+        *to = KlOutputRange { out, extra, w: rows, epilogue: part.epilogue, first_col: part.rows.start as u32, ..NO_PART };
         // The scale of an output of e4m3 goes into a factor that the epilogue has anyway.
         match part.epilogue {
             abi::KL_QK_NORM_ROPE => to.scale = part.scale / out.scale,
@@ -430,7 +430,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
             p.residual[i] = cx.tensor_map(&s.part[0].out, [abi::KL_SM90_BOX_COLS, plan.tile.warpgroup_rows()])?;
         }
         // Results of e2m1 are stored without TMA.
-        let mapped = |part: &KlGemmPart| part.out.data != 0 && part.out.dtype != abi::KL_E2M1;
+        let mapped = |part: &KlOutputRange| part.out.data != 0 && part.out.dtype != abi::KL_E2M1;
         for (map, part) in p.out[i].iter_mut().zip(&s.part).filter(|(_, part)| mapped(part)) {
             let cols = store_cols(plan.tile, stored_cols(part, block_n), part.out.dtype);
             *map = cx.tensor_map(&part.out, [cols, abi::KL_TMA_STORE_ROWS])?;
@@ -485,7 +485,7 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, term:
     }
     let (table, rope) = (cx.mat(s.rope.table, op)?, rope_code(s.rope.style));
     let stream = stream_of(cx, op, x, &w, term, parts)?;
-    let heads = |part: &KlGemmPart| part.epilogue != abi::KL_QK_NORM_ROPE || part.out.cols.is_multiple_of(abi::KL_MMA_COLS);
+    let heads = |part: &KlOutputRange| part.epilogue != abi::KL_QK_NORM_ROPE || part.out.cols.is_multiple_of(abi::KL_MMA_COLS);
     let stream = stream.filter(|stream| stream.part.iter().all(heads));
     let eps = s.norm.map_or(0.0, |norm| norm.eps);
     Ok(stream.map(|stream| KlGemmStream { table, rope, eps, ..stream }))
