@@ -1,6 +1,6 @@
 //! The time of an op: a roofline, in which tensor cores and memory work at the same time and the slower one decides.
 //!
-//! A kernel's main loop takes, for each floating-point operation of an SM, the clocks of the tensor cores and clocks besides them, in
+//! A kernel's main loop takes, for each floating-point operation of an SM, the clocks of the tensor cores and overhead cycles, in
 //! which they wait for copies, barriers, softmax. The latter were measured with the portable kernels on an H200, and are taken to be the
 //! same on every SM, whatever its tensor cores: those of GeForce cards are five times slower, so that there they matter less.
 
