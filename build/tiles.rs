@@ -43,7 +43,7 @@ const FAMILIES: &[Family] = &[
     Family {
         name: "KL_CONV_SM90",
         columns: SM90_COLUMNS,
-        read: |tables, row| tables.hopper_gemm(row, "KlConvSm90", "Conv", "Taps", 0),
+        read: |tables, row| tables.hopper_gemm(row, "KlConvSm90", "Conv", "Conv3x3", 0),
     },
     Family {
         name: "KL_GEMM_NVFP4_SM120",

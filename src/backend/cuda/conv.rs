@@ -28,7 +28,7 @@ pub fn kernels() -> Vec<Kernel> {
     let is_plain = |kernel: &Kernel| ["gemm_bf16", "gemm_mma"].iter().any(|file| kernel.file().starts_with(file));
     let shortcuts = gemm::kernels().into_iter().filter(is_plain);
     let hopper =
-        Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands == GemmOperands::Taps).map(|tile| tile.kernel);
+        Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands == GemmOperands::Conv3x3).map(|tile| tile.kernel);
     hopper.chain(CONV_TILES.iter().map(|tile| tile.kernel)).chain(OTHERS).chain(shortcuts).collect()
 }
 

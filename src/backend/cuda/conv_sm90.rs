@@ -1,6 +1,6 @@
 //! 3x3 convolutions on Hopper: implicit GEMMs, with the tiles and schedules of GEMMs.
 
-use super::abi::{self, KlOutputRange, KlGemmRows, KlGemmStream, KlMat};
+use super::abi::{self, KlGemmRows, KlGemmStream, KlMat, KlOutputRange};
 use super::context::{Choice, OpContext};
 use super::gemm::{NO_MAPS, NO_PART, NO_ROWS, NO_STREAM, store_cols};
 use super::launch::Kernel;
@@ -126,7 +126,7 @@ impl<'a> ConvGemm<'a> {
         if ![p.out, p.x, p.w, p.residual].iter().chain(&operands).all(copyable) || !residual {
             return None;
         }
-        let fits = |tile: &Tile| tile.config().operands == GemmOperands::Taps && cx.kernels.has(tile.config().kernel);
+        let fits = |tile: &Tile| tile.config().operands == GemmOperands::Conv3x3 && cx.kernels.has(tile.config().kernel);
         let candidate = |tile: Tile, forced: bool| {
             let config = tile.config();
             let tiles = image_tiles(p, config);

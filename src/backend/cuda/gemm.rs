@@ -19,7 +19,7 @@ use std::ops::Range;
 
 /// The tiles that are not those of convolutions.
 fn gemm_tiles() -> impl Iterator<Item = TileConfig> {
-    Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands != GemmOperands::Taps)
+    Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands != GemmOperands::Conv3x3)
 }
 
 /// The kernels of a GEMM with one part, the fastest first.

@@ -236,7 +236,7 @@ mod tests {
         let tile = |side: u32, channels: u32| {
             let shapes = [shape(side * side, &[channels])];
             let gemm = GroupedGemm { shapes: &shapes, k: 9 * channels, same_k: true };
-            gemm.plan(132, |tile| tile.config().operands == GemmOperands::Taps).unwrap().tile
+            gemm.plan(132, |tile| tile.config().operands == GemmOperands::Conv3x3).unwrap().tile
         };
         assert_eq!([32, 64].map(|side| tile(side, 512)), [Tile::Conv128x128; 2]);
         assert_eq!([128, 256, 512].map(|side| tile(side, 512)), [Tile::Conv128x256; 3]);

@@ -20,7 +20,7 @@ pub fn is_matrix_op(name: &str) -> bool {
 /// What the GEMM of a case multiplies.
 fn operands(name: &str) -> GemmOperands {
     if name.starts_with("conv") {
-        return GemmOperands::Taps;
+        return GemmOperands::Conv3x3;
     }
     let named = [
         (" w8a16 ", GemmOperands::MixedInput),
@@ -40,7 +40,7 @@ pub fn has_tile(name: &str, tile: Tile) -> bool {
     let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && tile.arch() != Arch::Sm90;
     let once = tile == Tile::Mma64x128;
     // Convolutions have portable tiles of their own, of which a GEMM's decides.
-    if operands == GemmOperands::Taps && own != operands {
+    if operands == GemmOperands::Conv3x3 && own != operands {
         return on_tensor_cores(name) && matches!(tile, Tile::Mma256x128 | Tile::Mma128x128) || once;
     }
     // Inputs of NVFP4 have no portable kernel but the naive one.

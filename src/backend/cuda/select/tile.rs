@@ -30,7 +30,7 @@ pub enum GemmOperands {
     /// e2m1 by e2m1, both with scales of blocks, stored as bf16, e4m3 or e2m1.
     Nvfp4,
     /// Pixels of bf16 under the taps of a filter by filters of bf16, stored as bf16: a convolution.
-    Taps,
+    Conv3x3,
 }
 
 /// A tile's properties.
