@@ -8,13 +8,13 @@ mod compare;
 mod copies;
 mod fragments;
 mod gate;
+mod gemms;
 mod instructions;
-mod products;
 mod record;
 
 pub use attention::Size;
 pub use gate::{Gate, gate, open, record};
-pub use products::{Format, Shape};
+pub use gemms::{Format, Shape};
 pub use record::{Key, Records, Verdict};
 
 use crate::backend::Backend;
@@ -131,7 +131,7 @@ fn instruction_checks() -> Vec<Check> {
         .chain(single)
         .chain([check("mma nvf4", move |cuda| instructions::mma(cuda, &selectors))])
         .chain(sums)
-        .chain([check("sums W8A8 GEMM", products::sums_of_gemm)])
+        .chain([check("sums W8A8 GEMM", gemms::sums_of_gemm)])
         .collect()
 }
 
@@ -139,7 +139,7 @@ fn product_checks(extent: &Extent<'_>) -> Vec<Check> {
     let mut checks = Vec::new();
     for format in Format::ALL {
         for &shape in extent.shapes {
-            checks.push(check(format!("GEMM {} {shape}", format.name()), move |cuda| products::product(cuda, format, shape)));
+            checks.push(check(format!("GEMM {} {shape}", format.name()), move |cuda| gemms::product(cuda, format, shape)));
         }
     }
     let size = extent.attention;

@@ -1,7 +1,7 @@
 //! Attention against the naive kernel on the same GPU.
 
 use super::Outcome;
-use super::products::{Random, run_both};
+use super::gemms::{Random, run_both};
 use crate::backend::cuda::{Cuda, Kernel};
 use crate::backend::{Backend, KvSegment, Op, Softmax};
 use crate::error::Result;

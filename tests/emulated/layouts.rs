@@ -2,7 +2,7 @@
 //! expect. Those of fragments are in the self-test, which asks the instructions themselves.
 
 use crate::available;
-use crate::policies::abi::{KL_SWIGLU, KlOutputRange, KlGemmRows, KlGemmTma, KlGemmStream, KlMat};
+use crate::policies::abi::{KL_SWIGLU, KlGemmRows, KlGemmStream, KlGemmTma, KlMat, KlOutputRange};
 use kiln::internals::tensor::nvfp4;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
 use std::collections::BTreeSet;

@@ -6,7 +6,7 @@
 pub mod abi;
 
 use crate::available;
-use abi::{KlOutputRange, KlGemmRows, KlGemmTma, KlGemmStream, KlTileSchedule};
+use abi::{KlGemmRows, KlGemmStream, KlGemmTma, KlOutputRange, KlTileSchedule};
 use common::random::Random;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
 use std::mem::offset_of;
