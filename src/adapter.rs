@@ -277,11 +277,9 @@ impl<'a> AdapterFile<'a> {
 
     /// Refuses rows of a weight that two layers of the file are added to: one of them is there by mistake.
     fn refuse_twice(&self, layers: &[Layer]) -> Result<()> {
-        let mut all: Vec<(&str, usize, usize, &str)> = Vec::new();
-        for layer in layers {
-            all.extend(
-                layer.place.rows.iter().map(|rows| (layer.place.name.as_str(), rows.start, rows.end, layer.name.as_str())),
-            );
+        let mut all: Vec<(String, usize, usize, &str)> = Vec::new();
+        for Layer { name, place, .. } in layers {
+            all.extend(place.rows.iter().map(|rows| (place.id.canonical(), rows.start, rows.end, name.as_str())));
         }
         all.sort_unstable();
         let twice = all.windows(2).find(|pair| pair[0].0 == pair[1].0 && pair[1].1 < pair[0].2);
@@ -310,7 +308,6 @@ mod tests {
     use super::*;
     use crate::config::TransformerConfig;
     use crate::model::transformer_manifest;
-    use crate::part::Part;
     use crate::tensor::Bytes;
     use safetensors::tensor::{Dtype, TensorView, serialize};
     use std::collections::HashMap;
@@ -322,7 +319,7 @@ mod tests {
     }
 
     fn places() -> Places {
-        Places::new([(Part::Transformer, &transformer_manifest(&config())[..])])
+        Places::new(&transformer_manifest(&config()))
     }
 
     /// Values that depend on the name and the index.
@@ -384,7 +381,10 @@ mod tests {
         let mut tensors = pair(layer, KOHYA, [128, 512], 4).to_vec();
         tensors.push(Given(format!("{layer}.alpha"), vec![], vec![2.0]));
         let adapter = read(&tensors).unwrap();
-        assert_eq!((adapter.layers.len(), adapter.layers[0].place.name.as_str()), (1, "single_blocks.1.linear2.weight"));
+        assert_eq!(
+            (adapter.layers.len(), adapter.layers[0].place.id.canonical().as_str()),
+            (1, "single_blocks.1.linear2.weight")
+        );
         let (got, (down, up)) = (delta(&adapter, 0), (&tensors[0].2, &tensors[1].2));
         for (i, got) in got.iter().enumerate() {
             let (row, col) = (i / 512, i % 512);

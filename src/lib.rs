@@ -57,12 +57,12 @@ pub use config::{Conventions, Guidance, Variant, display_name};
 pub use dump::read_noise;
 pub use error::{Error, Result};
 pub use files::read as read_file;
-pub use model::{AttentionFormat, Nvfp4Math};
-pub use names::Layout;
+pub use model::{AttentionFormat, Nvfp4Math, PlainHeads, PlainInput};
+pub use names::{LayerRole, Layout};
 pub use noise::{CHANNELS, NoiseKind};
 pub use part::{Part, PerPart};
 pub use pipeline::{
-    AdapterUse, AttentionFormatCount, Configs, Engine, Estimate, Expansion, Formats, GeneratedImage, Job, KindFormat, LayerKind,
+    AdapterUse, AttentionFormatCount, Configs, Engine, Estimate, Expansion, Formats, GeneratedImage, Job, KindFormat,
     LoadOptions, Noise, OpenModel, ReferenceInput, estimate_timed,
 };
 pub use reference::{DecodedReference, PreparedReference};

@@ -18,8 +18,7 @@ pub use formats::{LayerFormat, PartFormat, PlainInput};
 pub use loader::Loader;
 pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
 pub use nvfp4_math::Nvfp4Math;
-pub use quantise::Producer;
-pub use text_encoder::{TOKEN_TABLE, TextEncoder};
+pub use text_encoder::TextEncoder;
 #[cfg(feature = "internals")]
 pub use transformer::Modulation;
 pub use transformer::{ContextIn, ReferenceTokens, StepInput, Transformer};

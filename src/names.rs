@@ -1,10 +1,14 @@
 //! Tensor names: the only module that knows how checkpoints spell them.
 //!
 //! The engine requests weights by canonical names: the transformer's are those of the original single files, the VAE's those of
-//! diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`resolve`] maps the name in a file to
-//! the canonical one; [`spell`] is the inverse, for messages and for writing. Both read the same tables.
+//! diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`LayerId::canonical`] spells them, and
+//! [`resolve`] maps the name in a file to the canonical one and to its layer; [`spell`] is the inverse, for messages and for writing.
+//! All of them read the same tables.
 
+mod layer;
 mod tables;
+
+pub use layer::{LayerId, LayerRole, Stream};
 
 use crate::part::Part;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
@@ -85,6 +89,8 @@ pub enum Beside {
 pub struct Spelling {
     /// The canonical name.
     pub canonical: String,
+    /// The layer of a transformer or a text encoder.
+    pub layer: Option<LayerId>,
     /// The number of pieces that this spelling splits the canonical tensor into.
     pub pieces: usize,
     /// The pieces that this tensor holds, and in which of its rows.
@@ -100,6 +106,8 @@ pub struct Spelling {
 pub struct TensorSpec {
     /// Canonical name.
     pub name: String,
+    /// The layer of a transformer or a text encoder.
+    pub layer: Option<LayerId>,
     /// Its shape.
     pub shape: Vec<usize>,
     /// Rows of each of the matrices that are stacked in it, and that another layout may store as tensors of their own. A single
@@ -110,12 +118,22 @@ pub struct TensorSpec {
 impl TensorSpec {
     /// A tensor that is a single matrix, vector or convolution kernel.
     pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
-        Self { name: name.into(), shape: shape.to_vec(), stack: shape.iter().take(1).copied().collect() }
+        Self { name: name.into(), layer: None, shape: shape.to_vec(), stack: shape.iter().take(1).copied().collect() }
+    }
+
+    /// The gain of a norm.
+    pub fn norm(layer: LayerId, n: usize) -> Self {
+        Self { layer: Some(layer), ..Self::new(layer.canonical(), &[n]) }
+    }
+
+    /// The weight of a linear layer: matrices of `columns` columns stacked on each other, whose numbers of rows are `stack`.
+    pub fn linear(layer: LayerId, stack: &[usize], columns: usize) -> Self {
+        Self { layer: Some(layer), ..Self::stacked(layer.canonical(), stack, columns) }
     }
 
     /// Matrices of `columns` columns stacked on each other, whose numbers of rows are `stack`.
     pub fn stacked(name: impl Into<String>, stack: &[usize], columns: usize) -> Self {
-        Self { name: name.into(), shape: vec![stack.iter().sum(), columns], stack: stack.to_vec() }
+        Self { stack: stack.to_vec(), ..Self::new(name, &[stack.iter().sum(), columns]) }
     }
 }
 
@@ -255,9 +273,9 @@ pub fn resolve(part: Part, name: &str) -> Place {
 fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<Spelling> {
     let shared = row.other.is_empty();
     let canonical_layout = part.canonical_layout().filter(|_| !shared);
-    if matches(row.canonical, name).is_some() {
-        let holds = vec![(0, Rows::All)];
-        return Some(Spelling { canonical: name.into(), pieces: 1, holds, layout: canonical_layout, prefix });
+    if let Some(captured) = matches(row.canonical, name) {
+        let (layer, holds) = (LayerId::captured(row, &captured), vec![(0, Rows::All)]);
+        return Some(Spelling { canonical: name.into(), layer, pieces: 1, holds, layout: canonical_layout, prefix });
     }
     let (piece, captured) =
         row.other.iter().enumerate().find_map(|(i, pattern)| matches(pattern, name).map(|captured| (i, captured)))?;
@@ -270,7 +288,8 @@ fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<S
         Layout::Bfl => Layout::Diffusers,
         Layout::Diffusers => Layout::Bfl,
     });
-    Some(Spelling { canonical: fill(row.canonical, &captured), pieces, holds, layout, prefix })
+    let layer = LayerId::captured(row, &captured);
+    Some(Spelling { canonical: fill(row.canonical, &captured), layer, pieces, holds, layout, prefix })
 }
 
 /// The names under which `layout` stores a canonical tensor, in row order. A name that is in no table is returned unchanged.
@@ -469,6 +488,7 @@ mod tests {
                     for (i, name) in names.iter().enumerate() {
                         let found = weight(part, name);
                         assert_eq!(found.canonical, canonical);
+                        assert_eq!(found.layer.map(LayerId::canonical), row.role.map(|_| canonical.clone()));
                         assert!(row.swapped && i == 0 || found.holds == [(i, Rows::All)]);
                     }
                 }

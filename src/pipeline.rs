@@ -21,6 +21,6 @@ pub use engine::Engine;
 #[cfg(feature = "internals")]
 pub use estimate::estimate;
 pub use estimate::{Estimate, OpTime, estimate_timed};
-pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat, LayerKind};
+pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat};
 pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 pub use open::{Configs, OpenModel};

@@ -123,7 +123,7 @@ impl PlannedFile {
             }
         };
         for SourceLayer { spec, .. } in layers.iter_mut().filter(|_| part == Part::Transformer) {
-            let constant = spec.format.and_then(|format| constant_scale(spec.name(), format));
+            let constant = spec.format.and_then(|format| constant_scale(spec.layer?, format));
             spec.has_input_scale = spec.format.is_some() && (calibration.is_some() || constant.is_some());
         }
         let layout = FileLayout::new(part, *layout, &layers.iter().map(|layer| layer.spec.clone()).collect::<Vec<_>>());
@@ -133,7 +133,7 @@ impl PlannedFile {
     /// The scale of a layer's input in this file.
     fn input_scale(&self, layer: &LayerSpec, measured: Option<&BTreeMap<String, u32>>) -> Result<Option<f32>> {
         let Some(format) = layer.format.filter(|_| layer.has_input_scale) else { return Ok(None) };
-        let Some(measured) = measured else { return Ok(constant_scale(layer.name(), format)) };
+        let Some(measured) = measured else { return Ok(layer.layer.and_then(|id| constant_scale(id, format))) };
         let largest = measured.get(&layer.weight).map(|bits| f32::from_bits(*bits));
         let scale = largest.and_then(|largest| input_scale(format, largest)).map(Scale::get);
         let lacking = || Error::Op { op: "quantise", what: format!("no scale of the input of `{}`: {largest:?}", layer.name()) };

@@ -3,7 +3,7 @@
 use super::merge::{Adapters, MAX_RANK};
 use super::term::{KroneckerFactor, Matrix, Product, Term};
 use crate::error::Result;
-use crate::part::Part;
+use crate::names::LayerId;
 use crate::tensor::{Arena, DType, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -89,8 +89,8 @@ impl Adapters {
 
     /// The terms that are added to a weight as products, each with its scale, the rows that its rows are added to, and the rank of those
     /// before it.
-    fn thin_terms<'a>(&'a self, part: Part, weight: &'a str) -> impl Iterator<Item = (usize, Thin, f32, &'a [Range<usize>])> {
-        self.terms(part, weight).scan(0, |next, (term, ranges, strength)| {
+    fn thin_terms(&self, id: LayerId) -> impl Iterator<Item = (usize, Thin, f32, &[Range<usize>])> {
+        self.terms(id).scan(0, |next, (term, ranges, strength)| {
             let (first, thin) = (*next, term.thin());
             *next += thin.rank;
             Some((first, thin, strength * term.scale, ranges))
@@ -102,8 +102,8 @@ impl Adapters {
     ///
     /// # Panics
     /// If they have another shape.
-    pub fn write_branch(&self, part: Part, weight: &str, rank: usize, dtype: DType, [down, up]: [&mut [u8]; 2]) {
-        for (first, thin, scale, ranges) in self.thin_terms(part, weight) {
+    pub fn write_branch(&self, id: LayerId, rank: usize, dtype: DType, [down, up]: [&mut [u8]; 2]) {
+        for (first, thin, scale, ranges) in self.thin_terms(id) {
             let cols = thin.right.len() / thin.rank.max(1);
             let skip = dtype.bytes(first * cols);
             dtype.encode(&thin.right, &mut down[skip..skip + dtype.bytes(thin.rank * cols)]);
@@ -121,10 +121,10 @@ impl Adapters {
     ///
     /// # Panics
     /// If the weight has another shape.
-    pub fn factors(&self, part: Part, weight: &str, rank: usize, [rows, cols]: [usize; 2]) -> [Vec<f32>; 2] {
+    pub fn factors(&self, id: LayerId, rank: usize, [rows, cols]: [usize; 2]) -> [Vec<f32>; 2] {
         const GRAIN: usize = 64; // rows that are worth a thread
         let [mut up, mut down] = [rows, cols].map(|count| vec![0.0; count * rank]);
-        for (first, thin, scale, ranges) in self.thin_terms(part, weight) {
+        for (first, thin, scale, ranges) in self.thin_terms(id) {
             let own = first..first + thin.rank;
             let mut left = &thin.left[..];
             for range in ranges {
@@ -157,9 +157,12 @@ impl Adapters {
 mod tests {
     use super::super::{Adapter, Layer, Place};
     use super::*;
+    use crate::names::LayerRole;
     use crate::tensor::Bytes;
     use std::ops::Range;
     use std::sync::Arc;
+
+    const LAYER: LayerId = LayerRole::ImageIn.only();
 
     fn matrix(rows: usize, cols: usize) -> Matrix {
         let values: Vec<f32> = (0..rows * cols).map(|i| ((i * 29 + rows * 7 + cols) % 31) as f32 / 16.0 - 1.0).collect();
@@ -176,7 +179,7 @@ mod tests {
 
     fn adapters(rows: Vec<Range<usize>>, cols: usize, products: Vec<Product>) -> Adapters {
         let layers = products.into_iter().map(|product| {
-            let place = Place { part: Part::Transformer, name: "w".into(), rows: rows.clone(), cols };
+            let place = Place { id: LAYER, rows: rows.clone(), cols };
             Layer { name: "l".into(), place, term: Term { product, scale: 0.5 } }
         });
         let each = layers.map(|layer| {
@@ -188,14 +191,14 @@ mod tests {
 
     /// `up down`, against the terms as they are merged.
     fn check(adapters: &Adapters, [rows, cols]: [usize; 2], want_rank: usize) {
-        let rank = adapters.rank(Part::Transformer, "w", [rows, cols]).unwrap().unwrap();
+        let rank = adapters.rank(LAYER, [rows, cols]).unwrap().unwrap();
         assert_eq!(rank, want_rank);
         let padded = Adapters::padded(rank);
         let (mut down, mut up) = (vec![0; 4 * padded * cols], vec![0; 4 * rows * padded]);
-        adapters.write_branch(Part::Transformer, "w", padded, DType::F32, [&mut down, &mut up]);
+        adapters.write_branch(LAYER, padded, DType::F32, [&mut down, &mut up]);
         let (down, up) = (DType::F32.decoded(&down), DType::F32.decoded(&up));
         let mut want = vec![0.0; rows * cols];
-        for (term, ranges, strength) in adapters.terms(Part::Transformer, "w") {
+        for (term, ranges, strength) in adapters.terms(LAYER) {
             let mut delta = vec![0.0; term.shape().iter().product()];
             term.add_to(strength, &mut delta);
             let rows = ranges.iter().flat_map(Clone::clone);

@@ -2,7 +2,7 @@
 
 use super::{Adapter, Term};
 use crate::error::{Error, Result};
-use crate::part::Part;
+use crate::names::LayerId;
 use crate::tensor::{Bytes, DType, WeightPart};
 use kiln_numerics::merging::{BLOCK, Block, ScaledTerm};
 use rayon::prelude::*;
@@ -49,21 +49,21 @@ impl Adapters {
     }
 
     /// What is added to a weight. Terms without any effect are left out.
-    pub(super) fn terms<'a>(&'a self, part: Part, weight: &'a str) -> impl Iterator<Item = Addend<'a>> {
+    pub(super) fn terms(&self, id: LayerId) -> impl Iterator<Item = Addend<'_>> {
         let layers = self.effective().flat_map(|(adapter, strength)| adapter.layers.iter().map(move |layer| (layer, strength)));
-        let own = layers.filter(move |(layer, _)| layer.place.part == part && layer.place.name == weight);
+        let own = layers.filter(move |(layer, _)| layer.place.id == id);
         own.map(|(layer, strength)| (&layer.term, &layer.place.rows[..], strength))
     }
 
     /// The rank of all that is added to a weight of this shape, as a product of two matrices beside it; `None` if nothing is. It is an error
     /// if a term is for a weight of another shape, as that of another model is.
-    pub fn rank(&self, part: Part, weight: &str, [rows, cols]: [usize; 2]) -> Result<Option<usize>> {
+    pub fn rank(&self, id: LayerId, [rows, cols]: [usize; 2]) -> Result<Option<usize>> {
         let mut total = None;
-        for (term, ranges, _) in self.terms(part, weight) {
+        for (term, ranges, _) in self.terms(id) {
             let covered: usize = ranges.iter().map(ExactSizeIterator::len).sum();
             if term.shape() != [covered, cols] || ranges.iter().any(|range| range.end > rows) {
                 let what =
-                    format!("an adapter was opened for another model: its `{weight}` is not of {rows} rows and {cols} columns");
+                    format!("an adapter was opened for another model: its `{id}` is not of {rows} rows and {cols} columns");
                 return Err(Error::Usage { what, hint: None });
             }
             total = Some(total.unwrap_or(0_usize).saturating_add(term.branch_rank()));
@@ -88,11 +88,11 @@ impl Merger {
     ///
     /// # Panics
     /// If a term is for a weight of another shape, which [`Adapters::rank`] refuses.
-    pub fn merged(&mut self, adapters: &Adapters, part: Part, weight: &str, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
+    pub fn merged(&mut self, adapters: &Adapters, id: LayerId, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
         let cols = parts.first().map_or(0, WeightPart::cols);
         let (rows, pitch) = (parts.iter().map(|part| part.rows).sum::<usize>(), to.bytes(cols));
         let terms: Vec<(ScaledTerm, &[Range<usize>])> =
-            adapters.terms(part, weight).map(|(term, ranges, strength)| (term.scaled(strength), ranges)).collect();
+            adapters.terms(id).map(|(term, ranges, strength)| (term.scaled(strength), ranges)).collect();
         let first_rows = parts.iter().scan(0, |next, part| {
             let first = *next;
             *next += part.rows;
@@ -128,6 +128,9 @@ impl Merger {
 mod tests {
     use super::super::{Layer, Matrix, Place, Product};
     use super::*;
+    use crate::names::LayerRole;
+
+    const LAYER: LayerId = LayerRole::ImageIn.only();
 
     fn matrix(rows: usize, cols: usize, values: &[f32]) -> Matrix {
         Matrix { bytes: Bytes::new(Arc::new(DType::F32.encoded(values))), dtype: DType::F32, rows, cols }
@@ -140,7 +143,7 @@ mod tests {
 
     fn adapter(rows: Vec<Range<usize>>, up: &[f32]) -> Adapter {
         let product = Product::LowRank { down: matrix(1, 2, &[1.0, 10.0]), up: matrix(up.len(), 1, up) };
-        let place = Place { part: Part::Transformer, name: "w".into(), rows, cols: 2 };
+        let place = Place { id: LAYER, rows, cols: 2 };
         let layers = vec![Layer { name: "l".into(), place, term: Term { product, scale: 1.0 } }];
         Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None }
     }
@@ -154,20 +157,20 @@ mod tests {
         let adapters =
             Adapters(vec![(adapter(rows(&[2, 4, 0, 2]), &[1.0, 2.0, 3.0, 4.0]), 1.0), (adapter(rows(&[1, 2]), &[1.0]), -2.0)]);
         let merged = |dtype: DType| {
-            let merged = Merger::default().merged(&adapters, Part::Transformer, "w", &parts, dtype);
+            let merged = Merger::default().merged(&adapters, LAYER, &parts, dtype);
             assert_eq!(merged.iter().map(|part| part.rows).collect::<Vec<_>>(), [1, 3]);
             merged.iter().flat_map(|part| dtype.decoded(&part.bytes)).collect::<Vec<_>>()
         };
         let want = [1.0 + 3.0, 2.0 + 30.0, 3.0 + 4.0 - 2.0, 4.0 + 40.0 - 20.0, 5.0 + 1.0, 6.0 + 10.0, 7.0 + 2.0, 8.0 + 20.0];
         assert_eq!([merged(DType::F32), merged(DType::Bf16)], [want, want]);
-        let rank = |adapters: &Adapters, part, weight| adapters.rank(part, weight, [4, 2]).unwrap();
-        assert_eq!(rank(&adapters, Part::Transformer, "w"), Some(2));
-        assert_eq!(rank(&adapters, Part::Transformer, "other"), None);
-        assert_eq!(rank(&adapters, Part::Vae, "w"), None);
-        assert!(adapters.rank(Part::Transformer, "w", [3, 2]).is_err() && adapters.rank(Part::Transformer, "w", [4, 3]).is_err());
+        let rank = |adapters: &Adapters, id| adapters.rank(id, [4, 2]).unwrap();
+        assert_eq!(rank(&adapters, LAYER), Some(2));
+        assert_eq!(rank(&adapters, LayerRole::TextIn.only()), None);
+        assert_eq!(rank(&adapters, LayerRole::ImageIn.of_block(0)), None);
+        assert!(adapters.rank(LAYER, [3, 2]).is_err() && adapters.rank(LAYER, [4, 3]).is_err());
         // A strength of zero is no change at all.
         let none = Adapters(vec![(adapter(rows(&[0, 4]), &[1.0; 4]), 0.0)]);
-        assert_eq!(rank(&none, Part::Transformer, "w"), None);
+        assert_eq!(rank(&none, LAYER), None);
     }
 
     /// Against sums in f64, at sizes that are no multiples of a block.
@@ -177,16 +180,16 @@ mod tests {
         let values =
             |count: usize, seed: usize| (0..count).map(|i| ((i * 37 + seed) % 101) as f32 / 64.0 - 0.75).collect::<Vec<_>>();
         let (weight, up, down) = (values(rows * cols, 1), values(rows * rank, 2), values(rank * cols, 3));
-        let place = Place { part: Part::Transformer, name: "w".into(), rows: vec![50..rows, 0..50], cols };
+        let place = Place { id: LAYER, rows: vec![50..rows, 0..50], cols };
         let product = Product::LowRank { down: matrix(rank, cols, &down), up: matrix(rows, rank, &up) };
         let layers = vec![Layer { name: "l".into(), place, term: Term { product, scale: 0.5 } }];
         let adapter = Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None };
         let part = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
         let (mut merger, adapters) = (Merger::default(), Adapters(vec![(adapter, 1.5)]));
-        let first = merger.merged(&adapters, Part::Transformer, "w", std::slice::from_ref(&part), DType::F32);
+        let first = merger.merged(&adapters, LAYER, std::slice::from_ref(&part), DType::F32);
         // What is held stays as it is, and gives its memory to the next one afterwards.
         let held = first[0].bytes.to_vec();
-        drop(merger.merged(&adapters, Part::Transformer, "w", std::slice::from_ref(&part), DType::Bf16));
+        drop(merger.merged(&adapters, LAYER, std::slice::from_ref(&part), DType::Bf16));
         assert_eq!(*held, *first[0].bytes);
         for (i, got) in DType::F32.decoded(&held).into_iter().enumerate() {
             let (row, col) = (i / cols, i % cols);

@@ -1,7 +1,7 @@
 //! Where an adapter's layers belong: every spelling of every layer that a model has, found by looking it up. Names with underscores in place of
 //! dots cannot be taken apart by a rule, so all spellings are made from the model's own names.
 
-use crate::names::{self, Layout, Rows, TensorSpec};
+use crate::names::{self, LayerId, LayerRole, Layout, Rows, TensorSpec};
 use crate::part::Part;
 use crate::text::nearest;
 use std::collections::HashMap;
@@ -10,10 +10,8 @@ use std::ops::Range;
 /// A layer of a model, or rows of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The part that it belongs to.
-    pub part: Part,
-    /// The canonical name of its weight.
-    pub name: String,
+    /// The layer.
+    pub id: LayerId,
     /// The rows of that weight that the rows of an adapter's layer are added to, in order.
     pub rows: Vec<Range<usize>>,
     /// The columns of the weight.
@@ -57,24 +55,23 @@ pub struct Places {
 }
 
 impl Places {
-    /// The layers that the manifests of these parts list.
-    pub fn new<'a>(manifests: impl IntoIterator<Item = (Part, &'a [TensorSpec])>) -> Self {
+    /// The linear layers among the tensors of these manifests.
+    pub fn new<'a>(manifests: impl IntoIterator<Item = &'a TensorSpec>) -> Self {
         let mut places = Self::default();
-        for (part, manifest) in manifests {
-            manifest.iter().for_each(|spec| places.add(part, spec));
-        }
+        manifests.into_iter().for_each(|spec| places.add(spec));
         places
     }
 
-    fn add(&mut self, part: Part, spec: &TensorSpec) {
-        let ([rows, cols], Some(layer)) = (&spec.shape[..], spec.name.strip_suffix(".weight")) else { return };
-        let place = |rows: Vec<Range<usize>>| Place { part, name: spec.name.clone(), rows, cols: *cols };
+    fn add(&mut self, spec: &TensorSpec) {
+        let ([rows, cols], Some(id)) = (&spec.shape[..], spec.layer) else { return };
+        let layer = spec.name.trim_end_matches(".weight");
+        let place = |rows: Vec<Range<usize>>| Place { id, rows, cols: *cols };
         let all = || std::iter::once(0..*rows).collect();
         self.spell(layer, place(all()));
         for layout in [Layout::Diffusers, Layout::Bfl] {
-            let names = names::spell(part, layout, &spec.name);
+            let names = names::spell(id.component(), layout, &spec.name);
             for (piece, name) in names.iter().enumerate() {
-                let names::Place::Weight(spelling) = names::resolve(part, name) else { continue };
+                let names::Place::Weight(spelling) = names::resolve(id.component(), name) else { continue };
                 let rows = match spelling.holds[..] {
                     // A spelling that stores the halves the other way round.
                     [(0, Rows::SecondHalf), (1, Rows::FirstHalf)] => vec![rows / 2..*rows, 0..rows / 2],
@@ -84,17 +81,20 @@ impl Places {
                 self.spell(name.trim_end_matches(".weight"), place(rows));
             }
         }
+        // The last layer of a single block is called like that of FLUX.1 by some.
+        if let (LayerRole::Linear2, Some(block)) = (id.role, id.block) {
+            self.spell(&format!("single_transformer_blocks.{block}.proj_out"), place(all()));
+        }
         // Queries, keys and values of a layer that computes them all, one by one, as some trainers have them.
-        let stack: Vec<usize> = match layer.rsplit('.').next() {
-            Some("qkv") => spec.stack.clone(),
-            Some("linear1") => vec![*cols, *cols, *cols, rows.saturating_sub(3 * cols)],
+        let stack: Vec<usize> = match id.role {
+            LayerRole::Qkv(_) => spec.stack.clone(),
+            LayerRole::Linear1 => vec![*cols, *cols, *cols, rows.saturating_sub(3 * cols)],
             _ => return,
         };
-        let single = layer.strip_prefix("single_blocks.").and_then(|rest| rest.strip_suffix(".linear1"));
         for piece in 0..stack.len() {
             let rows = place(vec![piece_of(&stack, piece)]);
             self.spell(&format!("{layer}.{piece}"), rows.clone());
-            if let Some(block) = single {
+            if let (LayerRole::Linear1, Some(block)) = (id.role, id.block) {
                 let name = ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"][piece];
                 self.spell(&format!("single_transformer_blocks.{block}.{name}"), rows);
             }
@@ -102,14 +102,9 @@ impl Places {
     }
 
     fn spell(&mut self, layer: &str, place: Place) {
-        self.flat.insert((place.part, layer.replace('.', "_")), place.clone());
-        // The last layer of a single block is called like that of FLUX.1 by some.
-        if let Some(block) = layer.strip_prefix("single_blocks.").and_then(|rest| rest.strip_suffix(".linear2")) {
-            let other = format!("single_transformer_blocks.{block}.proj_out");
-            self.flat.insert((place.part, other.replace('.', "_")), place.clone());
-            self.dotted.insert((place.part, other), place.clone());
-        }
-        self.dotted.insert((place.part, layer.to_owned()), place);
+        let part = place.id.component();
+        self.flat.insert((part, layer.replace('.', "_")), place.clone());
+        self.dotted.insert((part, layer.to_owned()), place);
     }
 
     /// The place of a layer of an adapter, however it is spelled.
@@ -157,7 +152,7 @@ mod tests {
 
     fn places() -> Places {
         let (transformer, text) = (transformer_manifest(&TransformerConfig::klein_4b()), text_manifest(&TextConfig::klein_4b()));
-        Places::new([(Part::Transformer, &transformer[..]), (Part::TextEncoder, &text[..])])
+        Places::new(transformer.iter().chain(&text))
     }
 
     #[test]
@@ -193,7 +188,7 @@ mod tests {
             ("lora_te_model_layers_3_mlp_up_proj", "model.layers.3.mlp.gate_up_proj.weight", 9728..2 * 9728),
         ] {
             let place = places.find(layer).unwrap_or_else(|| panic!("{layer}"));
-            assert_eq!((place.name.as_str(), &place.rows[..]), (name, &[rows][..]), "{layer}");
+            assert_eq!((place.id.canonical().as_str(), &place.rows[..]), (name, &[rows][..]), "{layer}");
         }
         // diffusers has scale before shift there.
         let swapped = places.find("transformer.norm_out.linear").unwrap();

@@ -14,12 +14,15 @@ pub use softmax::Softmax;
 pub use weight::Weight;
 
 use super::GemmFormats;
+use crate::names::LayerId;
 use crate::tensor::{ALIGN, DType, Stored, Tensor};
 use std::ops::Range;
 
 /// A linear layer `y = W x + b`, `W` stored `[out, in]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
+    /// Which layer of a transformer or a text encoder it is.
+    pub id: Option<LayerId>,
     /// The weight, `[out, in]`. No op may write it shortly before: a GPU prefetches it while the previous kernel is still running.
     pub weight: Weight,
     /// The bias, `[1, out]`, if the layer has one.
@@ -33,7 +36,7 @@ pub struct Linear {
 impl Linear {
     /// A layer whose weight has one format, on plain bf16 inputs.
     pub const fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Self { weight: Weight::new(weight), bias, input: Stored::plain(DType::Bf16), low_rank: None }
+        Self { id: None, weight: Weight::new(weight), bias, input: Stored::plain(DType::Bf16), low_rank: None }
     }
 
     /// The layer restricted to a range of its outputs.

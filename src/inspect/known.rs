@@ -178,10 +178,8 @@ impl KnownFile {
 fn quantised(config: &TransformerConfig, variant: Variant, format: QuantisedFormat) -> Tensors {
     let policy = Policy::transformer(config, variant, format, &[]);
     let layer = |spec: TensorSpec| {
-        let mut layer = LayerSpec { weight: spec.name, shape: spec.shape, format: None, has_input_scale: false };
-        layer.format = policy.format_of(layer.name(), &layer.shape);
-        layer.has_input_scale = layer.format.is_some();
-        layer
+        let layer = LayerSpec::new(spec.name, spec.layer, spec.shape, &policy);
+        LayerSpec { has_input_scale: layer.format.is_some(), ..layer }
     };
     let layers: Vec<LayerSpec> = transformer_manifest(config).into_iter().map(layer).collect();
     let layout = FileLayout::new(Part::Transformer, WeightLayout::Comfy, &layers);

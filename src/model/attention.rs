@@ -4,6 +4,7 @@ use super::bounds::QkGain;
 use crate::backend::{Backend, GemmFormats, KvSegment, Linear, Op, Softmax};
 use crate::config::HEAD_DIM;
 use crate::error::{Error, Remedy, Result};
+use crate::names::LayerId;
 use crate::tensor::{Arena, DType, Precision, Scale, Stored, Tensor};
 use std::f32::consts::LOG2_E;
 
@@ -76,12 +77,11 @@ pub(super) struct KvCache {
 }
 
 impl BlockAttention {
-    /// The attention of the block `name`, whose queries and keys `layers` make and a qk-norm with this gain normalises.
+    /// The attention of a block, whose queries and keys `layers` make and a qk-norm with this gain normalises.
     pub fn new(
         asked: AttentionFormat,
         gemms: GemmFormats,
         precision: Precision,
-        name: &str,
         layers: &[&Linear],
         gain: &QkGain,
     ) -> Result<Self> {
@@ -99,14 +99,15 @@ impl BlockAttention {
             AttentionFormat::Auto if plain.is_max_free(USUAL_KEYS) && !e4m3.is_max_free(USUAL_KEYS) => Some(PlainHeads::MaxFree),
             _ => None,
         };
+        let name = layers.iter().find_map(|layer| layer.id).map(LayerId::block_name).unwrap_or_default();
         if let (AttentionFormat::Fp8, Some(why)) = (asked, why) {
-            return Err(refused(name, why));
+            return Err(refused(&name, why));
         }
         let (heads, [q_scale, k_scale], softmax) = match why {
             Some(_) => (Stored::plain(values), [scale, 1.0], plain),
             None => (Stored::fp8(Scale::ONE), [each; 2], e4m3),
         };
-        let format = BlockFormat { name: name.into(), heads: heads.dtype, values, why };
+        let format = BlockFormat { name, heads: heads.dtype, values, why };
         Ok(Self { format, heads, q_scale, k_scale, softmax })
     }
 
@@ -164,7 +165,7 @@ mod tests {
         let gains = QkGain { q: norm(), k: norm() };
         let weight = Arena::new(Region::Weights).alloc(HEAD_DIM, HEAD_DIM, DType::Bf16).unwrap();
         let layer = Linear { input: Stored::fp8(Scale::ONE), ..Linear::new(weight, None) };
-        let block = BlockAttention::new(asked, GemmFormats::ALL, Precision::Bf16, "x", &[&layer], &gains).unwrap();
+        let block = BlockAttention::new(asked, GemmFormats::ALL, Precision::Bf16, &[&layer], &gains).unwrap();
         let scale = (LOG2_E / (HEAD_DIM as f32).sqrt()).sqrt();
         (block, [LOG2_E * gains.bound(HEAD_DIM), gains.e4m3_bound(HEAD_DIM, scale)])
     }

@@ -1,21 +1,20 @@
 //! What became of the linear layers of a model when it was loaded.
 
 use crate::backend::Weight;
+use crate::names::LayerId;
 use crate::tensor::DType;
 
 /// The formats of a linear layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerFormat {
-    /// The canonical name of its weight.
-    pub name: String,
-    /// The weight on the backend. Ops say by it which layer they multiply.
+    /// The layer.
+    pub id: LayerId,
+    /// The weight on the backend.
     pub weight: Weight,
     /// Those of its weight, which is stored in one part or in several, in row order.
     pub parts: Vec<PartFormat>,
     /// The type of its input.
     pub input: DType,
-    /// The number of its inputs, which is the K of its GEMM.
-    pub inputs: usize,
     /// Why the input of quantised weights is not quantised, if it is not.
     pub why: Option<PlainInput>,
     /// Whether the weight has what adapters add to it.

@@ -4,14 +4,13 @@ use super::attention::{AttentionFormat, BlockAttention};
 use super::bounds::{NormGain, QkGain};
 use super::formats::{LayerFormat, PartFormat, PlainInput};
 use super::nvfp4_math::{Nvfp4Math, refused};
-use super::quantise::{self, LayerPlace, Producer};
+use super::quantise;
 use super::table::TokenTable;
 use crate::adapter::{AdapterMode, Adapters, MAX_RANK, Merger};
 use crate::backend::{Backend, Conv, GatedGemm, GemmFormats, GroupNorm, Linear, Op, QkNorm, Role, Weight};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Remedy, Result};
-use crate::names::TensorSpec;
-use crate::part::Part;
+use crate::names::{LayerId, TensorSpec};
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::quantise::{QuantisedFormat, largest_magnitude, nvfp4_scale};
 use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
@@ -45,16 +44,15 @@ struct Upload<'a> {
     wary: bool,
     /// Whether only shapes and formats matter, so that weights which are quantised need not be read for their scales.
     dry: bool,
-    /// What is added to weights of the part that is loaded.
+    /// What is added to weights.
     adapters: Option<Added<'a>>,
     merger: Merger,
     formats: Vec<LayerFormat>,
 }
 
-/// What adapters add to the weights of a part.
+/// What adapters add to weights.
 #[derive(Clone, Copy)]
 struct Added<'a> {
-    part: Part,
     adapters: &'a Adapters,
     mode: AdapterMode,
     /// Where in [`Region::Adapters`] a backend has room for what it merges.
@@ -90,10 +88,10 @@ impl<'a> Loader<'a> {
         Self { quantise, ..self }
     }
 
-    /// Sets what adapters add to the weights of the part that is loaded, how, and from where on in [`Region::Adapters`] there is room for
-    /// the [factors](Adapters::factors) of a weight.
-    pub fn with_adapters(self, part: Part, adapters: &'a Adapters, mode: AdapterMode, room_at: u64) -> Self {
-        self.with(|upload| upload.adapters = Some(Added { part, adapters, mode, room_at }))
+    /// Sets what adapters add to weights, how, and from where on in [`Region::Adapters`] there is room for the
+    /// [factors](Adapters::factors) of a weight.
+    pub fn with_adapters(self, adapters: &'a Adapters, mode: AdapterMode, room_at: u64) -> Self {
+        self.with(|upload| upload.adapters = Some(Added { adapters, mode, room_at }))
     }
 
     /// Checks weights as they are used, so that a matrix of which a part was never written is an error.
@@ -146,15 +144,15 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads a linear layer without its bias. Its place decides whether its input may be quantised, as the checkpoint says; otherwise
-    /// that has the precision of activations.
-    fn layer(&mut self, spec: TensorSpec, place: LayerPlace) -> Result<Linear> {
+    /// Loads a linear layer without its bias. Which layer it is decides whether its input may be quantised, as the checkpoint says;
+    /// otherwise that has the precision of activations.
+    fn layer(&mut self, spec: TensorSpec) -> Result<Linear> {
         match &mut self.target {
-            Target::Backend(upload) => match self.quantise.filter(|_| place.is_quantised_at_load()) {
-                Some(format) => upload.quantised_layer(&spec, place, self.precision, (format, self.nvfp4_math)),
-                None => upload.layer(&spec, place, self.precision, self.nvfp4_math),
+            Target::Backend(upload) => match self.quantise.filter(|_| spec.layer.is_some_and(LayerId::is_quantised_on_request)) {
+                Some(format) => upload.quantised_layer(&spec, self.precision, (format, self.nvfp4_math)),
+                None => upload.layer(&spec, self.precision, self.nvfp4_math),
             },
-            Target::Manifest(list) => Ok(Linear::new(listed(list, spec), None)),
+            Target::Manifest(list) => Ok(Linear { id: spec.layer, ..Linear::new(listed(list, spec), None) }),
         }
     }
 
@@ -162,9 +160,13 @@ impl<'a> Loader<'a> {
         self.place(TensorSpec::new(name, &[n]), Role::Vector)
     }
 
+    pub(super) fn norm(&mut self, id: LayerId, n: usize) -> Result<Tensor> {
+        self.place(TensorSpec::norm(id, n), Role::Vector)
+    }
+
     /// A table of token embeddings, which stays in host memory.
-    pub(super) fn table(&mut self, name: &str, rows: usize, cols: usize) -> Result<TokenTable> {
-        let spec = TensorSpec::new(name, &[rows, cols]);
+    pub(super) fn table(&mut self, id: LayerId, rows: usize, cols: usize) -> Result<TokenTable> {
+        let spec = TensorSpec::linear(id, &[rows], cols);
         match &mut self.target {
             Target::Backend(upload) => {
                 let parts = upload.stored(&spec)?;
@@ -178,19 +180,9 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// A linear layer without bias, `name` being the weight's.
-    pub(super) fn linear(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
-        self.layer(TensorSpec::new(name, &[out, input]), LayerPlace::Elsewhere)
-    }
-
-    /// The same in a layer of the text encoder. Its rows may be those of several layers, which a checkpoint may store one by one.
-    pub(super) fn encoder_linear(&mut self, name: &str, stack: &[usize], input: usize) -> Result<Linear> {
-        self.layer(TensorSpec::stacked(name, stack, input), LayerPlace::Encoder)
-    }
-
-    /// The same in a block of the transformer, behind the op that writes what the layer multiplies.
-    pub(super) fn block_linear(&mut self, name: &str, stack: &[usize], input: usize, producer: Producer) -> Result<Linear> {
-        self.layer(TensorSpec::stacked(name, stack, input), LayerPlace::Block(producer))
+    /// A linear layer without bias. Its rows may be those of several layers, which a checkpoint may store one by one.
+    pub(super) fn linear(&mut self, id: LayerId, stack: &[usize], input: usize) -> Result<Linear> {
+        self.layer(TensorSpec::linear(id, stack, input))
     }
 
     /// A linear layer with bias, `name` being the layer's.
@@ -204,7 +196,7 @@ impl<'a> Loader<'a> {
     }
 
     fn biased(&mut self, name: &str, shape: &[usize]) -> Result<Linear> {
-        let layer = self.layer(TensorSpec::new(format!("{name}.weight"), shape), LayerPlace::Elsewhere)?;
+        let layer = self.layer(TensorSpec::new(format!("{name}.weight"), shape))?;
         Ok(Linear { bias: Some(self.vector(&format!("{name}.bias"), shape[0])?), ..layer })
     }
 
@@ -227,23 +219,23 @@ impl<'a> Loader<'a> {
         Ok(GroupNorm { weight, bias: self.vector(&format!("{name}.bias"), channels)?, groups, eps })
     }
 
-    pub(super) fn qk_norm(&mut self, q: &str, k: &str, head_dim: usize, eps: f32) -> Result<QkNorm> {
-        Ok(QkNorm { q: self.vector(q, head_dim)?, k: self.vector(k, head_dim)?, eps })
+    pub(super) fn qk_norm(&mut self, q: LayerId, k: LayerId, head_dim: usize, eps: f32) -> Result<QkNorm> {
+        Ok(QkNorm { q: self.norm(q, head_dim)?, k: self.norm(k, head_dim)?, eps })
     }
 
-    /// The attention of the block `name`, whose queries and keys `layers` make and a norm with this gain normalises.
-    pub(super) fn attention(&self, name: &str, layers: &[&Linear], gain: &QkGain) -> Result<BlockAttention> {
+    /// The attention of a block, whose queries and keys `layers` make and a norm with this gain normalises.
+    pub(super) fn attention(&self, layers: &[&Linear], gain: &QkGain) -> Result<BlockAttention> {
         let gemms = match &self.target {
             Target::Backend(upload) => upload.backend.gemm_formats(),
             Target::Manifest(_) => GemmFormats::NONE,
         };
-        BlockAttention::new(self.attention, gemms, self.precision, name, layers, gain)
+        BlockAttention::new(self.attention, gemms, self.precision, layers, gain)
     }
 
     /// What that norm does to lengths.
-    pub(super) fn qk_gain(&self, q: &str, k: &str, head_dim: usize) -> Result<QkGain> {
-        let gain = |name| match &self.target {
-            Target::Backend(upload) => Ok(NormGain::of(&upload.stored(&TensorSpec::new(name, &[head_dim]))?)),
+    pub(super) fn qk_gain(&self, q: LayerId, k: LayerId, head_dim: usize) -> Result<QkGain> {
+        let gain = |id| match &self.target {
+            Target::Backend(upload) => Ok(NormGain::of(&upload.stored(&TensorSpec::norm(id, head_dim))?)),
             Target::Manifest(_) => Ok(NormGain::default()),
         };
         Ok(QkGain { q: gain(q)?, k: gain(k)? })
@@ -326,8 +318,8 @@ impl Upload<'_> {
         Ok(tensor)
     }
 
-    fn layer(&mut self, spec: &TensorSpec, place: LayerPlace, precision: Precision, math: Nvfp4Math) -> Result<Linear> {
-        let is_produced = matches!(place, LayerPlace::Block(_));
+    fn layer(&mut self, spec: &TensorSpec, precision: Precision, math: Nvfp4Math) -> Result<Linear> {
+        let is_produced = spec.layer.and_then(LayerId::producer).is_some();
         let (rows, cols) = extent(spec);
         let (parts, wanted, inputs_differ) = match self.source {
             Some(source) => {
@@ -389,7 +381,6 @@ impl Upload<'_> {
     fn quantised_layer(
         &mut self,
         spec: &TensorSpec,
-        place: LayerPlace,
         precision: Precision,
         (format, math): (QuantisedFormat, Nvfp4Math),
     ) -> Result<Linear> {
@@ -401,7 +392,8 @@ impl Upload<'_> {
         if format == QuantisedFormat::Nvfp4 && !cols.is_multiple_of(BLOCK) {
             return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {BLOCK}", spec.name)));
         }
-        let input = quantise::input(format, place, self.backend.gemm_formats(), precision, math)?;
+        let producer = spec.layer.and_then(LayerId::producer);
+        let input = quantise::input(format, producer, self.backend.gemm_formats(), precision, math)?;
         let merges = self.merges(spec, true)?;
         let own = if merges && !self.dry { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
         let stored = |part: &[WeightPart]| {
@@ -430,8 +422,8 @@ impl Upload<'_> {
     /// Whether what adapters add to a layer is merged with its weight, of which something `stays` quantised if not. Otherwise it is computed
     /// beside the weight, or there is nothing.
     fn merges(&self, spec: &TensorSpec, stays: bool) -> Result<bool> {
-        let Some(Added { part, adapters, mode, .. }) = self.adapters else { return Ok(false) };
-        let Some(rank) = adapters.rank(part, &spec.name, extent(spec).into())? else { return Ok(false) };
+        let (Some(Added { adapters, mode, .. }), Some(id)) = (self.adapters, spec.layer) else { return Ok(false) };
+        let Some(rank) = adapters.rank(id, extent(spec).into())? else { return Ok(false) };
         match mode {
             AdapterMode::Merge => Ok(true),
             AdapterMode::Auto => Ok(!stays || rank > MAX_RANK),
@@ -446,17 +438,17 @@ impl Upload<'_> {
     /// Uploads a weight and has the backend add to it what adapters do, if its memory is apart from the host's: the GEMM runs while the next
     /// weight is copied. `None` if the weight is not uploaded as it is stored, or too much is added to it.
     fn merged_by_backend(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: Stored) -> Result<Option<Tensor>> {
-        let Some(Added { part, adapters, room_at, .. }) = self.adapters else { return Ok(None) };
+        let (Some(Added { adapters, room_at, .. }), Some(id)) = (self.adapters, spec.layer) else { return Ok(None) };
         if self.dry || self.source.is_none() || self.backend.reads_files() {
             return Ok(None);
         }
         let shape: [usize; 2] = extent(spec).into();
         let is_added = |rank: &usize| Adapters::is_added_in_place(*rank, parts.iter().map(|part| [part.dtype, to.dtype]));
-        let Some(rank) = adapters.rank(part, &spec.name, shape)?.filter(is_added) else { return Ok(None) };
+        let Some(rank) = adapters.rank(id, shape)?.filter(is_added) else { return Ok(None) };
         let (rank, mut room) = (Adapters::padded(rank), Arena::starting_at(Region::Adapters, room_at));
         let tensors = Adapters::place_factors(&mut room, rank, shape)?;
         let weight = self.upload(Role::Linear, shape, to, parts)?;
-        let factors = adapters.factors(part, &spec.name, rank, shape);
+        let factors = adapters.factors(id, rank, shape);
         for (tensor, values) in tensors.into_iter().zip(&factors) {
             self.backend.write(tensor, values)?;
         }
@@ -468,9 +460,9 @@ impl Upload<'_> {
 
     /// A weight with what adapters add to it. In a dry run there are no values, but parts of another type, which count as copied.
     fn merged(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
-        match self.adapters.filter(|_| !self.dry) {
-            Some(Added { part, adapters, .. }) => self.merger.merged(adapters, part, &spec.name, parts, to),
-            None => {
+        match (self.adapters.filter(|_| !self.dry), spec.layer) {
+            (Some(Added { adapters, .. }), Some(id)) => self.merger.merged(adapters, id, parts, to),
+            _ => {
                 let other = if to == DType::F32 { DType::Bf16 } else { DType::F32 };
                 vec![WeightPart::plain(Bytes::new(Arc::new([])), other, extent(spec).0)]
             }
@@ -488,9 +480,11 @@ impl Upload<'_> {
         merged: bool,
     ) -> Result<Linear> {
         self.note_used(spec, false)?;
-        let (name, parts) = (spec.name.clone(), part_formats(parts, &weight));
-        self.formats.push(LayerFormat { name, weight, parts, input: input.dtype, inputs: weight.cols(), why, merged });
-        Ok(Linear { weight, bias: None, input, low_rank: None })
+        if let Some(id) = spec.layer {
+            let parts = part_formats(parts, &weight);
+            self.formats.push(LayerFormat { id, weight, parts, input: input.dtype, why, merged });
+        }
+        Ok(Linear { id: spec.layer, weight, bias: None, input, low_rank: None })
     }
 
     /// Allocates a tensor and uploads the parts that it consists of.

@@ -4,27 +4,9 @@ use super::formats::PlainInput;
 use super::nvfp4_math::{self, Nvfp4Math};
 use crate::backend::GemmFormats;
 use crate::error::{Error, Remedy, Result};
+use crate::names::{LayerId, LayerRole};
 use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{Precision, Scale, Stored};
-
-/// Where a linear layer is in a model, which decides what of it can be quantised.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LayerPlace {
-    /// In a block of the transformer, behind an op that can write what the layer multiplies: both its weight and its input.
-    Block(Producer),
-    /// In a layer of the text encoder, whose inputs stay as they are: its weight.
-    Encoder,
-    /// Among embedders, modulations and output layers, or in the VAE: neither, unless the checkpoint has the weight quantised.
-    Elsewhere,
-}
-
-impl LayerPlace {
-    /// Whether the layer's weight is quantised if that is asked for: all of the blocks, of which published files keep a few wider, and
-    /// all of the text encoder.
-    pub const fn is_quantised_at_load(self) -> bool {
-        matches!(self, Self::Block(_) | Self::Encoder)
-    }
-}
 
 /// The op that writes the input of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +17,25 @@ pub enum Producer {
     Attention,
     /// SwiGLU, whose results are products, or SwiGLU and attention side by side.
     Swiglu,
+}
+
+impl LayerId {
+    /// The op that writes what the layer multiplies, for layers of the transformer's blocks. There it can write inputs quantised; those of
+    /// all other layers stay as they are.
+    pub const fn producer(self) -> Option<Producer> {
+        match self.role {
+            LayerRole::Qkv(_) | LayerRole::MlpIn(_) | LayerRole::Linear1 => Some(Producer::Norm),
+            LayerRole::AttentionOut(_) => Some(Producer::Attention),
+            LayerRole::MlpOut(_) | LayerRole::Linear2 => Some(Producer::Swiglu),
+            _ => None,
+        }
+    }
+
+    /// Whether the weight of this linear layer is quantised if that is asked for: all of the blocks, of which published files keep a few
+    /// wider, and all of the text encoder. Embedders, modulations and output layers stay as the checkpoint has them.
+    pub const fn is_quantised_on_request(self) -> bool {
+        self.block.is_some()
+    }
 }
 
 impl Producer {
@@ -63,22 +64,22 @@ impl Producer {
 /// backend has no GEMM of such weights at all: expanding them again would leave nothing of quantising but its errors.
 pub(super) fn input(
     format: QuantisedFormat,
-    place: LayerPlace,
+    producer: Option<Producer>,
     gemms: GemmFormats,
     precision: Precision,
     math: Nvfp4Math,
 ) -> Result<std::result::Result<Stored, PlainInput>> {
     let weight = format.dtype();
-    let input = match (format, place) {
-        (_, LayerPlace::Encoder | LayerPlace::Elsewhere) => Err(PlainInput::Model),
+    let input = match (format, producer) {
+        (_, None) => Err(PlainInput::Model),
         _ if precision == Precision::F32 => Err(PlainInput::Precision),
-        (QuantisedFormat::Nvfp4, LayerPlace::Block(_)) if math == Nvfp4Math::Fp8 => {
+        (QuantisedFormat::Nvfp4, Some(_)) if math == Nvfp4Math::Fp8 => {
             return Err(nvfp4_math::refused("they are quantised when they are loaded, and not re-encoded"));
         }
-        (QuantisedFormat::Nvfp4, LayerPlace::Block(_)) if math == Nvfp4Math::Bf16 => Err(PlainInput::Asked),
-        (_, LayerPlace::Block(_)) if !gemms.takes(weight, weight) => Err(PlainInput::Device),
-        (QuantisedFormat::Nvfp4, LayerPlace::Block(producer)) => Ok(Stored::nvfp4(producer.nvfp4_scale())),
-        (QuantisedFormat::Fp8, LayerPlace::Block(producer)) => Ok(Stored::fp8(producer.fp8_scale())),
+        (QuantisedFormat::Nvfp4, Some(_)) if math == Nvfp4Math::Bf16 => Err(PlainInput::Asked),
+        _ if !gemms.takes(weight, weight) => Err(PlainInput::Device),
+        (QuantisedFormat::Nvfp4, Some(producer)) => Ok(Stored::nvfp4(producer.nvfp4_scale())),
+        (QuantisedFormat::Fp8, Some(producer)) => Ok(Stored::fp8(producer.fp8_scale())),
     };
     match input {
         Err(_) if !gemms.takes(weight, precision.activations()) => {

@@ -12,14 +12,12 @@ use crate::backend::{
 };
 use crate::config::{HEAD_DIM, TextConfig};
 use crate::error::{Error, Result};
+use crate::names::LayerRole;
 use crate::sequence::rope_table_1d;
 use crate::tensor::{Arena, DType, Precision, Tensor};
 use crate::tokenizer::{Padding, Tokens};
 use std::borrow::Cow;
 use std::sync::OnceLock;
-
-/// The name of the table of token embeddings.
-pub const TOKEN_TABLE: &str = "model.embed_tokens.weight";
 
 /// The text encoder.
 pub struct TextEncoder {
@@ -46,21 +44,21 @@ impl TextEncoder {
     pub fn load(loader: &mut Loader<'_>, config: &TextConfig) -> Result<Self> {
         let c = config;
         let (q, kv, mlp) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM, c.intermediate);
-        let embedding = loader.table(TOKEN_TABLE, c.vocab, c.hidden)?;
+        let embedding = loader.table(LayerRole::TokenTable.only(), c.vocab, c.hidden)?;
         let layers = (0..c.used_layers())
             .map(|i| {
-                let name = |rest: &str| format!("model.layers.{i}.{rest}.weight");
+                let id = |role: LayerRole| role.of_block(i);
                 let qk_norm = |loader: &mut Loader<'_>| {
-                    loader.qk_norm(&name("self_attn.q_norm"), &name("self_attn.k_norm"), HEAD_DIM, c.eps)
+                    loader.qk_norm(id(LayerRole::EncoderQueryNorm), id(LayerRole::EncoderKeyNorm), HEAD_DIM, c.eps)
                 };
                 Ok(Layer {
-                    input_norm: loader.vector(&name("input_layernorm"), c.hidden)?,
-                    qkv: loader.encoder_linear(&name("self_attn.qkv_proj"), &[q, kv, kv], c.hidden)?,
+                    input_norm: loader.norm(id(LayerRole::EncoderInputNorm), c.hidden)?,
+                    qkv: loader.linear(id(LayerRole::EncoderQkv), &[q, kv, kv], c.hidden)?,
                     qk_norm: c.family.has_qk_norm().then(|| qk_norm(loader)).transpose()?,
-                    out: loader.encoder_linear(&name("self_attn.o_proj"), &[c.hidden], q)?,
-                    mlp_norm: loader.vector(&name("post_attention_layernorm"), c.hidden)?,
-                    gate_up: loader.encoder_linear(&name("mlp.gate_up_proj"), &[mlp, mlp], c.hidden)?,
-                    down: loader.encoder_linear(&name("mlp.down_proj"), &[c.hidden], mlp)?,
+                    out: loader.linear(id(LayerRole::EncoderOut), &[c.hidden], q)?,
+                    mlp_norm: loader.norm(id(LayerRole::EncoderMlpNorm), c.hidden)?,
+                    gate_up: loader.linear(id(LayerRole::EncoderGateUp), &[mlp, mlp], c.hidden)?,
+                    down: loader.linear(id(LayerRole::EncoderDown), &[c.hidden], mlp)?,
                 })
             })
             .collect::<Result<_>>()?;

@@ -4,12 +4,13 @@
 //! depends only on the timestep ([`Transformer::modulations`]) or only on the prompt ([`ContextIn`]) is computed once per image.
 
 use super::attention::{BlockAttention, BlockFormat, KvCache};
-use super::{Loader, alloc_for, bounds::QkGain, quantise::Producer};
+use super::{Loader, alloc_for, bounds::QkGain};
 use crate::backend::{
     Backend, GatedGemm, Gemm, KvSegment, Linear, Modulated, Op, Projection, QkNorm, Rope, RopeStyle, StepKey, scope,
 };
 use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
+use crate::names::{self, LayerRole};
 use crate::sampler::{TIMESTEP_CHANNELS, timestep_embedding};
 use crate::sequence::SequencePlan;
 use crate::tensor::{Arena, Precision, Tensor};
@@ -25,7 +26,7 @@ pub struct ContextIn {
 impl ContextIn {
     /// Loads the weight.
     pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
-        let layer = loader.linear("txt_in.weight", config.hidden, config.context)?;
+        let layer = loader.linear(LayerRole::TextIn.only(), &[config.hidden], config.context)?;
         Ok(Self { layer, precision: loader.precision() })
     }
 
@@ -171,31 +172,32 @@ struct StreamInput<'a> {
 }
 
 impl Stream {
-    fn load(loader: &mut Loader<'_>, prefix: &str, c: &TransformerConfig) -> Result<Self> {
+    fn load(loader: &mut Loader<'_>, stream: names::Stream, block: usize, c: &TransformerConfig) -> Result<Self> {
         let (h, mlp) = (c.hidden, c.mlp());
-        let norm = |which: &str| format!("{prefix}_attn.norm.{which}_norm.scale");
+        let id = |role: fn(names::Stream) -> LayerRole| role(stream).of_block(block);
+        let (q, k) = (id(LayerRole::QueryNorm), id(LayerRole::KeyNorm));
         Ok(Self {
-            qkv: loader.block_linear(&format!("{prefix}_attn.qkv.weight"), &[h; 3], h, Producer::Norm)?,
-            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
-            qk_gain: loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?,
-            attention_out: loader.block_linear(&format!("{prefix}_attn.proj.weight"), &[h], h, Producer::Attention)?,
-            mlp_in: loader.block_linear(&format!("{prefix}_mlp.0.weight"), &[2 * mlp], h, Producer::Norm)?,
-            mlp_out: loader.block_linear(&format!("{prefix}_mlp.2.weight"), &[h], mlp, Producer::Swiglu)?,
+            qkv: loader.linear(id(LayerRole::Qkv), &[h; 3], h)?,
+            qk_norm: loader.qk_norm(q, k, HEAD_DIM, c.eps)?,
+            qk_gain: loader.qk_gain(q, k, HEAD_DIM)?,
+            attention_out: loader.linear(id(LayerRole::AttentionOut), &[h], h)?,
+            mlp_in: loader.linear(id(LayerRole::MlpIn), &[2 * mlp], h)?,
+            mlp_out: loader.linear(id(LayerRole::MlpOut), &[h], mlp)?,
         })
     }
 }
 
 impl SingleBlock {
-    fn load(loader: &mut Loader<'_>, prefix: &str, c: &TransformerConfig) -> Result<Self> {
+    fn load(loader: &mut Loader<'_>, block: usize, c: &TransformerConfig) -> Result<Self> {
         let (h, mlp) = (c.hidden, c.mlp());
-        let norm = |which: &str| format!("{prefix}.norm.{which}_norm.scale");
-        let linear1 = loader.block_linear(&format!("{prefix}.linear1.weight"), &[3 * h + 2 * mlp], h, Producer::Norm)?;
-        let gain = loader.qk_gain(&norm("query"), &norm("key"), HEAD_DIM)?;
+        let (q, k) = (LayerRole::SingleQueryNorm.of_block(block), LayerRole::SingleKeyNorm.of_block(block));
+        let linear1 = loader.linear(LayerRole::Linear1.of_block(block), &[3 * h + 2 * mlp], h)?;
+        let gain = loader.qk_gain(q, k, HEAD_DIM)?;
         Ok(Self {
             linear1,
-            attention: loader.attention(prefix, &[&linear1], &gain)?,
-            linear2: loader.block_linear(&format!("{prefix}.linear2.weight"), &[h], h + mlp, Producer::Swiglu)?,
-            qk_norm: loader.qk_norm(&norm("query"), &norm("key"), HEAD_DIM, c.eps)?,
+            attention: loader.attention(&[&linear1], &gain)?,
+            linear2: loader.linear(LayerRole::Linear2.of_block(block), &[h], h + mlp)?,
+            qk_norm: loader.qk_norm(q, k, HEAD_DIM, c.eps)?,
         })
     }
 }
@@ -203,37 +205,32 @@ impl SingleBlock {
 impl Transformer {
     /// Loads the weights.
     pub fn load(loader: &mut Loader<'_>, config: &TransformerConfig) -> Result<Self> {
-        let (c, h) = (config, config.hidden);
+        let (c, h, precision) = (config, config.hidden, loader.precision());
+        let mut linear = |role: LayerRole, out: usize, input: usize| loader.linear(role.only(), &[out], input);
         Ok(Self {
             config: c.clone(),
-            precision: loader.precision(),
-            image_in: loader.linear("img_in.weight", h, c.channels)?,
-            time_in: loader.linear("time_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
-            time_out: loader.linear("time_in.out_layer.weight", h, h)?,
-            image_modulation: loader.linear("double_stream_modulation_img.lin.weight", 6 * h, h)?,
-            text_modulation: loader.linear("double_stream_modulation_txt.lin.weight", 6 * h, h)?,
-            single_modulation: loader.linear("single_stream_modulation.lin.weight", 3 * h, h)?,
-            final_modulation: loader.linear("final_layer.adaLN_modulation.1.weight", 2 * h, h)?,
-            image_out: loader.linear("final_layer.linear.weight", c.channels, h)?,
+            precision,
+            image_in: linear(LayerRole::ImageIn, h, c.channels)?,
+            time_in: linear(LayerRole::TimeIn, h, TIMESTEP_CHANNELS)?,
+            time_out: linear(LayerRole::TimeOut, h, h)?,
+            image_modulation: linear(LayerRole::ImageModulation, 6 * h, h)?,
+            text_modulation: linear(LayerRole::TextModulation, 6 * h, h)?,
+            single_modulation: linear(LayerRole::SingleModulation, 3 * h, h)?,
+            final_modulation: linear(LayerRole::FinalModulation, 2 * h, h)?,
+            image_out: linear(LayerRole::ImageOut, c.channels, h)?,
             guidance: match c.guidance_embed {
-                true => Some((
-                    loader.linear("guidance_in.in_layer.weight", h, TIMESTEP_CHANNELS)?,
-                    loader.linear("guidance_in.out_layer.weight", h, h)?,
-                )),
+                true => Some((linear(LayerRole::GuidanceIn, h, TIMESTEP_CHANNELS)?, linear(LayerRole::GuidanceOut, h, h)?)),
                 false => None,
             },
             double_blocks: (0..c.double_blocks)
                 .map(|i| {
-                    let name = format!("double_blocks.{i}");
-                    let image = Stream::load(loader, &format!("{name}.img"), c)?;
-                    let text = Stream::load(loader, &format!("{name}.txt"), c)?;
-                    let attention = loader.attention(&name, &[&image.qkv, &text.qkv], &image.qk_gain.or(&text.qk_gain))?;
+                    let image = Stream::load(loader, names::Stream::Image, i, c)?;
+                    let text = Stream::load(loader, names::Stream::Text, i, c)?;
+                    let attention = loader.attention(&[&image.qkv, &text.qkv], &image.qk_gain.or(&text.qk_gain))?;
                     Ok(DoubleBlock { image, text, attention })
                 })
                 .collect::<Result<_>>()?,
-            single_blocks: (0..c.single_blocks)
-                .map(|i| SingleBlock::load(loader, &format!("single_blocks.{i}"), c))
-                .collect::<Result<_>>()?,
+            single_blocks: (0..c.single_blocks).map(|i| SingleBlock::load(loader, i, c)).collect::<Result<_>>()?,
         })
     }
 

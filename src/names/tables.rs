@@ -4,8 +4,13 @@
 //! `<n>` the number of a block or level, `<3-n>` the same level counted from the other end, `<block>` a resnet within a level,
 //! `<side>` encoder or decoder, `<op>` an operation of a resnet, `<leaf>` weight or bias.
 
+use super::layer::LayerRole::{self, *};
+use super::layer::Stream::{Image, Text};
+
 /// One canonical tensor and its names in the other layout.
 pub(super) struct Row {
+    /// What its layer computes; `None` for a tensor of the VAE.
+    pub role: Option<LayerRole>,
     /// Pattern of the canonical name, which is also the spelling of one of the layouts.
     pub canonical: &'static str,
     /// Patterns of the other layout in row order: one for a renamed tensor, several for a split one, none if it is the same.
@@ -15,20 +20,25 @@ pub(super) struct Row {
 }
 
 const fn row(canonical: &'static str, other: &'static [&'static str]) -> Row {
-    Row { canonical, other, swapped: false }
+    Row { role: None, canonical, other, swapped: false }
+}
+
+const fn layer(role: LayerRole, canonical: &'static str, other: &'static [&'static str]) -> Row {
+    Row { role: Some(role), ..row(canonical, other) }
 }
 
 pub(super) const TRANSFORMER: &[Row] = &[
-    row("img_in.weight", &["x_embedder.weight"]),
-    row("txt_in.weight", &["context_embedder.weight"]),
-    row("time_in.in_layer.weight", &["time_guidance_embed.timestep_embedder.linear_1.weight"]),
-    row("time_in.out_layer.weight", &["time_guidance_embed.timestep_embedder.linear_2.weight"]),
-    row("guidance_in.in_layer.weight", &["time_guidance_embed.guidance_embedder.linear_1.weight"]),
-    row("guidance_in.out_layer.weight", &["time_guidance_embed.guidance_embedder.linear_2.weight"]),
-    row("double_stream_modulation_img.lin.weight", &["double_stream_modulation_img.linear.weight"]),
-    row("double_stream_modulation_txt.lin.weight", &["double_stream_modulation_txt.linear.weight"]),
-    row("single_stream_modulation.lin.weight", &["single_stream_modulation.linear.weight"]),
-    row(
+    layer(ImageIn, "img_in.weight", &["x_embedder.weight"]),
+    layer(TextIn, "txt_in.weight", &["context_embedder.weight"]),
+    layer(TimeIn, "time_in.in_layer.weight", &["time_guidance_embed.timestep_embedder.linear_1.weight"]),
+    layer(TimeOut, "time_in.out_layer.weight", &["time_guidance_embed.timestep_embedder.linear_2.weight"]),
+    layer(GuidanceIn, "guidance_in.in_layer.weight", &["time_guidance_embed.guidance_embedder.linear_1.weight"]),
+    layer(GuidanceOut, "guidance_in.out_layer.weight", &["time_guidance_embed.guidance_embedder.linear_2.weight"]),
+    layer(ImageModulation, "double_stream_modulation_img.lin.weight", &["double_stream_modulation_img.linear.weight"]),
+    layer(TextModulation, "double_stream_modulation_txt.lin.weight", &["double_stream_modulation_txt.linear.weight"]),
+    layer(SingleModulation, "single_stream_modulation.lin.weight", &["single_stream_modulation.linear.weight"]),
+    layer(
+        Qkv(Image),
         "double_blocks.<n>.img_attn.qkv.weight",
         &[
             "transformer_blocks.<n>.attn.to_q.weight",
@@ -36,12 +46,13 @@ pub(super) const TRANSFORMER: &[Row] = &[
             "transformer_blocks.<n>.attn.to_v.weight",
         ],
     ),
-    row("double_blocks.<n>.img_attn.norm.query_norm.scale", &["transformer_blocks.<n>.attn.norm_q.weight"]),
-    row("double_blocks.<n>.img_attn.norm.key_norm.scale", &["transformer_blocks.<n>.attn.norm_k.weight"]),
-    row("double_blocks.<n>.img_attn.proj.weight", &["transformer_blocks.<n>.attn.to_out.0.weight"]),
-    row("double_blocks.<n>.img_mlp.0.weight", &["transformer_blocks.<n>.ff.linear_in.weight"]),
-    row("double_blocks.<n>.img_mlp.2.weight", &["transformer_blocks.<n>.ff.linear_out.weight"]),
-    row(
+    layer(QueryNorm(Image), "double_blocks.<n>.img_attn.norm.query_norm.scale", &["transformer_blocks.<n>.attn.norm_q.weight"]),
+    layer(KeyNorm(Image), "double_blocks.<n>.img_attn.norm.key_norm.scale", &["transformer_blocks.<n>.attn.norm_k.weight"]),
+    layer(AttentionOut(Image), "double_blocks.<n>.img_attn.proj.weight", &["transformer_blocks.<n>.attn.to_out.0.weight"]),
+    layer(MlpIn(Image), "double_blocks.<n>.img_mlp.0.weight", &["transformer_blocks.<n>.ff.linear_in.weight"]),
+    layer(MlpOut(Image), "double_blocks.<n>.img_mlp.2.weight", &["transformer_blocks.<n>.ff.linear_out.weight"]),
+    layer(
+        Qkv(Text),
         "double_blocks.<n>.txt_attn.qkv.weight",
         &[
             "transformer_blocks.<n>.attn.add_q_proj.weight",
@@ -49,24 +60,29 @@ pub(super) const TRANSFORMER: &[Row] = &[
             "transformer_blocks.<n>.attn.add_v_proj.weight",
         ],
     ),
-    row("double_blocks.<n>.txt_attn.norm.query_norm.scale", &["transformer_blocks.<n>.attn.norm_added_q.weight"]),
-    row("double_blocks.<n>.txt_attn.norm.key_norm.scale", &["transformer_blocks.<n>.attn.norm_added_k.weight"]),
-    row("double_blocks.<n>.txt_attn.proj.weight", &["transformer_blocks.<n>.attn.to_add_out.weight"]),
-    row("double_blocks.<n>.txt_mlp.0.weight", &["transformer_blocks.<n>.ff_context.linear_in.weight"]),
-    row("double_blocks.<n>.txt_mlp.2.weight", &["transformer_blocks.<n>.ff_context.linear_out.weight"]),
-    row("single_blocks.<n>.linear1.weight", &["single_transformer_blocks.<n>.attn.to_qkv_mlp_proj.weight"]),
-    row("single_blocks.<n>.linear2.weight", &["single_transformer_blocks.<n>.attn.to_out.weight"]),
-    row("single_blocks.<n>.norm.query_norm.scale", &["single_transformer_blocks.<n>.attn.norm_q.weight"]),
-    row("single_blocks.<n>.norm.key_norm.scale", &["single_transformer_blocks.<n>.attn.norm_k.weight"]),
+    layer(
+        QueryNorm(Text),
+        "double_blocks.<n>.txt_attn.norm.query_norm.scale",
+        &["transformer_blocks.<n>.attn.norm_added_q.weight"],
+    ),
+    layer(KeyNorm(Text), "double_blocks.<n>.txt_attn.norm.key_norm.scale", &["transformer_blocks.<n>.attn.norm_added_k.weight"]),
+    layer(AttentionOut(Text), "double_blocks.<n>.txt_attn.proj.weight", &["transformer_blocks.<n>.attn.to_add_out.weight"]),
+    layer(MlpIn(Text), "double_blocks.<n>.txt_mlp.0.weight", &["transformer_blocks.<n>.ff_context.linear_in.weight"]),
+    layer(MlpOut(Text), "double_blocks.<n>.txt_mlp.2.weight", &["transformer_blocks.<n>.ff_context.linear_out.weight"]),
+    layer(Linear1, "single_blocks.<n>.linear1.weight", &["single_transformer_blocks.<n>.attn.to_qkv_mlp_proj.weight"]),
+    layer(Linear2, "single_blocks.<n>.linear2.weight", &["single_transformer_blocks.<n>.attn.to_out.weight"]),
+    layer(SingleQueryNorm, "single_blocks.<n>.norm.query_norm.scale", &["single_transformer_blocks.<n>.attn.norm_q.weight"]),
+    layer(SingleKeyNorm, "single_blocks.<n>.norm.key_norm.scale", &["single_transformer_blocks.<n>.attn.norm_k.weight"]),
     // The rows are (shift, scale) in the BFL layout and (scale, shift) in diffusers. Other modulations have the same order in both.
-    Row { canonical: "final_layer.adaLN_modulation.1.weight", other: &["norm_out.linear.weight"], swapped: true },
-    row("final_layer.linear.weight", &["proj_out.weight"]),
+    Row { swapped: true, ..layer(FinalModulation, "final_layer.adaLN_modulation.1.weight", &["norm_out.linear.weight"]) },
+    layer(ImageOut, "final_layer.linear.weight", &["proj_out.weight"]),
 ];
 
 pub(super) const TEXT_ENCODER: &[Row] = &[
-    row("model.embed_tokens.weight", &[]),
-    row("model.layers.<n>.input_layernorm.weight", &[]),
-    row(
+    layer(TokenTable, "model.embed_tokens.weight", &[]),
+    layer(EncoderInputNorm, "model.layers.<n>.input_layernorm.weight", &[]),
+    layer(
+        EncoderQkv,
         "model.layers.<n>.self_attn.qkv_proj.weight",
         &[
             "model.layers.<n>.self_attn.q_proj.weight",
@@ -74,15 +90,16 @@ pub(super) const TEXT_ENCODER: &[Row] = &[
             "model.layers.<n>.self_attn.v_proj.weight",
         ],
     ),
-    row("model.layers.<n>.self_attn.q_norm.weight", &[]),
-    row("model.layers.<n>.self_attn.k_norm.weight", &[]),
-    row("model.layers.<n>.self_attn.o_proj.weight", &[]),
-    row("model.layers.<n>.post_attention_layernorm.weight", &[]),
-    row(
+    layer(EncoderQueryNorm, "model.layers.<n>.self_attn.q_norm.weight", &[]),
+    layer(EncoderKeyNorm, "model.layers.<n>.self_attn.k_norm.weight", &[]),
+    layer(EncoderOut, "model.layers.<n>.self_attn.o_proj.weight", &[]),
+    layer(EncoderMlpNorm, "model.layers.<n>.post_attention_layernorm.weight", &[]),
+    layer(
+        EncoderGateUp,
         "model.layers.<n>.mlp.gate_up_proj.weight",
         &["model.layers.<n>.mlp.gate_proj.weight", "model.layers.<n>.mlp.up_proj.weight"],
     ),
-    row("model.layers.<n>.mlp.down_proj.weight", &[]),
+    layer(EncoderDown, "model.layers.<n>.mlp.down_proj.weight", &[]),
 ];
 
 pub(super) const VAE: &[Row] = &[

@@ -2,12 +2,13 @@
 //! with the layer's input is added to that of the weight. They are in memory of their own, so that another set of adapters only has to be
 //! uploaded there, and sets of the same shapes have the same addresses.
 
-use super::formats::{Formats, LayerKind};
+use super::formats::Formats;
 use super::kept::{Kept, Source};
 use crate::adapter::{AdapterSet, Adapters, MAX_RANK};
 use crate::backend::{Backend, Linear, LowRank, Role};
 use crate::error::{Error, Remedy, Result};
 use crate::model::LayerFormat;
+use crate::names::LayerId;
 use crate::tensor::{ALIGN, Arena, Bytes, Precision, Region, Scaling, Tensor, WeightPart};
 use crate::trace;
 use rayon::prelude::*;
@@ -28,14 +29,14 @@ pub fn adapters_of<'a>(
         return Ok((model, own));
     }
     if let Some(layer) = layers.find(|layer| layer.merged) {
-        let what = format!("the job cannot have other adapters than the model: they are merged with `{}`", layer.name);
+        let what = format!("the job cannot have other adapters than the model: they are merged with `{}`", layer.id);
         return Err(Error::Usage { what, hint: Some(Remedy::AdaptersBeside) });
     }
     Ok((others, set))
 }
 
 /// The weights that have something beside them, and its rank. This decides which ops a job has.
-pub type Ranks = Arc<[(String, usize)]>;
+pub type Ranks = Arc<[(LayerId, usize)]>;
 
 /// The side branches of a set of adapters.
 #[derive(Default)]
@@ -62,9 +63,9 @@ impl Branches {
         let (mut region, mut ranks, mut places) = (Arena::new(Region::Adapters), Vec::new(), Vec::new());
         let (dtype, mut known, mut merged) = (precision.activations(), HashSet::new(), 0);
         for layer in layers {
-            known.insert(layer.name.as_str());
+            known.insert(layer.id);
             let (rows, cols) = (layer.weight.rows(), layer.weight.cols());
-            let rank = adapters.rank(LayerKind::of(&layer.name).part, &layer.name, [rows, cols])?;
+            let rank = adapters.rank(layer.id, [rows, cols])?;
             let Some(rank) = rank else { continue };
             if layer.merged {
                 let mut room = Arena::new(Region::Adapters);
@@ -76,16 +77,16 @@ impl Branches {
             }
             if rank > MAX_RANK {
                 let what =
-                    format!("adapters add a rank of {rank} to `{}`; up to {MAX_RANK} is computed beside a weight", layer.name);
+                    format!("adapters add a rank of {rank} to `{}`; up to {MAX_RANK} is computed beside a weight", layer.id);
                 return Err(Error::Usage { what, hint: Some(Remedy::MergeAdapters) });
             }
             let rank = Adapters::padded(rank);
             places.push(LowRank { down: region.alloc(rank, cols, dtype)?, up: region.alloc(rows, rank, dtype)? });
-            ranks.push((layer.name.clone(), rank));
+            ranks.push((layer.id, rank));
         }
         let mut all = adapters.effective().flat_map(|(adapter, _)| &adapter.layers);
-        if let Some(layer) = all.find(|layer| !known.contains(layer.place.name.as_str())) {
-            let what = format!("an adapter was opened for another model: this one has no `{}`", layer.place.name);
+        if let Some(layer) = all.find(|layer| !known.contains(&layer.place.id)) {
+            let what = format!("an adapter was opened for another model: this one has no `{}`", layer.place.id);
             return Err(Error::Usage { what, hint: None });
         }
         let beside = region.peak();
@@ -99,7 +100,7 @@ impl Branches {
         let mut bytes = vec![0; self.beside as usize];
         let mut pieces = Vec::with_capacity(self.places.len());
         let (mut rest, mut at) = (&mut bytes[..], 0);
-        for ((weight, rank), LowRank { down, up }) in self.ranks.iter().zip(&self.places) {
+        for (&(id, rank), LowRank { down, up }) in self.ranks.iter().zip(&self.places) {
             let [down, up] = [down, up].map(|tensor| {
                 let extent = tensor.extent();
                 let (own, after) =
@@ -107,11 +108,9 @@ impl Branches {
                 (rest, at) = (after, extent.end);
                 own
             });
-            pieces.push((weight, *rank, [down, up]));
+            pieces.push((id, rank, [down, up]));
         }
-        pieces.into_par_iter().for_each(|(weight, rank, matrices)| {
-            adapters.write_branch(LayerKind::of(weight).part, weight, rank, dtype, matrices);
-        });
+        pieces.into_par_iter().for_each(|(id, rank, matrices)| adapters.write_branch(id, rank, dtype, matrices));
         adapters.verify()?;
         // One piece is uploaded much faster than hundreds of small ones.
         let cols = dtype.elements(ALIGN as usize);
@@ -121,11 +120,10 @@ impl Branches {
         Ok(Self { values: Some((whole, values)), ..self })
     }
 
-    /// Gives layers the branches beside their weights, and takes those from them that they had. `formats` names them.
-    pub fn attach<'a>(&self, layers: impl Iterator<Item = &'a mut Linear>, formats: &[LayerFormat]) {
+    /// Gives layers the branches beside their weights, and takes those from them that they had.
+    pub fn attach<'a>(&self, layers: impl Iterator<Item = &'a mut Linear>) {
         for layer in layers {
-            let name = formats.iter().find(|format| format.weight == layer.weight).map(|format| format.name.as_str());
-            let found = self.ranks.iter().position(|(weight, _)| Some(weight.as_str()) == name);
+            let found = self.ranks.iter().position(|(id, _)| Some(*id) == layer.id);
             layer.low_rank = found.map(|at| self.places[at]);
         }
     }
@@ -217,10 +215,10 @@ pub struct AdapterUse {
 impl Formats {
     /// What becomes of adapters on a model whose layers have these formats.
     pub fn adapter_uses(&self, adapters: &Adapters) -> Vec<AdapterUse> {
-        let merged: HashSet<&str> = self.layers.iter().filter(|layer| layer.merged).map(|layer| layer.name.as_str()).collect();
+        let merged: HashSet<LayerId> = self.layers.iter().filter(|layer| layer.merged).map(|layer| layer.id).collect();
         let of = |(adapter, strength): &(crate::adapter::Adapter, f32)| {
             let layers = adapter.layers.len();
-            let count = adapter.layers.iter().filter(|layer| merged.contains(layer.place.name.as_str())).count();
+            let count = adapter.layers.iter().filter(|layer| merged.contains(&layer.place.id)).count();
             let (merged, beside) = if *strength == 0.0 { (0, 0) } else { (count, layers - count) };
             let (path, digest) = (adapter.path.clone(), adapter.digest.clone());
             AdapterUse { path, digest, strength: *strength, layers, merged, beside, unmatched: adapter.unmatched.len() }

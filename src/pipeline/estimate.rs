@@ -170,8 +170,11 @@ fn estimate_from(
 mod tests {
     use super::*;
     use crate::config::Conventions;
+    use crate::names::LayerRole;
+    use crate::names::Stream::Image;
     use crate::pipeline::ReferenceInput;
     use crate::sequence::{Grid, Pixels};
+    use crate::tensor::DType;
 
     fn job(side: usize, references: usize) -> Job {
         let grid = Grid { width: 64, height: 64 };
@@ -249,14 +252,14 @@ mod tests {
     #[test]
     fn every_linear_layer_is_of_a_known_kind() {
         let formats = of(&Configs::klein_4b(), Variant::Distilled, 256, 0).formats;
-        let layers: Vec<_> = formats.by_kind().iter().map(|row| (row.kind.blocks, row.kind.name, row.layers)).collect();
-        let double = ["qkv", "proj", "mlp in", "mlp out"].map(|kind| ("double blocks", kind, 10));
-        let single = ["linear1", "linear2"].map(|kind| ("single blocks", kind, 20));
-        let inputs = [("", "img_in", 1), ("", "txt_in", 1), ("", "time_in", 2)];
-        let outputs = [("", "modulations", 3), ("", "final layer", 2)];
-        let encoder = ["qkv", "out", "gate/up", "down"].map(|kind| ("", kind, 27));
-        assert_eq!(layers, [&double[..], &single, &inputs, &outputs, &encoder].concat());
-        assert_eq!(formats.lines(), ["all bf16"]);
+        let layers: Vec<_> = formats.by_kind().iter().map(|row| (row.kind, row.layers)).collect();
+        use LayerRole::*;
+        let double = [Qkv(Image), AttentionOut(Image), MlpIn(Image), MlpOut(Image)].map(|kind| (kind, 10));
+        let single = [(Linear1, 20), (Linear2, 20)];
+        let rest = [(ImageIn, 1), (TextIn, 1), (TimeIn, 2), (ImageModulation, 3), (FinalModulation, 2)];
+        let encoder = [EncoderQkv, EncoderOut, EncoderGateUp, EncoderDown].map(|kind| (kind, 27));
+        assert_eq!(layers, [&double[..], &single, &rest, &encoder].concat());
+        assert!(formats.by_kind().iter().all(|row| row.types == [(DType::Bf16, DType::Bf16)].into() && row.input == DType::Bf16));
         let bytes: u64 = formats.by_kind().iter().map(|row| row.held_bytes).sum();
         assert!(formats.by_kind().iter().all(|row| row.stored_bytes == row.held_bytes));
         // Besides these weights there are norms, and those of the VAE.

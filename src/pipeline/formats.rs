@@ -1,135 +1,32 @@
-//! Names the formats of a model's linear layers by kind of layer: what the files store, what the backend holds, what that is
-//! multiplied by, and why where that is more than the files ask for. Likewise the formats of attention.
-
-mod lines;
+//! The formats of a model's linear layers by kind of layer: what the files store, what the backend holds, what that is multiplied
+//! by, and why where that is more than the files ask for. Likewise the formats of attention.
 
 use crate::backend::Fp8Accumulate;
 use crate::model::{BlockFormat, LayerFormat, Nvfp4Math, PartFormat, PlainHeads, PlainInput};
-use crate::part::Part;
+use crate::names::LayerRole;
 use crate::tensor::DType;
-use serde::Serialize;
-
-/// A kind of linear layer: those that differ only in the block that they are in, or in the stream of a double block.
-#[derive(Debug, PartialEq, Eq)]
-pub struct LayerKind {
-    /// The part of the model that has them.
-    pub part: Part,
-    /// The blocks that they are in; empty if there is only one sort of block, or none.
-    pub blocks: &'static str,
-    /// Their name within a block.
-    pub name: &'static str,
-    /// How the canonical names of their weights begin and end.
-    starts: &'static str,
-    ends: &'static str,
-}
-
-impl LayerKind {
-    pub(super) fn of(name: &str) -> &'static Self {
-        let fits = |kind: &&Self| name.starts_with(kind.starts) && name.ends_with(kind.ends);
-        KINDS.iter().find(fits).unwrap_or(&KINDS[KINDS.len() - 1])
-    }
-}
-
-/// All kinds, in the order in which they are listed. The last one takes what no other does.
-static KINDS: [LayerKind; 17] = {
-    use Part::{TextEncoder, Transformer};
-    const fn new(part: Part, blocks: &'static str, name: &'static str, starts: &'static str, ends: &'static str) -> LayerKind {
-        LayerKind { part, blocks, name, starts, ends }
-    }
-    [
-        new(Transformer, "double blocks", "qkv", "double_blocks.", "_attn.qkv.weight"),
-        new(Transformer, "double blocks", "proj", "double_blocks.", "_attn.proj.weight"),
-        new(Transformer, "double blocks", "mlp in", "double_blocks.", "_mlp.0.weight"),
-        new(Transformer, "double blocks", "mlp out", "double_blocks.", "_mlp.2.weight"),
-        new(Transformer, "single blocks", "linear1", "single_blocks.", ".linear1.weight"),
-        new(Transformer, "single blocks", "linear2", "single_blocks.", ".linear2.weight"),
-        new(Transformer, "", "img_in", "img_in.", ""),
-        new(Transformer, "", "txt_in", "txt_in.", ""),
-        new(Transformer, "", "time_in", "time_in.", ""),
-        new(Transformer, "", "guidance_in", "guidance_in.", ""),
-        new(Transformer, "", "modulations", "", ".lin.weight"),
-        new(Transformer, "", "final layer", "final_layer.", ""),
-        new(TextEncoder, "", "qkv", "model.layers.", ".qkv_proj.weight"),
-        new(TextEncoder, "", "out", "model.layers.", ".o_proj.weight"),
-        new(TextEncoder, "", "gate/up", "model.layers.", ".gate_up_proj.weight"),
-        new(TextEncoder, "", "down", "model.layers.", ".down_proj.weight"),
-        new(Transformer, "", "other", "", ""),
-    ]
-};
+use std::collections::BTreeSet;
 
 /// The layers of one kind that have one format.
 #[derive(Debug, PartialEq, Eq)]
 pub struct KindFormat {
-    /// Their kind.
-    pub kind: &'static LayerKind,
+    /// Their [kind](LayerRole::kind).
+    pub kind: LayerRole,
     /// How many they are.
     pub layers: usize,
-    /// The types in which the files store their parts, each with the one in which the backend holds it; every pair once.
-    types: Vec<(DType, DType)>,
-    product: Product,
+    /// The types in which the files store their parts, each with the one in which the backend holds it.
+    pub types: BTreeSet<(DType, DType)>,
+    /// The type of their input.
+    pub input: DType,
+    /// Why that is not quantised, though weights are.
+    pub why: Option<PlainInput>,
+    /// How sums of e4m3 products are accumulated, `exact`, `promoted` or `fast`; `None` where there are none, or the device has one
+    /// way only.
+    pub sums: Option<&'static str>,
     /// Bytes in the files, with scales.
     pub stored_bytes: u64,
     /// Bytes on the backend, with scales.
     pub held_bytes: u64,
-}
-
-/// What layers multiply their weights by, and how.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Product {
-    /// The type of their input.
-    input: DType,
-    /// Why that is not quantised, though weights are.
-    why: Option<PlainInput>,
-    /// How sums of e4m3 products are accumulated, on a device where that is a choice.
-    sums: Option<&'static str>,
-}
-
-impl Product {
-    fn of(layer: &LayerFormat, accumulate: Option<Fp8Accumulate>) -> Self {
-        let sums = accumulate.filter(|_| multiplies_fp8(layer)).map(|accumulate| accumulate.sums(layer.inputs));
-        Self { input: layer.input, why: layer.why, sums }
-    }
-
-    /// Why inputs are not quantised, unless the rest of the line tells.
-    const fn reason(self) -> Option<&'static str> {
-        match self.why {
-            Some(PlainInput::File) => Some("as the file asks"),
-            Some(PlainInput::Parts) => Some("its parts need different inputs"),
-            Some(PlainInput::Device) => Some("no GEMM of quantised inputs here"),
-            Some(PlainInput::Asked) => Some("as asked"),
-            Some(PlainInput::Adapter) => Some("merged with an adapter"),
-            // Text encoders always have plain inputs, and in f32 so has everything.
-            Some(PlainInput::Model | PlainInput::Precision) | None => None,
-        }
-    }
-}
-
-impl KindFormat {
-    /// The names of the formats in the files, each once.
-    pub fn stored(&self) -> Vec<&'static str> {
-        each_once(self.types.iter().map(|(stored, _)| *stored))
-    }
-
-    /// The names of the formats on the backend, each once.
-    pub fn held(&self) -> Vec<&'static str> {
-        each_once(self.types.iter().map(|(_, held)| *held))
-    }
-
-    /// The name of their inputs' format.
-    pub fn input(&self) -> &'static str {
-        word(self.product.input)
-    }
-
-    /// How sums of e4m3 products are accumulated, `exact`, `promoted` or `fast`; `None` where there are none, or the device has one
-    /// way only.
-    pub fn accumulation(&self) -> Option<&'static str> {
-        self.product.sums
-    }
-
-    /// Why the inputs of quantised weights are not quantised; `None` if they are, or the model or the precision has no others.
-    pub fn reason(&self) -> Option<&'static str> {
-        self.product.reason()
-    }
 }
 
 /// The formats of a model's transformer and text encoder.
@@ -148,32 +45,34 @@ impl Formats {
     pub fn by_kind(&self) -> Vec<KindFormat> {
         let mut rows: Vec<KindFormat> = Vec::new();
         for layer in &self.layers {
-            let (kind, product) = (LayerKind::of(&layer.name), Product::of(layer, self.accumulate));
-            let types = sorted(layer.parts.iter().map(|part| (part.stored, part.held)));
-            let known = rows.iter().position(|row| row.kind == kind && row.types == types && row.product == product);
-            let at = known.unwrap_or_else(|| {
-                rows.push(KindFormat { kind, layers: 0, types, product, stored_bytes: 0, held_bytes: 0 });
+            let (kind, input, why) = (layer.id.role.kind(), layer.input, layer.why);
+            let sums = self.accumulate.filter(|_| multiplies_fp8(layer)).map(|accumulate| accumulate.sums(layer.weight.cols()));
+            let types = layer.parts.iter().map(|part| (part.stored, part.held)).collect();
+            let own = KindFormat { kind, layers: 0, types, input, why, sums, stored_bytes: 0, held_bytes: 0 };
+            let is_alike =
+                |row: &KindFormat| (row.kind, &row.types, row.input, row.why, row.sums) == (kind, &own.types, input, why, sums);
+            let at = rows.iter().position(is_alike).unwrap_or_else(|| {
+                rows.push(own);
                 rows.len() - 1
             });
             rows[at].layers += 1;
             rows[at].stored_bytes += layer.parts.iter().map(|part| part.stored_bytes).sum::<u64>();
             rows[at].held_bytes += layer.parts.iter().map(|part| part.held_bytes).sum::<u64>();
         }
-        let place = |kind: &LayerKind| KINDS.iter().position(|other| other == kind);
-        rows.sort_by_key(|row| (place(row.kind), std::cmp::Reverse(row.layers)));
+        rows.sort_by_key(|row| (row.kind, std::cmp::Reverse(row.layers)));
         rows
     }
 
     /// The formats of attention, each with the number of blocks that have it.
     pub fn attention_by_format(&self) -> Vec<AttentionFormatCount> {
-        let groups = grouped(self.attention.iter().map(|block| ((block.heads, block.values, block.why), ())));
-        let count = |((heads, values, why), blocks): ((DType, DType, Option<PlainHeads>), Vec<()>)| AttentionFormatCount {
-            blocks: blocks.len(),
-            heads: word(heads),
-            values: word(values),
-            reason: heads_reason(why),
-        };
-        groups.into_iter().map(count).collect()
+        let mut rows: Vec<AttentionFormatCount> = Vec::new();
+        for &BlockFormat { heads, values, why, .. } in &self.attention {
+            match rows.iter_mut().find(|row| (row.heads, row.values, row.why) == (heads, values, why)) {
+                Some(row) => row.blocks += 1,
+                None => rows.push(AttentionFormatCount { blocks: 1, heads, values, why }),
+            }
+        }
+        rows
     }
 
     /// Whether a block has queries and keys in FP8, and whether all have.
@@ -205,10 +104,10 @@ impl Formats {
         self.layers.iter().filter(is_nvfp4).find_map(math)
     }
 
-    /// The name of the format that plain weights were quantised to when they were loaded, if they were.
-    pub fn quantised_at_load(&self) -> Option<&'static str> {
-        let parts = self.layers.iter().flat_map(|layer| &layer.parts);
-        parts.filter(|part| is_quantised_at_load(part.stored, part.held)).map(|part| word(part.held)).next()
+    /// The type that plain weights were quantised to when they were loaded, if they were.
+    pub fn quantised_at_load(&self) -> Option<DType> {
+        let mut parts = self.layers.iter().flat_map(|layer| &layer.parts);
+        parts.find(|part| part.held.is_quantised() && !part.stored.is_quantised()).map(|part| part.held)
     }
 
     /// What of a model's quantised weights is expanded, if anything is.
@@ -217,188 +116,107 @@ impl Formats {
         let parts = || self.layers.iter().flat_map(|layer| &layer.parts).filter(is_expanded);
         parts().next()?;
         Some(Expansion {
-            stored: each_once(parts().map(|part| part.stored)),
-            held: each_once(parts().map(|part| part.held)),
+            stored: parts().map(|part| part.stored).collect(),
+            held: parts().map(|part| part.held).collect(),
             stored_bytes: parts().map(|part| part.stored_bytes).sum(),
             held_bytes: parts().map(|part| part.held_bytes).sum(),
         })
     }
 }
 
-const fn is_quantised_at_load(stored: DType, held: DType) -> bool {
-    held.is_quantised() && !stored.is_quantised()
-}
-
 fn multiplies_fp8(layer: &LayerFormat) -> bool {
     layer.input == DType::E4m3 && layer.parts.iter().any(|part| part.held == DType::E4m3)
 }
 
-/// Why queries and keys are not in FP8, unless the rest of the line tells.
-const fn heads_reason(why: Option<PlainHeads>) -> Option<&'static str> {
-    match why {
-        Some(PlainHeads::Asked) => Some("as asked"),
-        Some(PlainHeads::Device) => Some("no fp8 attention here"),
-        Some(PlainHeads::Inputs) => Some("made from inputs that are not quantised"),
-        Some(PlainHeads::MaxFree) => Some("fp8 would need a running maximum"),
-        // In f32 nothing is quantised.
-        Some(PlainHeads::Precision) | None => None,
-    }
-}
-
-/// Pairs of types, each once.
-fn sorted(types: impl Iterator<Item = (DType, DType)>) -> Vec<(DType, DType)> {
-    let mut types: Vec<_> = types.collect();
-    types.sort_by_key(|(stored, held)| (list_order(*stored), list_order(*held)));
-    types.dedup();
-    types
-}
-
 /// Blocks whose attention has the same format.
-#[derive(Debug, PartialEq, Eq, Serialize)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct AttentionFormatCount {
     /// How many they are.
     pub blocks: usize,
-    /// The format of queries and keys.
-    pub heads: &'static str,
-    /// The format of values.
-    pub values: &'static str,
-    /// Why queries and keys are not in FP8; `None` if they are, or the precision has no other format.
-    pub reason: Option<&'static str>,
+    /// The type of queries and keys.
+    pub heads: DType,
+    /// The type of values.
+    pub values: DType,
+    /// Why queries and keys are not in FP8, if they are not.
+    pub why: Option<PlainHeads>,
 }
 
 /// Quantised weights that a backend holds in another format than the files do.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Expansion {
-    /// The formats in the files, by name.
-    pub stored: Vec<&'static str>,
-    /// The formats on the backend.
-    pub held: Vec<&'static str>,
+    /// The types in the files.
+    pub stored: BTreeSet<DType>,
+    /// The types on the backend.
+    pub held: BTreeSet<DType>,
     /// Bytes of these weights in the files, with scales.
     pub stored_bytes: u64,
     /// Their bytes on the backend.
     pub held_bytes: u64,
 }
 
-/// Collects the values of each key. Keys are in the order in which they appear first.
-fn grouped<K: PartialEq, V>(pairs: impl Iterator<Item = (K, V)>) -> Vec<(K, Vec<V>)> {
-    let mut groups: Vec<(K, Vec<V>)> = Vec::new();
-    for (key, value) in pairs {
-        match groups.iter_mut().find(|(other, _)| *other == key) {
-            Some((_, values)) => values.push(value),
-            None => groups.push((key, vec![value])),
-        }
-    }
-    groups
-}
-
-/// The name of a format as users know it. Elements of e2m1 always have the scales of NVFP4.
-const fn word(dtype: DType) -> &'static str {
-    match dtype {
-        DType::E4m3 => "fp8",
-        DType::E5m2 => "fp8-e5m2",
-        DType::E2m1 => "nvfp4",
-        plain => plain.name(),
-    }
-}
-
-/// The names of formats, each once, in the order of [`list_order`].
-fn each_once(dtypes: impl Iterator<Item = DType>) -> Vec<&'static str> {
-    let mut dtypes: Vec<DType> = dtypes.collect();
-    dtypes.sort_by_key(|dtype| list_order(*dtype));
-    dtypes.dedup();
-    dtypes.into_iter().map(word).collect()
-}
-
-/// The place of a format in lists. Plain ones come last, so that layers are named by what is quantised.
-fn list_order(dtype: DType) -> usize {
-    const ORDER: [DType; 6] = [DType::E4m3, DType::E2m1, DType::E5m2, DType::Bf16, DType::F16, DType::F32];
-    ORDER.iter().position(|other| *other == dtype).unwrap_or(ORDER.len())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::backend::Weight;
+    use crate::names::LayerId;
+    use crate::names::Stream::{Image, Text};
     use crate::tensor::{Arena, Region};
     use DType::{Bf16, E2m1, E4m3, E5m2, F16, F32};
 
     /// A layer of parts that are stored and held in these types, a thousand elements each.
-    pub fn layer(name: &str, parts: &[(DType, DType)], input: DType) -> LayerFormat {
+    fn layer(id: LayerId, parts: &[(DType, DType)], input: DType) -> LayerFormat {
         let bytes = |dtype: DType| dtype.bytes(1000) as u64;
         let part = |&(stored, held)| PartFormat { stored, held, stored_bytes: bytes(stored), held_bytes: bytes(held) };
         let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1000, Bf16).unwrap());
-        LayerFormat {
-            name: name.into(),
-            weight,
-            parts: parts.iter().map(part).collect(),
-            input,
-            inputs: 1000,
-            why: None,
-            merged: false,
-        }
+        LayerFormat { id, weight, parts: parts.iter().map(part).collect(), input, why: None, merged: false }
     }
 
-    pub fn formats(layers: impl IntoIterator<Item = LayerFormat>) -> Formats {
+    fn formats(layers: impl IntoIterator<Item = LayerFormat>) -> Formats {
         Formats { layers: layers.into_iter().collect(), ..Formats::default() }
-    }
-
-    /// The linear layers of a model with two blocks of each sort; `of` tells the parts and the input of each.
-    pub fn model(of: impl Fn(&str) -> (Vec<(DType, DType)>, DType)) -> Formats {
-        let mut names: Vec<String> = Vec::new();
-        for i in 0..2 {
-            let encoder = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"];
-            names.extend(encoder.iter().map(|layer| format!("model.layers.{i}.{layer}.weight")));
-            for stream in ["img", "txt"] {
-                let layers = ["attn.qkv", "attn.proj", "mlp.0", "mlp.2"];
-                names.extend(layers.iter().map(|layer| format!("double_blocks.{i}.{stream}_{layer}.weight")));
-            }
-            names.extend(["linear1", "linear2"].map(|layer| format!("single_blocks.{i}.{layer}.weight")));
-        }
-        names.extend(["txt_in", "img_in", "time_in.in_layer", "time_in.out_layer"].map(|layer| format!("{layer}.weight")));
-        names.extend(["double_stream_modulation_img", "single_stream_modulation"].map(|layer| format!("{layer}.lin.weight")));
-        names.extend(["adaLN_modulation.1", "linear"].map(|layer| format!("final_layer.{layer}.weight")));
-        formats(names.iter().map(|name| (name, of(name))).map(|(name, (parts, input))| layer(name, &parts, input)))
     }
 
     #[test]
     fn rows_count_layers_and_bytes() {
+        let mlp = |stream, block| LayerRole::MlpIn(stream).of_block(block);
         let formats = formats([
-            layer("model.layers.7.self_attn.qkv_proj.weight", &[(E4m3, E4m3), (E2m1, Bf16), (E4m3, E4m3)], Bf16),
-            layer("double_blocks.3.txt_mlp.0.weight", &[(E4m3, E4m3)], E4m3),
-            layer("double_blocks.0.img_mlp.0.weight", &[(Bf16, Bf16)], Bf16),
-            layer("double_blocks.3.img_mlp.0.weight", &[(E4m3, E4m3)], E4m3),
+            layer(LayerRole::EncoderQkv.of_block(7), &[(E4m3, E4m3), (E2m1, Bf16), (E4m3, E4m3)], Bf16),
+            layer(mlp(Text, 3), &[(E4m3, E4m3)], E4m3),
+            layer(mlp(Image, 0), &[(Bf16, Bf16)], Bf16),
+            layer(mlp(Image, 3), &[(E4m3, E4m3)], E4m3),
         ]);
         let rows = formats.by_kind();
         let rows: Vec<_> = rows
-            .iter()
-            .map(|row| (row.kind.name, row.layers, row.stored(), row.held(), row.input(), row.stored_bytes, row.held_bytes))
+            .into_iter()
+            .map(|row| (row.kind, row.layers, Vec::from_iter(row.types), row.input, row.stored_bytes, row.held_bytes))
             .collect();
         let want = [
-            ("mlp in", 2, vec!["fp8"], vec!["fp8"], "fp8", 2000, 2000),
-            ("mlp in", 1, vec!["bf16"], vec!["bf16"], "bf16", 2000, 2000),
-            ("qkv", 1, vec!["fp8", "nvfp4"], vec!["fp8", "bf16"], "bf16", 2500, 4000),
+            (LayerRole::MlpIn(Image), 2, vec![(E4m3, E4m3)], E4m3, 2000, 2000),
+            (LayerRole::MlpIn(Image), 1, vec![(Bf16, Bf16)], Bf16, 2000, 2000),
+            (LayerRole::EncoderQkv, 1, vec![(E4m3, E4m3), (E2m1, Bf16)], Bf16, 2500, 4000),
         ];
         assert_eq!(rows, want);
         // Only the part that is expanded counts.
-        let want = Expansion { stored: vec!["nvfp4"], held: vec!["bf16"], stored_bytes: 500, held_bytes: 2000 };
+        let want = Expansion { stored: [E2m1].into(), held: [Bf16].into(), stored_bytes: 500, held_bytes: 2000 };
         assert_eq!(formats.expansion(), Some(want));
     }
 
     #[test]
     fn only_quantised_weights_are_expanded() {
-        assert_eq!(model(|_| (vec![(F16, F32), (F32, Bf16)], Bf16)).expansion(), None);
-        assert_eq!(model(|_| (vec![(E4m3, E4m3), (Bf16, Bf16)], Bf16)).expansion(), None);
-        let all = model(|_| (vec![(E5m2, F32), (E2m1, F32), (E4m3, F32), (Bf16, F32)], F32)).expansion().unwrap();
-        assert_eq!((all.stored, all.held), (vec!["fp8", "nvfp4", "fp8-e5m2"], vec!["f32"]));
+        let expansion =
+            |types: &[(DType, DType)], input| formats([layer(LayerRole::Linear1.of_block(0), types, input)]).expansion();
+        assert_eq!(expansion(&[(F16, F32), (F32, Bf16)], Bf16), None);
+        assert_eq!(expansion(&[(E4m3, E4m3), (Bf16, Bf16)], Bf16), None);
+        let all = expansion(&[(E5m2, F32), (E2m1, F32), (E4m3, F32), (Bf16, F32)], F32).unwrap();
+        assert_eq!((all.stored, all.held), ([E4m3, E2m1, E5m2].into(), [F32].into()));
         // Re-encoding is asked for, and is no expansion.
-        assert_eq!(model(|_| (vec![(E2m1, E4m3)], E4m3)).expansion(), None);
+        assert_eq!(expansion(&[(E2m1, E4m3)], E4m3), None);
     }
 
     #[test]
     fn what_nvfp4_is_multiplied_as_shows_in_the_inputs() {
         let math = |parts: &[(DType, DType)], input, why| {
-            let nvfp4 = LayerFormat { why, ..layer("single_blocks.0.linear1.weight", parts, input) };
-            let encoder = layer("model.layers.0.self_attn.o_proj.weight", &[(E2m1, E2m1)], Bf16);
+            let nvfp4 = LayerFormat { why, ..layer(LayerRole::Linear1.of_block(0), parts, input) };
+            let encoder = layer(LayerRole::EncoderOut.of_block(0), &[(E2m1, E2m1)], Bf16);
             let encoder = LayerFormat { why: Some(PlainInput::Model), ..encoder };
             formats([encoder, nvfp4]).nvfp4_math()
         };

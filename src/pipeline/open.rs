@@ -9,8 +9,8 @@ use crate::config::{
 use crate::error::{Error, Result};
 use crate::locate::{Embedded, Found, ModelFiles};
 use crate::memory;
-use crate::model::{TOKEN_TABLE, text_manifest, transformer_manifest, vae_manifest};
-use crate::names::{Layout, TensorSpec};
+use crate::model::{text_manifest, transformer_manifest, vae_manifest};
+use crate::names::{LayerRole, Layout, TensorSpec};
 use crate::part::{Part, PerPart};
 use crate::tensor::DType;
 use crate::tiny;
@@ -48,7 +48,7 @@ impl Configs {
     /// The layers that adapters can change.
     pub fn places(&self) -> Places {
         let (transformer, text) = (transformer_manifest(&self.transformer), text_manifest(&self.text_encoder));
-        Places::new([(Part::Transformer, &transformer[..]), (Part::TextEncoder, &text[..])])
+        Places::new(transformer.iter().chain(&text))
     }
 }
 
@@ -250,7 +250,7 @@ impl CheckedParts {
         let mut all = Vec::new();
         for part in [Part::TextEncoder, Part::Transformer, Part::Vae] {
             // Of the token embeddings only a few rows are needed.
-            for spec in self.manifests[part].iter().filter(|spec| spec.name != TOKEN_TABLE) {
+            for spec in self.manifests[part].iter().filter(|spec| spec.layer != Some(LayerRole::TokenTable.only())) {
                 all.extend(self.weights[part].weight(spec)?.parts.into_iter().map(|part| part.bytes));
             }
         }

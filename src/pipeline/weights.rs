@@ -77,14 +77,14 @@ impl TextSide {
     /// Gives its layers these side branches.
     pub fn attach(&mut self, branches: &Branches) {
         let layers = self.encoder.layers_mut().chain([self.context.layer_mut()]);
-        branches.attach(layers, &self.formats);
+        branches.attach(layers);
     }
 }
 
 impl ImageSide {
     /// Gives its layers these side branches.
     pub fn attach(&mut self, branches: &Branches) {
-        branches.attach(self.transformer.layers_mut(), &self.formats);
+        branches.attach(self.transformer.layers_mut());
     }
 }
 
@@ -114,7 +114,7 @@ impl Placing<'_> {
         let LoadOptions { precision, attention, nvfp4_math, quantise, adapters, .. } = self.options;
         let loader = Loader::new(be, region, self.sources[part], precision, loaded);
         let loader = loader.with_attention(attention).with_nvfp4_math(nvfp4_math).with_quantise(quantise);
-        let loader = loader.with_adapters(part, self.adapters, adapters, self.merged_at);
+        let loader = loader.with_adapters(self.adapters, adapters, self.merged_at);
         if self.real { loader.wary() } else { loader.dry() }
     }
 

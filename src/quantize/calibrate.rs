@@ -123,8 +123,8 @@ pub fn calibrate(
     let release = move || weights.values().for_each(Weights::release);
     let mut observer = Observer::new(backend, Box::new(release));
     let options = model.check_memory(&observer, machine, LoadOptions::DEFAULT, first)?;
-    let layers = model.formats(options, observer.gemm_formats())?.layers.into_iter().filter(|layer| wanted(&layer.name));
-    let largest = observer.watch(layers.map(|layer| (layer.name, layer.weight)));
+    let layers = model.formats(options, observer.gemm_formats())?.layers.into_iter().map(|layer| layer.id);
+    let largest = observer.watch(layers.filter(|layer| wanted(&layer.canonical())));
     if largest.borrow().is_empty() {
         return Ok(BTreeMap::new());
     }
@@ -134,7 +134,7 @@ pub fn calibrate(
         engine.generate(job, &progress, &mut |_| Ok(()))?;
     }
     progress.finish();
-    let found = largest.take();
+    let found: BTreeMap<String, f32> = largest.take().iter().map(|(layer, largest)| (layer.canonical(), *largest)).collect();
     match found.iter().find(|(_, largest)| **largest == 0.0) {
         Some((layer, _)) => Err(Error::Calibration { layer: layer.clone(), what: "its input is zero for every prompt" }),
         None => Ok(found),

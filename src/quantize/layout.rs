@@ -8,7 +8,8 @@
 //! For diffusers FP8 has a scale for each row, and NVFP4 another order. It goes by the tensors alone, so nothing is declared as for
 //! ComfyUI, which would take one order for the other.
 
-use crate::names::{NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
+use super::policy::Policy;
+use crate::names::{LayerId, NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
 use crate::part::Part;
 use crate::tensor::Nvfp4Layout;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
@@ -58,6 +59,8 @@ impl WeightLayout {
 pub struct LayerSpec {
     /// The name of its weight in the file.
     pub weight: String,
+    /// The layer that it is, or that it is a piece of.
+    pub layer: Option<LayerId>,
     /// The shape of its values.
     pub shape: Vec<usize>,
     /// The format that it is quantised to; `None` for BF16.
@@ -67,6 +70,13 @@ pub struct LayerSpec {
 }
 
 impl LayerSpec {
+    /// A layer in the format that the policy chooses for it.
+    pub fn new(weight: String, layer: Option<LayerId>, shape: Vec<usize>, policy: &Policy) -> Self {
+        let mut spec = Self { weight, layer, shape, format: None, has_input_scale: false };
+        spec.format = policy.format_of(&spec);
+        spec
+    }
+
     /// Its name: that of the weight without `.weight`.
     pub fn name(&self) -> &str {
         self.weight.strip_suffix(".weight").unwrap_or(&self.weight)

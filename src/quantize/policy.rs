@@ -1,10 +1,10 @@
 //! Which layers are quantised, and to which format: those that the official files quantise, less those that a user keeps.
 
+use super::layout::LayerSpec;
 use super::pattern;
 use crate::config::{TransformerConfig, Variant};
 use crate::error::{Error, Result};
-use crate::model::Producer;
-use crate::part::Part;
+use crate::names::{LayerId, LayerRole};
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::quantise::QuantisedFormat;
 use crate::text::nearest;
@@ -46,7 +46,6 @@ static WIDER: [Wider; 5] = {
 /// The choice of layers for one part of a model.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    part: Part,
     format: QuantisedFormat,
     /// Patterns of layers that stay in BF16.
     wider: Vec<String>,
@@ -59,33 +58,26 @@ impl Policy {
         let is_meant =
             |wider: &&Wider| wider.model == model && wider.variants.contains(&variant) && wider.formats.contains(&format);
         let official = WIDER.iter().filter(is_meant).flat_map(|wider| wider.layers).map(|layer| (*layer).to_owned());
-        Self { part: Part::Transformer, format, wider: official.chain(keep.iter().cloned()).collect() }
+        Self { format, wider: official.chain(keep.iter().cloned()).collect() }
     }
 
     /// All linear layers of a text encoder without those that match `keep`. The official files mix formats layer by layer, in a
     /// way that follows no rule. Here NVFP4 is for the MLPs, two thirds of the weights, and attention is FP8.
     pub fn text_encoder(format: QuantisedFormat, keep: &[String]) -> Self {
-        Self { part: Part::TextEncoder, format, wider: keep.to_vec() }
+        Self { format, wider: keep.to_vec() }
     }
 
-    /// The format of a layer, by its name without `.weight` and the shape of its weight, or `None` if it stays in BF16.
-    pub fn format_of(&self, layer: &str, shape: &[usize]) -> Option<QuantisedFormat> {
-        let [_, cols] = *shape else { return None };
-        if !self.may_be_quantised(layer) || self.wider.iter().any(|pattern| pattern::matches(pattern, layer)) {
+    /// The format of a layer, or `None` if it stays in BF16. Those of blocks can be quantised, embedders, modulations and the last layers
+    /// cannot.
+    pub fn format_of(&self, layer: &LayerSpec) -> Option<QuantisedFormat> {
+        let [_, cols] = layer.shape[..] else { return None };
+        let id = layer.layer.filter(|id| id.block.is_some())?;
+        if self.wider.iter().any(|pattern| pattern::matches(pattern, layer.name())) {
             return None;
         }
         // Blocks of NVFP4 are not cut off at the end of a row.
-        let in_blocks = cols.is_multiple_of(BLOCK) && !(self.part == Part::TextEncoder && layer.contains(".self_attn."));
+        let in_blocks = cols.is_multiple_of(BLOCK) && !matches!(id.role, LayerRole::EncoderQkv | LayerRole::EncoderOut);
         Some(if in_blocks { self.format } else { QuantisedFormat::Fp8 })
-    }
-
-    /// Whether a layer is in a block, as opposed to embedders, modulations and the last layers.
-    fn may_be_quantised(&self, layer: &str) -> bool {
-        match self.part {
-            Part::Transformer => layer.starts_with("double_blocks.") || layer.starts_with("single_blocks."),
-            Part::TextEncoder => layer.starts_with("model.layers.") && layer.ends_with("_proj"),
-            Part::Vae => false,
-        }
     }
 }
 
@@ -104,37 +96,38 @@ pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a 
 
 /// The scale of an input that was not measured: in FP8 a constant, by the op that makes it. NVFP4 without a scale takes the largest
 /// value of the moment, which no constant replaces.
-pub fn constant_scale(layer: &str, format: QuantisedFormat) -> Option<f32> {
-    let producer = match layer {
-        _ if layer.ends_with("_mlp.2") || layer.ends_with(".linear2") => Producer::Swiglu,
-        _ if layer.ends_with("_attn.proj") => Producer::Attention,
-        _ => Producer::Norm,
-    };
-    (format == QuantisedFormat::Fp8).then_some(producer.fp8_scale().get())
+pub fn constant_scale(layer: LayerId, format: QuantisedFormat) -> Option<f32> {
+    (format == QuantisedFormat::Fp8).then_some(layer.producer()?.fp8_scale().get())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::names::Stream::{Image, Text};
     use QuantisedFormat::{Fp8, Nvfp4};
 
     #[test]
     fn text_encoders_follow_a_simple_rule() {
-        for (layer, fp8, nvfp4) in [
-            ("model.layers.0.self_attn.q_proj", Some(Fp8), Some(Fp8)),
-            ("model.layers.35.self_attn.o_proj", Some(Fp8), Some(Fp8)),
-            ("model.layers.7.mlp.down_proj", Some(Fp8), Some(Nvfp4)),
-            ("model.layers.7.mlp.gate_proj", Some(Fp8), Some(Nvfp4)),
-            ("model.embed_tokens", None, None),
+        let of = |policy: &Policy, name: &str, id: LayerId, shape: &[usize]| {
+            LayerSpec::new(format!("{name}.weight"), Some(id), shape.to_vec(), policy).format
+        };
+        let down = LayerRole::EncoderDown.of_block(7);
+        for (layer, id, fp8, nvfp4) in [
+            ("model.layers.0.self_attn.q_proj", LayerRole::EncoderQkv.of_block(0), Some(Fp8), Some(Fp8)),
+            ("model.layers.35.self_attn.o_proj", LayerRole::EncoderOut.of_block(35), Some(Fp8), Some(Fp8)),
+            ("model.layers.7.mlp.down_proj", down, Some(Fp8), Some(Nvfp4)),
+            ("model.layers.7.mlp.gate_proj", LayerRole::EncoderGateUp.of_block(7), Some(Fp8), Some(Nvfp4)),
+            ("model.embed_tokens", LayerRole::TokenTable.only(), None, None),
         ] {
-            assert_eq!(Policy::text_encoder(Fp8, &[]).format_of(layer, &[256, 128]), fp8, "{layer}");
-            assert_eq!(Policy::text_encoder(Nvfp4, &[]).format_of(layer, &[256, 128]), nvfp4, "{layer}");
+            assert_eq!(of(&Policy::text_encoder(Fp8, &[]), layer, id, &[256, 128]), fp8, "{layer}");
+            assert_eq!(of(&Policy::text_encoder(Nvfp4, &[]), layer, id, &[256, 128]), nvfp4, "{layer}");
         }
         let kept = Policy::text_encoder(Nvfp4, &["*.mlp.*".into()]);
-        assert_eq!(kept.format_of("model.layers.7.mlp.down_proj", &[256, 128]), None);
+        assert_eq!(of(&kept, "model.layers.7.mlp.down_proj", down, &[256, 128]), None);
         // Rows that are no whole blocks.
-        assert_eq!(Policy::text_encoder(Nvfp4, &[]).format_of("model.layers.7.mlp.down_proj", &[256, 24]), Some(Fp8));
-        assert_eq!(Policy::text_encoder(Fp8, &[]).format_of("model.layers.7.self_attn.q_norm_proj", &[256]), None);
+        let whole = Policy::text_encoder(Nvfp4, &[]);
+        assert_eq!(of(&whole, "model.layers.7.mlp.down_proj", down, &[256, 24]), Some(Fp8));
+        assert_eq!(of(&whole, "model.layers.7.self_attn.q_norm", LayerRole::EncoderQueryNorm.of_block(7), &[256]), None);
     }
 
     #[test]
@@ -149,12 +142,12 @@ mod tests {
     #[test]
     fn constants_follow_the_producer_of_the_input() {
         for (layer, scale) in [
-            ("double_blocks.0.img_attn.qkv", 1.0),
-            ("double_blocks.0.txt_attn.proj", 1.0),
-            ("double_blocks.0.txt_mlp.0", 1.0),
-            ("double_blocks.4.img_mlp.2", 8.0),
-            ("single_blocks.0.linear1", 1.0),
-            ("single_blocks.19.linear2", 8.0),
+            (LayerRole::Qkv(Image).of_block(0), 1.0),
+            (LayerRole::AttentionOut(Text).of_block(0), 1.0),
+            (LayerRole::MlpIn(Text).of_block(0), 1.0),
+            (LayerRole::MlpOut(Image).of_block(4), 8.0),
+            (LayerRole::Linear1.of_block(0), 1.0),
+            (LayerRole::Linear2.of_block(19), 8.0),
         ] {
             assert_eq!(constant_scale(layer, Fp8), Some(scale), "{layer}");
             assert_eq!(constant_scale(layer, Nvfp4), None);

@@ -55,12 +55,10 @@ pub struct SourceLayer {
 }
 
 impl SourceLayer {
-    fn new(path: &Path, weight: String, shape: Vec<usize>, parts: Vec<WeightPart>, policy: &Policy) -> Result<Self> {
+    fn new(path: &Path, spec: LayerSpec, parts: Vec<WeightPart>) -> Result<Self> {
         if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
-            return Err(quantised_already(path, &weight, part.dtype.name()));
+            return Err(quantised_already(path, &spec.weight, part.dtype.name()));
         }
-        let mut spec = LayerSpec { weight, shape, format: None, has_input_scale: false };
-        spec.format = policy.format_of(spec.name(), &spec.shape);
         Ok(Self { spec, parts })
     }
 
@@ -78,8 +76,8 @@ impl SourceLayer {
 /// The layers of a transformer whose tensors are those of `manifest`.
 pub fn transformer_layers(weights: &Weights, manifest: &[TensorSpec], policy: &Policy) -> Result<Vec<SourceLayer>> {
     let layer = |spec: &TensorSpec| {
-        let stored = weights.weight(spec)?;
-        SourceLayer::new(weights.path(), spec.name.clone(), spec.shape.clone(), stored.parts, policy)
+        let layer = LayerSpec::new(spec.name.clone(), spec.layer, spec.shape.clone(), policy);
+        SourceLayer::new(weights.path(), layer, weights.weight(spec)?.parts)
     };
     manifest.iter().map(layer).collect()
 }
@@ -91,14 +89,14 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
     for shard in weights.shards() {
         for (name, entry) in shard.tensors() {
             let bare = names::without_prefix(name);
-            match names::resolve(Part::TextEncoder, name) {
-                Place::Weight(_) => {}
-                Place::Unused if bare.starts_with("model.norm.") => {}
+            let layer = match names::resolve(Part::TextEncoder, name) {
+                Place::Weight(spelling) => spelling.layer,
+                Place::Unused if bare.starts_with("model.norm.") => None,
                 Place::Quantisation(..) | Place::Fp8Marker => return Err(quantised_already(shard.path(), name, "a scale")),
                 Place::Unused | Place::OtherPart | Place::Unknown => continue,
-            }
-            let part = whole(shard, name, entry)?;
-            layers.push(SourceLayer::new(shard.path(), bare.into(), entry.shape.clone(), vec![part], policy)?);
+            };
+            let spec = LayerSpec::new(bare.into(), layer, entry.shape.clone(), policy);
+            layers.push(SourceLayer::new(shard.path(), spec, vec![whole(shard, name, entry)?])?);
         }
     }
     Ok(layers)

@@ -6,7 +6,6 @@ use crate::random::splitmix;
 use kiln::internals::adapter::Places;
 use kiln::internals::config::{TextConfig, TransformerConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest};
-use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
 
 /// A tensor of a file.
@@ -97,7 +96,7 @@ impl File {
 /// The layers of a model of these sizes.
 pub fn places_of(transformer: &TransformerConfig, text: &TextConfig) -> Places {
     let (transformer, text) = (transformer_manifest(transformer), text_manifest(text));
-    Places::new([(Part::Transformer, &transformer[..]), (Part::TextEncoder, &text[..])])
+    Places::new(transformer.iter().chain(&text))
 }
 
 /// Both factors of a layer.

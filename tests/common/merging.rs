@@ -42,7 +42,6 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
     be.reserve_adapters(ROOM_AT + room.max().unwrap()).unwrap();
     let (mut region, mut ignore) = (Arena::new(Region::Weights), |_| ());
     let mut loader = Loader::new(be, &mut region, Some(source), Precision::Bf16, &mut ignore).with_adapters(
-        Part::Transformer,
         &added,
         AdapterMode::Auto,
         ROOM_AT,
@@ -54,7 +53,7 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
 
     let (mut merger, mut differing, mut changed, mut all) = (Merger::default(), 0, 0, 0);
     for format in merged {
-        let spec = manifest.iter().find(|spec| spec.name == format.name).unwrap();
+        let spec = manifest.iter().find(|spec| spec.layer == Some(format.id)).unwrap();
         let stored = source.weight(spec).unwrap().parts;
         let decoded = |parts: &[WeightPart]| -> Vec<f32> {
             let mut values = Vec::new();
@@ -67,8 +66,7 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
             }
             values
         };
-        let (before, want) =
-            (decoded(&stored), decoded(&merger.merged(&added, Part::Transformer, &spec.name, &stored, DType::Bf16)));
+        let (before, want) = (decoded(&stored), decoded(&merger.merged(&added, format.id, &stored, DType::Bf16)));
         let mut got = vec![0.0; format.weight.rows() * format.weight.cols()];
         be.read(format.weight.parts()[0], &mut got).unwrap();
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {

@@ -9,13 +9,14 @@ use kiln::internals::backend::GemmFormats;
 use kiln::internals::config::{TextConfig, TransformerConfig};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{text_manifest, transformer_manifest};
-use kiln::internals::names::Layout;
+use kiln::internals::names::{LayerRole, Layout, Stream};
 use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{ALIGN, DType, Precision};
 use kiln::progress::Silent;
+use kiln_program::cli::formats::format_lines;
 use safetensors::tensor::Dtype;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -241,10 +242,13 @@ fn quantised_weights_stay_as_they_are() {
         let model = with(quantised(format), &given);
         let formats = model.formats(narrow, GemmFormats::ALL).unwrap();
         for layer in &formats.layers {
-            let is_named =
-                a.iter().chain(&b).any(|factor| layer.name.strip_suffix(".weight").is_some_and(|l| factor.name.contains(l)));
-            assert!(!layer.merged || is_named || layer.name.starts_with("model.layers.3") || layer.name.contains("final"));
-            assert!(!(layer.merged && layer.parts.iter().any(|part| part.held.is_quantised())), "{}", layer.name);
+            let is_named = a
+                .iter()
+                .chain(&b)
+                .any(|factor| layer.id.canonical().strip_suffix(".weight").is_some_and(|l| factor.name.contains(l)));
+            let is_other = [LayerRole::EncoderQkv.of_block(3), LayerRole::FinalModulation.only()].contains(&layer.id);
+            assert!(!layer.merged || is_named || is_other);
+            assert!(!(layer.merged && layer.parts.iter().any(|part| part.held.is_quantised())), "{}", layer.id);
         }
         let uses = formats.adapter_uses(&model.adapters);
         assert!(uses[0].beside > 0 && uses[0].merged > 0 && uses[0].beside + uses[0].merged == uses[0].layers, "{uses:?}");
@@ -252,7 +256,7 @@ fn quantised_weights_stay_as_they_are() {
         let none = model.formats(narrow, GemmFormats::NONE).unwrap().adapter_uses(&model.adapters);
         assert!(none.iter().all(|of| of.merged == of.layers && of.beside == 0), "{none:?}");
         // Merging expands them, which is said.
-        let lines = model.formats(options(Precision::Bf16, AdapterMode::Merge), GemmFormats::ALL).unwrap().lines();
+        let lines = format_lines(&model.formats(options(Precision::Bf16, AdapterMode::Merge), GemmFormats::ALL).unwrap());
         assert!(lines.iter().any(|line| line.contains("expanded to bf16 (merged with an adapter)")), "{lines:?}");
     }
 }
@@ -263,7 +267,7 @@ fn what_is_too_wide_for_a_branch_is_merged() {
     let narrow = |mode| options(Precision::Bf16, mode);
     let merged = |model: &OpenModel, mode| -> Result<Vec<String>> {
         let formats = model.formats(narrow(mode), GemmFormats::ALL)?;
-        Ok(formats.layers.into_iter().filter(|layer| layer.merged).map(|layer| layer.name).collect())
+        Ok(formats.layers.into_iter().filter(|layer| layer.merged).map(|layer| layer.id.canonical()).collect())
     };
     // Whole factors have the rank of the weight itself, which is no more than 256 here.
     let whole = lokr(name, ([4, 8], None), ([64, 128], None));
@@ -275,7 +279,7 @@ fn what_is_too_wide_for_a_branch_is_merged() {
     // Five of them are too much.
     let five = || with(quantised("fp8"), &[(&whole[..], 0.05); 5]);
     assert_eq!(merged(&five(), AdapterMode::Auto).unwrap(), [format!("{name}.weight")]);
-    let lines = five().formats(narrow(AdapterMode::Auto), GemmFormats::ALL).unwrap().lines();
+    let lines = format_lines(&five().formats(narrow(AdapterMode::Auto), GemmFormats::ALL).unwrap());
     assert!(lines.iter().any(|line| line.contains("1 fp8 expanded to bf16 (merged with an adapter)")), "{lines:?}");
     let refused = merged(&five(), AdapterMode::Branch).unwrap_err();
     let want = "adapters add a rank of 1280 to `single_blocks.1.linear2.weight`; up to 1024 is computed beside a weight";
@@ -368,12 +372,12 @@ fn memory_is_as_planned() {
 fn adapters_of_another_model_are_refused() {
     let layer = lora("double_blocks.0.img_mlp.0", PEFT, [1536, 256], 4);
     // A weight of another shape, and one that is not there.
-    for name in ["double_blocks.0.img_mlp.2.weight", "double_blocks.7.img_mlp.0.weight"] {
+    for id in [LayerRole::MlpOut(Stream::Image).of_block(0), LayerRole::MlpIn(Stream::Image).of_block(7)] {
         for mode in MODES {
             let mut model = with(plain(), &[(&layer, 1.0)]);
-            model.adapters.0[0].0.layers[0].place.name = name.into();
+            model.adapters.0[0].0.layers[0].place.id = id;
             let error = Engine::load(Box::new(cpu()), model, options(Precision::F32, mode), &Silent).err().unwrap().to_string();
-            assert!(error.contains("an adapter was opened for another model"), "{name} {mode:?}: {error}");
+            assert!(error.contains("an adapter was opened for another model"), "{id} {mode:?}: {error}");
         }
     }
 }

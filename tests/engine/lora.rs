@@ -8,6 +8,7 @@ use common::{Goldens, cpu, fixture, relative_l2, run, short_model, small_job};
 use kiln::internals::adapter::{Adapter, AdapterMode, Adapters, Places};
 use kiln::internals::config::Variant;
 use kiln::internals::dump::Record;
+use kiln::internals::names::{LayerRole, Stream};
 use kiln::internals::pipeline::{Engine, Job, LoadOptions};
 use kiln::internals::sampler::Schedule;
 use kiln::internals::sequence::Pixels;
@@ -219,7 +220,7 @@ fn mistakes_are_noticed() {
         adapters.0[0].0.layers.iter_mut().for_each(|layer| layer.place.rows.sort_by_key(|rows| rows.start));
     });
     moved("a layer missing", "bfl", &|adapters| {
-        adapters.0[0].0.layers.retain(|layer| layer.place.name != "double_blocks.1.img_attn.proj.weight");
+        adapters.0[0].0.layers.retain(|layer| layer.place.id != LayerRole::AttentionOut(Stream::Image).of_block(1));
     });
     moved("keys in place of values", "onetrainer", &|adapters| {
         let layers = &mut adapters.0[0].0.layers;

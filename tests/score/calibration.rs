@@ -4,20 +4,17 @@ use crate::engine::Model;
 use crate::fixture;
 use crate::render::render;
 use common::cpu;
-use common::fnv::fnv1a;
 use common::wrapped::Wrapped;
 use kiln::error::Result;
 use kiln::internals::backend::cpu::Cpu;
-use kiln::internals::backend::{Backend, Linear, Op};
+use kiln::internals::backend::{Backend, Op};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::config::TransformerConfig;
 use kiln::internals::model::transformer_manifest;
-use kiln::internals::names::TensorSpec;
+use kiln::internals::names::{LayerId, TensorSpec};
 use kiln::internals::tensor::Tensor;
 use std::cell::RefCell;
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
-use std::ops::Range;
 use std::path::Path;
 use std::rc::Rc;
 
@@ -28,7 +25,7 @@ pub type Largest = BTreeMap<String, f32>;
 /// and all other tensors.
 pub fn block_linears(weights: &Weights) -> (Vec<TensorSpec>, Vec<TensorSpec>) {
     let config = TransformerConfig::detect(weights, None).unwrap();
-    let is_block = |spec: &TensorSpec| ["double_blocks.", "single_blocks."].iter().any(|blocks| spec.name.starts_with(blocks));
+    let is_block = |spec: &TensorSpec| spec.layer.is_some_and(|layer| layer.block.is_some());
     transformer_manifest(&config).into_iter().partition(|spec| is_block(spec) && spec.shape.len() == 2)
 }
 
@@ -51,53 +48,21 @@ pub fn values(weights: &Weights, spec: &TensorSpec) -> Vec<f32> {
     values
 }
 
-fn hash(values: &[f32]) -> u64 {
-    fnv1a(values.iter().flat_map(|value| value.to_le_bytes()))
-}
-
-/// Observes the inputs of layers. Ops do not name the layers, so each is recognised by the values of its weight.
+/// Observes the inputs of layers.
 struct Observer {
-    names: HashMap<u64, String>,
-    /// Where weights lie that were seen before, and the names of their layers.
-    known: Vec<(Range<u64>, Option<String>)>,
+    names: HashMap<LayerId, String>,
     largest: Rc<RefCell<Largest>>,
 }
 
 impl Observer {
-    /// The layer that these rows belong to, or `None` if it is not observed.
-    fn name(&mut self, layer: &Linear, be: &mut Cpu) -> Result<Option<String>> {
-        let parts = layer.weight.parts();
-        let at = parts[0].offset;
-        if let Some((_, name)) = self.known.iter().find(|(extent, _)| extent.contains(&at)) {
-            return Ok(name.clone());
-        }
-        let mut values = vec![0.0; layer.weight.len()];
-        let mut rest = &mut values[..];
-        for part in parts {
-            let (now, later) = rest.split_at_mut(part.len());
-            be.read(*part, now)?;
-            rest = later;
-        }
-        let name = self.names.get(&hash(&values)).cloned();
-        self.known.push((at..parts.iter().map(|part| part.extent().end).max().unwrap(), name.clone()));
-        Ok(name)
-    }
-
     fn observe(&mut self, op: Op<'_>, be: &mut Cpu) -> Result<()> {
-        let mut layers: Vec<(Tensor, &Linear)> = match op {
-            Op::Linear(streams) | Op::LinearSwiglu(streams) => streams.iter().map(|s| (s.x, s.w)).collect(),
-            Op::LinearGateResidual(streams) => streams.iter().map(|s| (s.x, s.w)).collect(),
-            Op::Qkv(streams) => streams.iter().map(|s| (s.x, s.w)).collect(),
-            _ => return Ok(()),
-        };
-        // The last block takes only some rows of a weight for some tokens, which are recognised once all of it was.
-        layers.sort_by_key(|(_, layer)| Reverse(layer.weight.rows()));
-        for (x, layer) in layers {
-            let Some(name) = self.name(layer, be)? else { continue };
+        let mut inputs: Vec<(Tensor, &String)> = Vec::new();
+        op.layers(&mut |x, layer| inputs.extend(layer.id.and_then(|id| Some((x, self.names.get(&id)?)))));
+        for (x, name) in inputs {
             let mut values = vec![0.0; x.len()];
             be.read(x, &mut values)?;
             let mut all = self.largest.borrow_mut();
-            let largest = all.entry(name).or_default();
+            let largest = all.entry(name.clone()).or_default();
             *largest = values.iter().fold(*largest, |most, value| most.max(value.abs()));
         }
         Ok(())
@@ -115,9 +80,8 @@ const EDIT: (&str, [usize; 2]) = ("put the cross of image 1 on the background of
 /// The largest inputs while the model in this folder draws a few images, on the CPU in bf16.
 pub fn calibrate(folder: &Path, weights: &Weights) -> Largest {
     let (specs, largest) = (block_linears(weights).0, Rc::default());
-    let names: HashMap<_, _> = specs.iter().map(|spec| (hash(&values(weights, spec)), layer_name(spec).to_owned())).collect();
-    assert_eq!(names.len(), specs.len(), "layers with the same weight cannot be told apart");
-    let mut observer = Observer { names, known: Vec::new(), largest: Rc::clone(&largest) };
+    let names = specs.iter().map(|spec| (spec.layer.unwrap(), layer_name(spec).to_owned())).collect();
+    let mut observer = Observer { names, largest: Rc::clone(&largest) };
     let backend = Wrapped::after_op(cpu(), move |_, op, be| observer.observe(op, be));
     let (mut model, scenes) = (Model::on(Box::new(backend), folder), fixture().renders);
     for (seed, prompt) in (0..).zip(PROMPTS) {

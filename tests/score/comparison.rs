@@ -259,9 +259,10 @@ fn check_file(format: WeightFormat) {
     assert_eq!(model.configs, original.configs);
     assert_eq!((model.variant, &model.warnings), (original.variant, &original.warnings));
     let formats = model.formats(LoadOptions::default(), GemmFormats::ALL).unwrap();
-    let found: BTreeMap<_, _> = formats.layers.iter().filter(|l| l.input == dtype).map(|l| (&*l.name, &l.parts)).collect();
+    let found: BTreeMap<_, _> =
+        formats.layers.iter().filter(|l| l.input == dtype).map(|l| (l.id.canonical(), &l.parts)).collect();
     assert!(found.values().all(|parts| parts.iter().all(|part| (part.stored, part.held) == (dtype, dtype))));
-    assert_eq!(found.into_keys().collect::<BTreeSet<_>>(), linears.iter().map(|spec| &*spec.name).collect());
+    assert_eq!(found.into_keys().collect::<BTreeSet<_>>(), linears.iter().map(|spec| spec.name.clone()).collect());
 
     check_errors(format, content).unwrap();
     // The control: a scale that is a tenth too large.

@@ -19,6 +19,7 @@ use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tokenizer::Padding;
 use kiln::locate::{Found, LocateRequest, ModelFiles, locate};
 use kiln::progress::Silent;
+use kiln_program::cli::formats::format_lines;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -245,7 +246,7 @@ impl Model {
         formats.accumulate = on_gpu().then(accumulate);
         let engine = Engine::load(backend, model, options, &Silent).unwrap();
         let parts = [engine.name(), options.precision.name(), &format!("{:?}", engine.variant())];
-        let what = format!("{} ({})", parts.join(", "), formats.lines().join("; "));
+        let what = format!("{} ({})", parts.join(", "), format_lines(&formats).join("; "));
         Self { engine, what, saturated: 0, adapters: None, _files: None }
     }
 

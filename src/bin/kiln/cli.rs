@@ -9,6 +9,7 @@ mod bench;
 mod completions;
 mod device;
 mod doctor;
+pub mod formats;
 mod hint;
 mod lora;
 mod names;

@@ -1,7 +1,7 @@
 //! How a tensor stores its values: the element type, counted in bits, and the scales that decoded elements are multiplied by.
 
 /// The dtype: element type of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DType {
     /// IEEE single precision.
     F32,

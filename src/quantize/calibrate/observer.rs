@@ -1,7 +1,8 @@
 //! A backend that forwards everything to another one and finds the largest magnitude of what layers multiply.
 
-use crate::backend::{Backend, GemmFormats, Op, Role, StepKey, Weight};
+use crate::backend::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
+use crate::names::LayerId;
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,17 +11,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// The largest magnitude of the input of each layer, by name.
-pub type Largest = Rc<RefCell<BTreeMap<String, f32>>>;
+/// The largest magnitude of the input of each layer.
+pub type Largest = Rc<RefCell<BTreeMap<LayerId, f32>>>;
 
-/// Finds the largest inputs of layers within steps. In low-memory mode weights of the text encoder have the same places as those of
-/// the transformer, but no part in a step.
+/// Finds the largest inputs of layers within steps.
 pub struct Observer {
     inner: Box<dyn Backend>,
     /// The watched layers in the order of the model.
-    names: Vec<String>,
-    /// Where the matrices of their weights begin, each with its end and the number of its layer.
-    places: BTreeMap<u64, (u64, usize)>,
+    layers: Vec<LayerId>,
     largest: Largest,
     /// One value for each layer, in working memory behind that of the stages; none before it was reserved.
     found: Option<Tensor>,
@@ -32,27 +30,15 @@ pub struct Observer {
 impl Observer {
     /// An observer that watches no layer yet. `release` gives back the memory of mapped files that were read.
     pub fn new(inner: Box<dyn Backend>, release: Box<dyn Fn()>) -> Self {
-        let (names, places, largest) = (Vec::new(), BTreeMap::new(), Largest::default());
-        Self { inner, names, places, largest, found: None, in_step: false, release }
+        let (layers, largest) = (Vec::new(), Largest::default());
+        Self { inner, layers, largest, found: None, in_step: false, release }
     }
 
-    /// Watches layers, given by name and weight. Returns the largest magnitudes, which are updated after every step; a layer that no
-    /// step has run has zero.
-    pub fn watch(&mut self, layers: impl Iterator<Item = (String, Weight)>) -> Largest {
-        for (name, weight) in layers {
-            for extent in weight.parts().iter().map(|part| part.extent()) {
-                self.places.insert(extent.start, (extent.end, self.names.len()));
-            }
-            self.largest.borrow_mut().insert(name.clone(), 0.0);
-            self.names.push(name);
-        }
+    /// Watches layers. Returns the largest magnitudes, which are updated after every step; a layer that no step has run has zero.
+    pub fn watch(&mut self, layers: impl Iterator<Item = LayerId>) -> Largest {
+        self.layers.extend(layers);
+        self.largest.borrow_mut().extend(self.layers.iter().map(|layer| (*layer, 0.0)));
         self.largest.clone()
-    }
-
-    /// The number of the layer that has these rows of a weight, if it is watched.
-    fn layer_of(&self, rows: Tensor) -> Option<usize> {
-        let (_, &(end, layer)) = self.places.range(..=rows.offset).next_back()?;
-        (rows.region == Region::Weights && rows.extent().end <= end).then_some(layer)
     }
 
     /// The values of all layers.
@@ -62,14 +48,14 @@ impl Observer {
 
     /// Takes over what a step found.
     fn collect(&mut self) -> Result<()> {
-        let mut values = vec![0.0; self.names.len()];
+        let mut values = vec![0.0; self.layers.len()];
         self.inner.read(self.found()?, &mut values)?;
         let mut largest = self.largest.borrow_mut();
-        for (name, &value) in self.names.iter().zip(&values) {
+        for (layer, &value) in self.layers.iter().zip(&values) {
             if !value.is_finite() {
-                return Err(Error::Calibration { layer: name.clone(), what: "its input is not finite" });
+                return Err(Error::Calibration { layer: layer.canonical(), what: "its input is not finite" });
             }
-            largest.entry(name.clone()).and_modify(|most| *most = most.max(value));
+            largest.entry(*layer).and_modify(|most| *most = most.max(value));
         }
         Ok(())
     }
@@ -120,7 +106,7 @@ impl Backend for Observer {
     }
 
     fn reserve(&mut self, bytes: u64) -> Result<()> {
-        let (offset, count) = (bytes.next_multiple_of(ALIGN), self.names.len());
+        let (offset, count) = (bytes.next_multiple_of(ALIGN), self.layers.len());
         let (region, dtype, scaling) = (Region::Arena, DType::F32, Scaling::Unscaled);
         let found = Tensor { region, dtype, offset, rows: 1, cols: count, stride: count, scaling };
         self.found = Some(found);
@@ -143,7 +129,8 @@ impl Backend for Observer {
         let (mut inputs, mut multiplies) = (Vec::new(), false);
         op.layers(&mut |x, w| {
             multiplies = true;
-            inputs.extend(self.layer_of(w.weight.parts()[0]).filter(|_| self.in_step).map(|layer| (x, layer)));
+            let layer = self.layers.iter().position(|layer| self.in_step && Some(*layer) == w.id);
+            inputs.extend(layer.map(|layer| (x, layer)));
         });
         for (x, layer) in inputs {
             let largest = self.found()?.cols(layer..layer + 1);
@@ -187,22 +174,23 @@ mod tests {
     use super::*;
     use crate::backend::cpu::Cpu;
     use crate::backend::{Gemm, Linear};
+    use crate::names::LayerRole;
     use crate::tensor::{Arena, Bytes};
 
-    /// What a weight in the place of a watched one multiplies outside of steps, as in low-memory mode, does not count, and neither do
-    /// other weights. Rows of a watched one do.
+    /// What a watched layer multiplies outside of steps does not count, and neither do other layers. Rows of a watched one do.
     #[test]
     fn watched_layers_are_those_of_steps() {
         let mut observer = Observer::new(Box::new(Cpu::new(1, Arc::default()).unwrap()), Box::new(|| {}));
         let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-        let mut layer = |rows: usize| {
+        let mut layer = |role: LayerRole, rows: usize| {
             let weight = weights.alloc(rows, 3, DType::F32).unwrap();
             let zeros = Bytes::new(Arc::new(vec![0_u8; 12 * rows]));
             observer.upload(weight, Role::Linear, &[WeightPart::plain(zeros, DType::F32, rows)]).unwrap();
-            Linear::new(weight, None)
+            Linear { id: Some(role.only()), ..Linear::new(weight, None) }
         };
-        let [before, a, b, after] = [2, 4, 6, 8].map(&mut layer);
-        let largest = observer.watch([("a", a), ("b", b)].map(|(name, layer)| (name.to_owned(), layer.weight)).into_iter());
+        let (before, a) = (layer(LayerRole::ImageIn, 2), layer(LayerRole::TextIn, 4));
+        let (b, after) = (layer(LayerRole::TimeIn, 6), Linear { id: None, ..layer(LayerRole::TimeOut, 8) });
+        let largest = observer.watch([a, b].into_iter().filter_map(|layer| layer.id));
         let (x, out) = (arena.alloc(1, 3, DType::F32).unwrap(), arena.alloc(1, 8, DType::F32).unwrap());
         observer.reserve(arena.peak()).unwrap();
         let multiply = |be: &mut dyn Backend, layer: Linear, values: [f32; 3]| {
@@ -221,6 +209,6 @@ mod tests {
         assert_eq!(step(&[(a, [1.0, -2.0, 0.5]), (b.rows(2..5), [3.0; 3]), (b, [0.0, 1.0, 2.0])]).unwrap(), [2.0, 3.0]);
         assert_eq!(step(&[(a, [1.0; 3]), (b, [-4.0; 3])]).unwrap(), [2.0, 4.0]);
         let result = step(&[(b, [0.0, f32::NEG_INFINITY, 1.0])]);
-        assert!(matches!(&result, Err(Error::Calibration { layer, .. }) if layer == "b"), "{result:?}");
+        assert!(matches!(&result, Err(Error::Calibration { layer, .. }) if *layer == b.id.unwrap().canonical()), "{result:?}");
     }
 }

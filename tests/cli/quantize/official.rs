@@ -13,10 +13,8 @@ fn layout(config: &TransformerConfig, variant: Variant, format: QuantisedFormat,
     let keep: Vec<String> = keep.iter().map(|pattern| (*pattern).into()).collect();
     let policy = Policy::transformer(config, variant, format, &keep);
     let layer = |spec: kiln::internals::names::TensorSpec| {
-        let mut layer = LayerSpec { weight: spec.name, shape: spec.shape, format: None, has_input_scale: false };
-        layer.format = policy.format_of(layer.name(), &layer.shape);
-        layer.has_input_scale = layer.format.is_some();
-        layer
+        let layer = LayerSpec::new(spec.name, spec.layer, spec.shape, &policy);
+        LayerSpec { has_input_scale: layer.format.is_some(), ..layer }
     };
     let layers: Vec<LayerSpec> = transformer_manifest(config).into_iter().map(layer).collect();
     FileLayout::new(Part::Transformer, WeightLayout::Comfy, &layers)

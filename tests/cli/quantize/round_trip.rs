@@ -105,7 +105,8 @@ fn check_part(source: &PartSource, specs: &[TensorSpec], format: QuantisedFormat
         }
         let layer = spec.name.trim_end_matches(".weight");
         let report = layers.iter().find(|report| report.name == layer);
-        let constant = report.filter(|_| part == Part::Transformer).and_then(|report| constant_scale(layer, report.format));
+        let constant =
+            report.filter(|_| part == Part::Transformer).and_then(|report| constant_scale(spec.layer.unwrap(), report.format));
         assert_eq!(after.input, constant.and_then(Scale::new).map(Stored::fp8), "{layer}");
     }
     assert!(quantised > 0 && quantised <= layers.len(), "{quantised} of {}", layers.len());

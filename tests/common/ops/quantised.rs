@@ -118,7 +118,7 @@ fn one() -> Stored {
 /// A layer whose weight keeps its formats, on inputs in this format.
 pub fn layer(rig: &mut Rig<'_>, parts: &[(usize, Filed)], cols: usize, input: Stored) -> (Linear, Mat) {
     let (weight, host) = rig.kept(parts, cols);
-    (Linear { weight, bias: None, input, low_rank: None }, host)
+    (Linear { id: None, weight, bias: None, input, low_rank: None }, host)
 }
 
 /// Adds a term of low rank to a layer: one that tensor cores multiply if the rank is a multiple of sixteen.

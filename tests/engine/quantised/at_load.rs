@@ -13,6 +13,7 @@ use kiln::internals::tensor::minifloat::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block, scale_bytes, scale_offset, tiles_along};
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{DType, Precision};
+use kiln_program::cli::formats::format_lines;
 use safetensors::tensor::Dtype;
 use serde_json::{Map, json};
 use std::collections::HashMap;
@@ -146,7 +147,7 @@ fn in_low_memory_and_in_f32_as_well() {
 #[test]
 fn lines_tell_what_was_quantised() {
     let model = plain(Layout::Diffusers);
-    let lines = |format, gemms| model.formats(options(format), gemms).unwrap().lines();
+    let lines = |format, gemms| format_lines(&model.formats(options(format), gemms).unwrap());
     let blocks = |words: &str| format!("transformer double blocks, single blocks: bf16 quantised at load to {words}");
     let rest = "transformer img_in, txt_in, time_in, modulations, final layer: bf16";
     let encoder = |words: &str| format!("text encoder: bf16 quantised at load to {words}");
@@ -157,11 +158,11 @@ fn lines_tell_what_was_quantised() {
     let without = lines(QuantisedFormat::Fp8, PLAIN_INPUTS);
     assert_eq!(without[0], blocks("fp8 (w8a16: no GEMM of quantised inputs here)"));
     let formats = |format| model.formats(options(format), GemmFormats::ALL).unwrap();
-    assert_eq!(FORMATS.map(|format| formats(format).quantised_at_load()), [Some("fp8"), Some("nvfp4")]);
+    assert_eq!(FORMATS.map(|format| formats(format).quantised_at_load()), [Some(DType::E4m3), Some(DType::E2m1)]);
     // Without calibration, the scales of blocks follow the inputs, and plain inputs are the other choice.
     assert_eq!(formats(QuantisedFormat::Nvfp4).nvfp4_math(), Some(Nvfp4Math::Auto));
     let plain_inputs = LoadOptions { nvfp4_math: Nvfp4Math::Bf16, ..options(QuantisedFormat::Nvfp4) };
-    assert_eq!(model.formats(plain_inputs, GemmFormats::ALL).unwrap().lines()[0], blocks("nvfp4 (w4a16: as asked)"));
+    assert_eq!(format_lines(&model.formats(plain_inputs, GemmFormats::ALL).unwrap())[0], blocks("nvfp4 (w4a16: as asked)"));
     let reencoded = LoadOptions { nvfp4_math: Nvfp4Math::Fp8, ..options(QuantisedFormat::Nvfp4) };
     let refused = model.formats(reencoded, GemmFormats::ALL).unwrap_err().to_string();
     assert!(refused.ends_with("they are quantised when they are loaded, and not re-encoded"), "{refused}");

@@ -12,6 +12,7 @@ use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
 use kiln::internals::tensor::minifloat::{e2m1, e4m3, to_e4m3};
 use kiln::internals::tensor::nvfp4::BLOCK;
 use kiln::internals::tensor::{DType, Precision};
+use kiln_program::cli::formats::format_lines;
 
 fn open(content: &Content, form: Form) -> OpenModel {
     model(weights(Part::Transformer, content.file(form)), None, SHORT)
@@ -48,11 +49,12 @@ fn re_encoded_weights_are_those_of_an_fp8_file() {
     let math = options(Nvfp4Math::Fp8);
     let right = dump(open(&fp8, Form::BFL), LoadOptions::DEFAULT, GemmFormats::ALL);
     let formats = open(nvfp4, Form::BFL).formats(math, GemmFormats::ALL).unwrap();
-    let blocks: Vec<_> = formats.layers.iter().filter(|layer| layer.name.contains("_blocks.")).collect();
+    let blocks: Vec<_> =
+        formats.layers.iter().filter(|layer| layer.id.component() == Part::Transformer && layer.id.block.is_some()).collect();
     assert!(blocks.iter().all(|layer| layer.input == DType::E4m3 && layer.why.is_none()));
     assert!(blocks.iter().flat_map(|layer| &layer.parts).all(|part| (part.stored, part.held) == (DType::E2m1, DType::E4m3)));
     assert!(formats.attention.iter().all(|block| block.heads == DType::E4m3), "attention is that of FP8 inputs");
-    assert_eq!(formats.lines()[0], "transformer double blocks, single blocks: nvfp4 as fp8 (w8a8)");
+    assert_eq!(format_lines(&formats)[0], "transformer double blocks, single blocks: nvfp4 as fp8 (w8a8)");
     assert_eq!((formats.nvfp4_math(), formats.expansion()), (Some(Nvfp4Math::Fp8), None));
     assert!(dump(open(nvfp4, Form::BFL), math, GemmFormats::ALL) == right, "to the bit");
     // Whatever the order of the file, and where parts of a weight are layers of their own.
@@ -82,7 +84,7 @@ fn plain_inputs_are_those_of_a_device_without_others() {
     let right = dump(open(), LoadOptions::DEFAULT, PLAIN_INPUTS);
     assert!(dump(open(), options(Nvfp4Math::Bf16), GemmFormats::ALL) == right, "to the bit");
     assert!(dump(open(), LoadOptions::DEFAULT, GemmFormats::ALL) != right, "the inputs matter");
-    let line = |math, gemms| open().formats(options(math), gemms).unwrap().lines().remove(0);
+    let line = |math, gemms| format_lines(&open().formats(options(math), gemms).unwrap()).remove(0);
     let blocks = |what: &str| format!("transformer double blocks, single blocks: nvfp4 {what}");
     assert_eq!(line(Nvfp4Math::Auto, GemmFormats::ALL), blocks("(w4a4)"));
     assert_eq!(line(Nvfp4Math::Bf16, GemmFormats::ALL), blocks("(w4a16: as asked)"));
@@ -100,7 +102,7 @@ fn only_layers_with_an_input_scale_are_re_encoded() {
     let encoder = Content::of("fp8mixed").file(Form::COMFY);
     let transformer = weights(Part::Transformer, content.file(Form::BFL));
     let model = model(transformer, Some(weights(Part::TextEncoder, encoder)), SHORT);
-    let lines = model.formats(options(Nvfp4Math::Fp8), GemmFormats::ALL).unwrap().lines();
+    let lines = format_lines(&model.formats(options(Nvfp4Math::Fp8), GemmFormats::ALL).unwrap());
     assert_eq!(lines[0], "transformer double blocks, single blocks (linear1): nvfp4 as fp8 (w8a8)");
     assert_eq!(lines[1], "transformer single blocks (linear2): nvfp4 (w4a16: as the file asks)");
     assert!(lines.iter().any(|line| line.starts_with("text encoder") && line.contains("nvfp4 (w4a16)")), "{lines:?}");
@@ -108,7 +110,7 @@ fn only_layers_with_an_input_scale_are_re_encoded() {
     // Files without NVFP4 are what they were.
     let fp8 = open(Content::of("fp8"), Form::BFL);
     let [asked, auto] = [Nvfp4Math::Fp8, Nvfp4Math::Auto].map(|math| fp8.formats(options(math), GemmFormats::ALL).unwrap());
-    assert_eq!((asked.lines(), asked.nvfp4_math()), (auto.lines(), None));
+    assert_eq!((format_lines(&asked), asked.nvfp4_math()), (format_lines(&auto), None));
 }
 
 #[test]

@@ -113,7 +113,7 @@ pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String
         let place = &layer.place;
         let rows: Vec<String> = place.rows.iter().map(|rows| format!("{}..{}", rows.start, rows.end)).collect();
         let rank = layer.term.rank().map_or_else(|| "whole".into(), |rank| format!("rank {rank}"));
-        let (part, name, rows) = (place.part, &place.name, rows.join(" and "));
+        let (part, name, rows) = (place.id.component(), place.id, rows.join(" and "));
         format!("  {} -> {part} {name} rows {rows}, {rank}, scale {}", shown(&layer.name), layer.term.scale)
     };
     let missing = |name: &String| format!("  {} is left out: the model has no such layer", shown(name));

@@ -3,6 +3,7 @@
 mod checks;
 
 use super::args::DoctorArgs;
+use super::formats::format_lines;
 use super::hint::{describe, hint, message};
 use super::stdout::print;
 use super::support::support;
@@ -119,7 +120,7 @@ pub fn doctor(
             (lines, Formats::default())
         }
     };
-    let mut formats = Formats { accumulate, ..formats }.lines();
+    let mut formats = format_lines(&Formats { accumulate, ..formats });
     match &mut *formats {
         [] => {}
         [only] => *only += &format!(" on {device}"),

@@ -2,6 +2,7 @@
 
 use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
 use super::args::{KleinArg, PlanArgs};
+use super::formats::{format_lines, heads_reason, input_reason, kind_name, word, words};
 use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
@@ -57,7 +58,7 @@ struct Report {
     /// Bytes of the token embeddings, which stay in host memory.
     token_embedding_bytes: u64,
     formats: Vec<FormatReport>,
-    attention: Vec<AttentionFormatCount>,
+    attention: Vec<AttentionReport>,
     /// The same for the table.
     #[serde(skip)]
     format_lines: Vec<String>,
@@ -94,19 +95,36 @@ struct FormatReport {
 
 impl FormatReport {
     fn new(format: &KindFormat) -> Self {
-        let KindFormat { kind, layers, stored_bytes, held_bytes, .. } = *format;
+        let KindFormat { kind, layers, input, why, sums, stored_bytes, held_bytes, .. } = *format;
+        let (blocks, name) = kind_name(kind);
         Self {
-            part: kind.part.to_string(),
-            kind: format!("{} {}", kind.blocks, kind.name).trim_start().into(),
+            part: kind.component().to_string(),
+            kind: format!("{blocks} {name}").trim_start().into(),
             layers,
-            stored: format.stored(),
-            held: format.held(),
-            input: format.input(),
-            accumulation: format.accumulation(),
-            reason: format.reason(),
+            stored: words(format.types.iter().map(|(stored, _)| *stored)),
+            held: words(format.types.iter().map(|(_, held)| *held)),
+            input: word(input),
+            accumulation: sums,
+            reason: input_reason(why),
             stored_bytes,
             held_bytes,
         }
+    }
+}
+
+/// The blocks whose attention has one format.
+#[derive(Serialize)]
+struct AttentionReport {
+    blocks: usize,
+    heads: &'static str,
+    values: &'static str,
+    reason: Option<&'static str>,
+}
+
+impl AttentionReport {
+    fn new(format: &AttentionFormatCount) -> Self {
+        let AttentionFormatCount { blocks, heads, values, why } = *format;
+        Self { blocks, heads: word(heads), values: word(values), reason: heads_reason(why) }
     }
 }
 
@@ -294,8 +312,8 @@ impl Report {
             working_bytes: e.arena_bytes,
             token_embedding_bytes: e.table_bytes,
             formats: e.formats.by_kind().iter().map(FormatReport::new).collect(),
-            attention: e.formats.attention_by_format(),
-            format_lines: e.formats.lines(),
+            attention: e.formats.attention_by_format().iter().map(AttentionReport::new).collect(),
+            format_lines: format_lines(&e.formats),
         }
     }
 

@@ -1,6 +1,7 @@
 //! The messages of a run besides results and errors: notes, warnings, the headline, and the details of `--verbose`.
 
 use super::device::SelectedBackend;
+use super::formats::{format_lines, words};
 use super::settings::Settings;
 use crate::terminal::Terminal;
 use kiln::device::Fp8Accumulate;
@@ -48,7 +49,7 @@ pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions
 /// than the files suggest.
 pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
     let Expansion { stored, held, stored_bytes, held_bytes } = formats.expansion()?;
-    let (stored, held, place) = (stored.join(" and "), held.join(" and "), if gpu { "GPU" } else { "CPU" });
+    let (stored, held, place) = (words(stored).join(" and "), words(held).join(" and "), if gpu { "GPU" } else { "CPU" });
     let (now, before) = (amount(held_bytes), amount(stored_bytes));
     Some(format!("note: {stored} weights are expanded to {held} on the {place}: {now} instead of {before}"))
 }
@@ -102,7 +103,7 @@ pub fn announce_run(
 ) {
     let headline = headline(settings);
     let mut details = details(settings, found, model, backend);
-    details.extend(formats.lines().iter().map(|line| format!("formats {line}")));
+    details.extend(format_lines(formats).iter().map(|line| format!("formats {line}")));
     ignored_settings(settings).iter().for_each(|warning| terminal.warn(warning));
     let Conventions { width, height, .. } = model.conventions;
     let size = settings.job.size;
@@ -183,19 +184,18 @@ pub fn list_kernels(launches: &[(&'static str, u64)], terminal: &Terminal) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::DType;
     use kiln::internals::backend::Weight;
     use kiln::internals::model::{LayerFormat, PartFormat};
     use kiln::internals::tensor::{Arena, Region};
+    use kiln::{DType, LayerRole};
 
     #[test]
     fn expanded_weights_are_noted_with_both_sizes() {
         let part = |stored, held, bytes: u64| PartFormat { stored, held, stored_bytes: bytes, held_bytes: 2 * bytes };
         let layers = |parts: &[PartFormat]| {
-            let name = "single_blocks.0.linear1.weight".into();
+            let id = LayerRole::Linear1.of_block(0);
             let weight = Weight::new(Arena::new(Region::Weights).alloc(1, 1, DType::Bf16).unwrap());
-            let layer =
-                LayerFormat { name, weight, parts: parts.into(), input: DType::Bf16, inputs: 1, why: None, merged: false };
+            let layer = LayerFormat { id, weight, parts: parts.into(), input: DType::Bf16, why: None, merged: false };
             Formats { layers: vec![layer], ..Formats::default() }
         };
         let fp8 = part(DType::E4m3, DType::Bf16, 3 << 29);

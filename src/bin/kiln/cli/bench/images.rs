@@ -1,6 +1,7 @@
 //! Times the stages of one cold image and several warm ones.
 
 use super::super::adapters::AppliedAdapter;
+use super::super::formats::format_lines;
 use super::super::outputs::image_text;
 use super::super::report::{announce_run, warn_of_saturation};
 use super::super::request::{ImageRequest, Setup};
@@ -321,7 +322,7 @@ fn start<'a>(
     let gpu = session.backend.device.is_some();
     let before = session.backend.backend.available()?.filter(|_| gpu);
     let device = session.backend.device.clone();
-    let (backend, machine, formats) = (session.backend.name, session.backend.machine.clone(), session.formats.lines());
+    let (backend, machine, formats) = (session.backend.name, session.backend.machine.clone(), format_lines(&session.formats));
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
     let mut engine = session.load(&watch)?;
 
