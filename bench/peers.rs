@@ -16,7 +16,7 @@ mod peer_vae;
 pub use peer_vae::PeerVae;
 
 use kiln::error::{Error, Result};
-use kiln::internals::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
+use kiln::internals::backend::cuda::{Cuda, GemmOperands, KernelChoice, Tile};
 use kiln::internals::backend::{
     Backend, Conv, Fp8Accumulate, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Modulated, Op, Projection, QkNorm,
     Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax,
@@ -352,16 +352,15 @@ pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
 /// `text` has room for `len` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kiln_peers_tiles(text: *mut c_char, len: usize) {
-    let line = |tile: Tile| {
-        let config = tile.config();
-        let accumulate = match (config.operands, config.longest_sum) {
+    let line = |tile: &Tile| {
+        let accumulate = match (tile.operands, tile.longest_sum) {
             (GemmOperands::Fp8, Some(part)) if part as usize == Fp8Accumulate::EXACT_PART => Fp8Accumulate::Exact,
             (GemmOperands::Fp8, None) => Fp8Accumulate::Fast,
             _ => Fp8Accumulate::Auto,
         };
-        format!("{tile:?} {} {}", config.kernel.symbol(), accumulate.name())
+        format!("{:?} {} {}", tile.kernel, tile.kernel.symbol(), accumulate.name())
     };
-    let tiles = Tile::ALL.map(line);
+    let tiles: Vec<_> = Tile::ALL.iter().map(line).collect();
     Message { text, len }.write(&tiles.join("\n"));
 }
 
@@ -403,12 +402,12 @@ pub unsafe extern "C" fn kiln_peers_choose(
             other => return Err(wrong(format!("no accumulation has the number {other}"))),
         };
         let choice = if tile.is_null() {
-            Choice::Best
+            KernelChoice::Best
         } else {
             // SAFETY: the caller vouches for the string.
             let name = unsafe { CStr::from_ptr(tile) }.to_str().map_err(|e| wrong(e.to_string()))?;
-            let found = Tile::ALL.into_iter().find(|tile| format!("{tile:?}") == name);
-            Choice::Tile(found.ok_or_else(|| wrong(format!("no tile is called `{name}`")))?)
+            let found = Tile::ALL.iter().map(|tile| tile.kernel).find(|kernel| format!("{kernel:?}") == name);
+            KernelChoice::Only(found.ok_or_else(|| wrong(format!("no tile is called `{name}`")))?)
         };
         // SAFETY: null, or from `kiln_peers_open` and used by one thread.
         if let Some(handle) = unsafe { handle.as_mut() } {

@@ -257,12 +257,10 @@ impl Tables {
             Some((_, number)) => format!("Sm{number}"),
             None => "Portable".into(),
         };
-        let doc = format!("{m} rows by {n} columns. {}", row.purpose);
         let _ = writeln!(
             self.gemm_tiles,
-            "        #[doc = {:?}] {name} = TileConfig {{ arch: Arch::{arch}, block_m: {m}, block_n: {n}, block_k: {k}, {more}, \
-             kernel: Kernel::Gemm{name}, relative_cost: {cost} }};",
-            doc.trim_end()
+            "    Tile {{ arch: Arch::{arch}, block_m: {m}, block_n: {n}, block_k: {k}, {more}, \
+             kernel: Kernel::Gemm{name}, relative_cost: {cost} }},"
         );
         self.kernel(row, format!("Gemm{name}"), symbol, params, row.number("shared bytes"), cluster);
     }
@@ -360,8 +358,8 @@ impl Tables {
         );
         let Self { gemm_tiles, conv_tiles, hopper_wide_attentions, wide_attentions, row_norms, .. } = self;
         let tiles = format!(
-            "/// Calls a macro with every GEMM tile, the fastest first.\n\
-             macro_rules! with_gemm_tiles {{\n    ($table:ident) => {{ $table! {{\n{gemm_tiles}    }} }};\n}}\n\n\
+            "/// The tiles of GEMMs and of the Hopper convolution, the fastest first.\n\
+             pub const GEMM_TILES: &[Tile] = &[\n{gemm_tiles}];\n\n\
              /// The tiles of the portable convolution, the largest first.\n\
              pub const CONV_TILES: &[ConvTile] = &[\n{conv_tiles}];\n\n\
              /// The Hopper kernels of attention with a wide head, the narrowest first.\n\

@@ -35,7 +35,7 @@ mod transfers;
 
 pub use arch::Arch;
 pub use attention::has_two_attention_ctas;
-pub use context::Choice;
+pub use context::KernelChoice;
 pub use dispatch::kernels_of;
 #[cfg(feature = "internals")]
 pub use launch::built_in;
@@ -153,7 +153,7 @@ impl Cuda {
             context: OpContext {
                 kernels: Kernels::open(driver.clone(), images, stream.1)?,
                 memory: Memory::new(driver.clone()),
-                choice: Choice::Best,
+                choice: KernelChoice::Best,
                 accumulate: Fp8Accumulate::Auto,
                 sms: driver.device().multiprocessors,
                 shared: driver.device().shared,
@@ -182,7 +182,7 @@ impl Cuda {
     }
 
     /// Which kernels matrix ops take, to compare one with another.
-    pub fn set_choice(&mut self, choice: Choice) {
+    pub fn set_choice(&mut self, choice: KernelChoice) {
         self.context.choice = choice;
     }
 

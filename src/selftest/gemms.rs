@@ -6,7 +6,7 @@
 use super::Outcome;
 use super::compare::{Agreement, difference};
 use super::instructions::{judge_places, kept};
-use crate::backend::cuda::{Choice, Cuda, Kernel};
+use crate::backend::cuda::{Cuda, Kernel, KernelChoice};
 use crate::backend::{Backend, Fp8Accumulate, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle};
 use crate::error::Result;
 use crate::tensor::{
@@ -289,9 +289,9 @@ pub fn run_both(cuda: &mut Cuda, naive: Kernel, each: &Each<'_>) -> Result<Resul
         }
         Ok(())
     })?;
-    cuda.set_choice(Choice::Naive);
+    cuda.set_choice(KernelChoice::Naive);
     let done = each(1, &mut |_, op| cuda.run(op));
-    cuda.set_choice(Choice::Best);
+    cuda.set_choice(KernelChoice::Best);
     done?;
     Ok(alone.map_or_else(|| Ok(files.join(", ")), Err))
 }

@@ -6,7 +6,7 @@ use crate::runner::{Runner, run_seed};
 use common::ops::outputs::pairs;
 use common::ops::{self, Case, SMALL, tiles};
 use common::random::{Random, long};
-use kiln::internals::backend::cuda::{Arch, Choice, Kernel, Tile};
+use kiln::internals::backend::cuda::{Arch, Kernel, KernelChoice};
 use std::collections::BTreeSet;
 use std::thread;
 
@@ -151,9 +151,9 @@ const FP8_ATTENTION: &[&str] = &[
 /// A GPU and the kernels that are chosen on it.
 struct Plan {
     gpu: Gpu,
-    choices: Vec<Choice>,
+    choices: Vec<KernelChoice>,
     /// Whether a case is worth running with a choice.
-    wanted: fn(Choice, &str) -> bool,
+    wanted: fn(KernelChoice, &str) -> bool,
     /// The cases that run every time: with every choice, and with one that the seed draws.
     every_time: &'static [&'static str],
     with_one_choice: &'static [&'static str],
@@ -163,21 +163,26 @@ struct Plan {
 
 /// The plans, one for each thread.
 fn plans() -> Vec<Plan> {
-    let sm90 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.arch() == Arch::Sm90);
-    let sm120 = |choice: &Choice| matches!(choice, Choice::Tile(tile) if tile.arch() == Arch::Sm120);
-    let (blackwell, others): (Vec<_>, Vec<_>) = Choice::all().partition(sm120);
+    let sm90 = |choice: &KernelChoice| matches!(choice, KernelChoice::Only(kernel) if kernel.arch() == Arch::Sm90);
+    let sm120 = |choice: &KernelChoice| matches!(choice, KernelChoice::Only(kernel) if kernel.arch() == Arch::Sm120);
+    let (blackwell, others): (Vec<_>, Vec<_>) = KernelChoice::all().partition(sm120);
     let (hopper, portable): (Vec<_>, Vec<_>) = others.into_iter().partition(sm90);
     let on_hopper = |choices| {
-        let (wanted, every_time, with_one_choice) = (tiles::runs_with as fn(Choice, &str) -> bool, EVERY_TIME, WITH_ONE_TILE);
+        let (wanted, every_time, with_one_choice) =
+            (tiles::runs_with as fn(KernelChoice, &str) -> bool, EVERY_TIME, WITH_ONE_TILE);
         Plan { gpu: Gpu::HOPPER, choices, wanted, every_time, with_one_choice, drawn: 4 }
     };
     // Only the kernels of matrix ops are selected by the GPU, and for operands of FP8 only from 8.9 on there are any.
     let selected = |gpu: Gpu| {
-        const BF16: fn(Choice, &str) -> bool = |_, name| tiles::is_matrix_op(name) && tiles::has_tile(name, Tile::Mma128x128);
-        const FP8: fn(Choice, &str) -> bool =
-            |choice, name| BF16(choice, name) || tiles::has_tile(name, Tile::Fp8Mma128x128) || tiles::is_fp8_attention(name);
+        const BF16: fn(KernelChoice, &str) -> bool = |_, name| {
+            let portable = [Kernel::GemmMma128x128, Kernel::ConvMma128x128, Kernel::AttentionMma];
+            portable.iter().any(|&kernel| tiles::has_kernel(name, kernel))
+        };
+        const FP8: fn(KernelChoice, &str) -> bool = |choice, name| {
+            BF16(choice, name) || tiles::has_kernel(name, Kernel::GemmFp8Mma128x128) || tiles::is_fp8_attention(name)
+        };
         let (wanted, every_time): (_, &[_]) = if gpu.capability < (8, 9) { (BF16, &[]) } else { (FP8, FP8_ATTENTION) };
-        Plan { gpu, choices: vec![Choice::Best], wanted, every_time, with_one_choice: &[], drawn: 2 }
+        Plan { gpu, choices: vec![KernelChoice::Best], wanted, every_time, with_one_choice: &[], drawn: 2 }
     };
     let others = [Gpu::AMPERE, Gpu::ADA, Gpu::BLACKWELL, Gpu::NATIVE_BLACKWELL].map(selected);
     let native = Plan { gpu: Gpu::NATIVE_BLACKWELL, ..on_hopper(blackwell) };
@@ -216,7 +221,7 @@ impl Plan {
 }
 
 /// The cases of a plan, or those with all of these words in their names.
-fn pairs_of(plan: &Plan, only: Option<&str>) -> Vec<(Choice, Case)> {
+fn pairs_of(plan: &Plan, only: Option<&str>) -> Vec<(KernelChoice, Case)> {
     let words: Vec<&str> = only.unwrap_or_default().split(' ').collect();
     // The widths of the real models take as long as all the rest.
     let wanted =

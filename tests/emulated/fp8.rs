@@ -5,7 +5,7 @@ use crate::driver::{Emulated, Gpu};
 use crate::runner::cuda_with;
 use common::random::one_in;
 use kiln::error::Error;
-use kiln::internals::backend::cuda::{Choice, Cuda, GemmOperands, Tile};
+use kiln::internals::backend::cuda::{Cuda, GemmOperands, KernelChoice, Tile};
 use kiln::internals::backend::{Backend, Fp8Accumulate, Gemm, Linear, Op, Role};
 use kiln::internals::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Stored, Tensor, WeightPart};
 use kiln_emulator::planted::{BUGS, Expect};
@@ -26,11 +26,11 @@ fn upload(cuda: &mut Cuda, codes: Vec<u8>) -> Result<Tensor, Error> {
 }
 
 /// The sums of `k` products of factors that are all 1.125.
-fn sums(gpu: Gpu, accumulate: Fp8Accumulate, choice: Choice, k: usize) -> Result<Vec<f32>, Error> {
+fn sums(gpu: Gpu, accumulate: Fp8Accumulate, choice: KernelChoice, k: usize) -> Result<Vec<f32>, Error> {
     sums_with(cuda_with(&Emulated::new(gpu), None)?, accumulate, choice, k)
 }
 
-fn sums_with(mut cuda: Cuda, accumulate: Fp8Accumulate, choice: Choice, k: usize) -> Result<Vec<f32>, Error> {
+fn sums_with(mut cuda: Cuda, accumulate: Fp8Accumulate, choice: KernelChoice, k: usize) -> Result<Vec<f32>, Error> {
     cuda.set_fp8_accumulate(accumulate);
     cuda.set_choice(choice);
     let weight = upload(&mut cuda, vec![ONE_AND_AN_EIGHTH; ROWS * k])?;
@@ -56,15 +56,15 @@ fn sums_are_exact_where_they_are_to_be() {
     for (k, total, auto) in [(4096, 5184.0, 0.07), (6144, 7776.0, 0.11), (12288, 15552.0, 0.016)] {
         let missing = [(Exact, 0.0), (Fast, 0.2), (Auto, auto)];
         for (accumulate, most) in missing {
-            let sums = sums(Gpu::HOPPER, accumulate, Choice::Best, k).unwrap();
+            let sums = sums(Gpu::HOPPER, accumulate, KernelChoice::Best, k).unwrap();
             let right = |sum: &f32| (*sum == total) == (most == 0.0) && total - sum <= most * total;
             assert!(sums.iter().all(right), "{accumulate:?}, {k} products: {} and {total}", sums[0]);
         }
     }
-    let tiles = Tile::ALL.into_iter().filter(|tile| tile.config().operands == GemmOperands::Fp8);
+    let tiles = Tile::ALL.iter().filter(|tile| tile.operands == GemmOperands::Fp8);
     for tile in one_in(8, "tiles", tiles) {
-        let sums = sums(Gpu::HOPPER, Auto, Choice::Tile(tile), 12288).unwrap();
-        let (exact, most) = match tile.config().longest_sum {
+        let sums = sums(Gpu::HOPPER, Auto, KernelChoice::Only(tile.kernel), 12288).unwrap();
+        let (exact, most) = match tile.longest_sum {
             Some(128) => (true, 0.0),
             Some(_) => (false, 0.016 * 15552.0),
             None => (false, 0.2 * 15552.0),
@@ -75,11 +75,11 @@ fn sums_are_exact_where_they_are_to_be() {
     let bugs: Vec<&str> = BUGS.iter().filter(|bug| matches!(bug.expect, Expect::Sums)).map(|bug| bug.name).collect();
     assert!(!bugs.is_empty());
     for gpu in [Gpu::ADA, Gpu::BLACKWELL] {
-        let sums = sums(gpu, Fast, Choice::Best, 12288).unwrap();
+        let sums = sums(gpu, Fast, KernelChoice::Best, 12288).unwrap();
         assert!(sums.iter().all(|sum| *sum == 15552.0), "{gpu:?}: {}", sums[0]);
         for bug in &bugs {
             let wrong = cuda_with(&Emulated::new(gpu), Some(bug)).unwrap();
-            let sums = sums_with(wrong, Fast, Choice::Best, 12288).unwrap();
+            let sums = sums_with(wrong, Fast, KernelChoice::Best, 12288).unwrap();
             assert!(sums.iter().all(|sum| (*sum == 15552.0) == (gpu.capability > (9, 0))), "{gpu:?}, {bug}: {}", sums[0]);
         }
     }

@@ -5,25 +5,25 @@ use crate::driver::{Emulated, Gpu, Sabotage};
 use crate::runner::Runner;
 use common::ops::cases;
 use kiln::internals::backend::cuda::driver::{Driver, Launch, MapSpec, Swizzle};
-use kiln::internals::backend::cuda::{Choice, Tile};
+use kiln::internals::backend::cuda::{Kernel, KernelChoice};
 
 /// A GEMM that the host may get wrong.
 struct Target {
     gpu: Gpu,
-    tile: Tile,
+    kernel: Kernel,
     case: &'static str,
 }
 
 /// Tensor maps of activations, weights, results and a residual.
 const HOPPER: Target = Target {
     gpu: Gpu::HOPPER,
-    tile: Tile::Sm90_128x192,
+    kernel: Kernel::GemmSm90_128x192,
     case: "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole",
 };
 /// Of activations and weights, two elements of which are one of the map.
 const NVFP4: Target = Target {
     gpu: Gpu::NATIVE_BLACKWELL,
-    tile: Tile::Nvfp4Sm120_256x128,
+    kernel: Kernel::GemmNvfp4Sm120_256x128,
     case: "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole",
 };
 
@@ -33,7 +33,7 @@ impl Target {
         let case = cases::all().into_iter().find(|case| case.name == self.case).expect("the case is in the table");
         let mut runner = Runner::new(self.gpu);
         runner.driver.set_sabotage(sabotage);
-        runner.run(Choice::Tile(self.tile), &case, 1, true).map(drop)
+        runner.run(KernelChoice::Only(self.kernel), &case, 1, true).map(drop)
     }
 
     /// Runs the case with each mistake, and checks that it is found and what is said of it.

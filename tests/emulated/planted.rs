@@ -5,7 +5,7 @@ use crate::driver::Gpu;
 use crate::runner::Runner;
 use common::ops::cases;
 use common::random::long;
-use kiln::internals::backend::cuda::{Arch, Choice, Tile};
+use kiln::internals::backend::cuda::{Arch, Kernel, KernelChoice};
 use kiln_emulator::planted::{BUGS, Expect, Planted, WRONG};
 
 /// Seeds that are tried until a bug is found: some show only in a certain order of events.
@@ -16,7 +16,7 @@ const SOUND_SEEDS: [u64; 2] = [1, 8];
 /// A bug that an op case finds.
 struct Found {
     bug: &'static Planted,
-    choice: Choice,
+    choice: KernelChoice,
     case: &'static str,
     /// A part of what the emulator reports.
     report: &'static str,
@@ -25,14 +25,18 @@ struct Found {
 impl Found {
     fn of(bug: &'static Planted) -> Option<Self> {
         let Expect::Report(case, report) = bug.expect else { return None };
-        let tile = Tile::ALL.into_iter().find(|tile| format!("{tile:?}") == bug.tile);
-        assert!(tile.is_some() || bug.tile.is_empty(), "{}: no tile is called {}", bug.name, bug.tile);
-        Some(Self { bug, choice: tile.map_or(Choice::Best, Choice::Tile), case, report })
+        let kernel = Kernel::ALL.iter().copied().find(|kernel| format!("{kernel:?}") == bug.kernel);
+        assert!(kernel.is_some() || bug.kernel.is_empty(), "{}: no kernel is called {}", bug.name, bug.kernel);
+        Some(Self { bug, choice: kernel.map_or(KernelChoice::Best, KernelChoice::Only), case, report })
     }
 
-    /// The GPU that the tile is for.
+    /// The GPU that the kernel is for.
     fn gpu(&self) -> Gpu {
-        if matches!(self.choice, Choice::Tile(tile) if tile.arch() == Arch::Sm120) { Gpu::NATIVE_BLACKWELL } else { Gpu::HOPPER }
+        if matches!(self.choice, KernelChoice::Only(kernel) if kernel.arch() == Arch::Sm120) {
+            Gpu::NATIVE_BLACKWELL
+        } else {
+            Gpu::HOPPER
+        }
     }
 
     /// The seeds for this case without its bug. What a wrong result shows does not depend on the order of events.

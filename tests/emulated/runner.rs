@@ -5,7 +5,7 @@ use common::fnv::fnv1a;
 use common::ops::{self, Case, Weights};
 use common::random::{Random, seed};
 use kiln::error::Result;
-use kiln::internals::backend::cuda::{Choice, Cuda};
+use kiln::internals::backend::cuda::{Cuda, KernelChoice};
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
@@ -46,7 +46,13 @@ impl Runner {
     }
 
     /// Runs a case and returns its results, or what is wrong. `verify` compares them with the oracle.
-    pub fn run(&mut self, choice: Choice, case: &Case, seed: u64, verify: bool) -> std::result::Result<Vec<Vec<f32>>, String> {
+    pub fn run(
+        &mut self,
+        choice: KernelChoice,
+        case: &Case,
+        seed: u64,
+        verify: bool,
+    ) -> std::result::Result<Vec<Vec<f32>>, String> {
         self.driver.set_seed(seed);
         self.cuda.set_choice(choice);
         let mut faults = Vec::new();
@@ -63,7 +69,7 @@ impl Runner {
     }
 
     /// Checks a case with the seed that it has in a run with this one. An error says how to repeat it.
-    pub fn check(&mut self, run_seed: u64, choice: Choice, case: &Case) -> std::result::Result<(), String> {
+    pub fn check(&mut self, run_seed: u64, choice: KernelChoice, case: &Case) -> std::result::Result<(), String> {
         let name = fnv1a(format!("{choice:?} {}", case.name).bytes());
         let seed = Random::new(run_seed ^ name).next();
         self.run(choice, case, seed, true).map(drop).map_err(|message| {

@@ -3,7 +3,7 @@
 
 use kiln::error::Error;
 use kiln::internals::backend::cuda::driver::{DeviceInfo, Driver};
-use kiln::internals::backend::cuda::{self, Choice, Cuda, System, Tile};
+use kiln::internals::backend::cuda::{self, Cuda, Kernel, KernelChoice, System};
 use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role};
 use kiln::internals::tensor::nvfp4::{self, scale_offset, tiles_along};
 use kiln::internals::tensor::{
@@ -119,8 +119,8 @@ fn weight(be: &mut dyn Backend, to: Tensor, scale: Scale, next: &mut impl FnMut(
 pub fn products_are_exact() {
     let Some(folder) = kernels() else { panic!("KILN_EMULATED_KERNELS names the folder of the kernels") };
     // As many SMs as divide the tiles: then no tile is shared by Stream-K, whose sums have another order.
-    for (tile, [rows, cols, inner], sms) in
-        [(Tile::Nvfp4Sm120_256x128, [4608, 3072, 3072], 108), (Tile::Nvfp4Sm120_128x128, [512, 3072, 3072], 96)]
+    for (kernel, [rows, cols, inner], sms) in
+        [(Kernel::GemmNvfp4Sm120_256x128, [4608, 3072, 3072], 108), (Kernel::GemmNvfp4Sm120_128x128, [512, 3072, 3072], 96)]
     {
         let mut cuda = cuda(&folder, Some(sms));
         let (mut next, scale) = (noise(7), Scale::power_of_two(-6));
@@ -154,10 +154,10 @@ pub fn products_are_exact() {
             println!("{choice:?}: {rows}x{cols}x{inner} in {:.2} s with the copy", start.elapsed().as_secs_f64());
             values
         };
-        let got = run(&mut cuda, Choice::Tile(tile), out);
+        let got = run(&mut cuda, KernelChoice::Only(kernel), out);
         let launched: Vec<_> = cuda.launched().filter(|(kernel, times)| kernel.is_gated() && *times > 0).collect();
-        assert!(launched.iter().any(|(kernel, _)| *kernel == tile.config().kernel), "{launched:?}");
-        let want = run(&mut cuda, Choice::Naive, naive);
+        assert!(launched.iter().any(|(other, _)| *other == kernel), "{launched:?}");
+        let want = run(&mut cuda, KernelChoice::Naive, naive);
         let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>();
         let error = (square(&mut got.iter().zip(&want).map(|(a, b)| a - b)) / square(&mut want.iter().copied())).sqrt();
         // Both are rounded to bf16, by at most half a unit of its eighth bit each.
@@ -179,6 +179,6 @@ pub fn products_are_exact() {
             let expected = half::bf16::from_f32(sum * (scale.get() * scale.get())).to_f32();
             assert_eq!(got[row * cols + col].to_bits(), expected.to_bits(), "{rows}x{cols}x{inner}: [{row}, {col}]");
         }
-        println!("{tile:?}: {SAMPLES} of {} results are exact, all within {error:.1e} of the naive kernel", got.len());
+        println!("{kernel:?}: {SAMPLES} of {} results are exact, all within {error:.1e} of the naive kernel", got.len());
     }
 }

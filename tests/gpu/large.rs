@@ -1,7 +1,7 @@
 //! Tensors so large that 32-bit offsets wrap around: the last rows of the whole must equal the same rows computed alone, bit for bit.
 
 use super::cuda;
-use kiln::internals::backend::cuda::{Choice, Cuda};
+use kiln::internals::backend::cuda::{Cuda, KernelChoice};
 use kiln::internals::backend::{Backend, Conv, Gemm, GroupNorm, KvSegment, Linear, Modulated, Op, Role, Sampling, Softmax};
 use kiln::internals::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
 use std::f32::consts::LOG2_E;
@@ -70,10 +70,10 @@ fn long_attention() {
             cuda.read(t, &mut values).unwrap();
             values
         };
-        cuda.set_choice(Choice::Naive);
+        cuda.set_choice(KernelChoice::Naive);
         cuda.run(attention(&alone, last(q, rows), f32::INFINITY)).unwrap();
         let want = read(&mut cuda, alone[0]);
-        cuda.set_choice(Choice::Best);
+        cuda.set_choice(KernelChoice::Best);
         for bound in [f32::INFINITY, 4.0 * LOG2_E * (d as f32).sqrt()] {
             cuda.run(attention(&out, q, bound)).unwrap();
             let got = read(&mut cuda, last(out[0], rows));

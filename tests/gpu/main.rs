@@ -25,7 +25,7 @@ mod large;
 use common::ops::tiles;
 use common::{Make, cases, cpu, dev, engine_on, goldens, merging, modes, ops, run, saving_memory_changes_nothing, tiling};
 use kiln::error::Error;
-use kiln::internals::backend::cuda::{self, Arch, Choice, Cuda, Tile};
+use kiln::internals::backend::cuda::{self, Arch, Cuda, Kernel, KernelChoice};
 use kiln::internals::backend::{Backend, Lockstep};
 use kiln::internals::config::Variant;
 use kiln::internals::pipeline::{GeneratedImage, Job, OpenModel};
@@ -183,7 +183,7 @@ impl Share {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
             let mut cuda = unpoisoned();
             if self.portable {
-                cuda.set_choice(Choice::Tile(Tile::Mma256x128));
+                cuda.set_choice(KernelChoice::Only(Kernel::GemmMma256x128));
             }
             run(&mut engine_on(Box::new(cuda), Variant::Distilled, Precision::Bf16), &job).unwrap();
         }
@@ -202,9 +202,11 @@ impl Share {
             small && turn.get() % others == self.part % others
         };
         // Matrix ops run with every tile; f32 takes the naive kernels in any case.
-        let ours_alone =
-            |choice: &Choice| emulated::kernels().is_none() || matches!(choice, Choice::Tile(tile) if tile.arch() == Arch::Sm120);
-        let choices = Choice::all().filter(|choice| *choice == Choice::Best || *choice != Choice::Naive && ours_alone(choice));
+        let ours_alone = |choice: &KernelChoice| {
+            emulated::kernels().is_none() || matches!(choice, KernelChoice::Only(kernel) if kernel.arch() == Arch::Sm120)
+        };
+        let choices = KernelChoice::all()
+            .filter(|choice| *choice == KernelChoice::Best || *choice != KernelChoice::Naive && ours_alone(choice));
         for choice in choices {
             cuda.set_choice(choice);
             let cases: Vec<_> =
@@ -239,11 +241,14 @@ fn unpoisoned() -> Cuda {
 fn every_tile() {
     std::thread::scope(|scope| {
         scope.spawn(|| ops::check_some(&mut cuda(), tiles::is_attention));
-        for tile in Tile::ALL.into_iter().filter(|tile| emulated::kernels().is_none() || tile.arch() == Arch::Sm120) {
+        let ours = |kernel: &Kernel| emulated::kernels().is_none() || kernel.arch() == Arch::Sm120;
+        let forced =
+            KernelChoice::all().filter_map(|choice| if let KernelChoice::Only(kernel) = choice { Some(kernel) } else { None });
+        for kernel in forced.filter(ours) {
             scope.spawn(move || {
                 let mut cuda = cuda();
-                cuda.set_choice(Choice::Tile(tile));
-                ops::check_some(&mut cuda, |name| tiles::has_tile(name, tile));
+                cuda.set_choice(KernelChoice::Only(kernel));
+                ops::check_some(&mut cuda, |name| tiles::has_kernel(name, kernel));
             });
         }
     });

@@ -1,10 +1,10 @@
 //! Attention: on tensor cores where operands allow it, by the naive kernel elsewhere.
 
 use super::abi::{self, KlAttentionSm90, KlMat};
-use super::context::{Choice, OpContext};
+use super::context::{KernelChoice, OpContext};
 use super::launch::Kernel;
 use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, is_pair_aligned};
-use super::select::{Schedule, Tile, persistent_stream_k};
+use super::select::{Schedule, persistent_stream_k};
 use super::tiles::{HOPPER_WIDE_ATTENTIONS, WIDE_ATTENTIONS};
 use crate::backend::{KvSegment, Softmax};
 use crate::error::{Error, Result};
@@ -124,10 +124,9 @@ pub const fn has_two_attention_ctas(shared: u32) -> bool {
 }
 
 /// The portable kernel for heads of 128 in bf16: an SM has eight warps, in two CTAs or in one.
-const fn bf16_kernel(shared: u32, choice: Choice) -> Kernel {
+const fn bf16_kernel(shared: u32, choice: KernelChoice) -> Kernel {
     match choice {
-        // Tests see both.
-        Choice::Tile(Tile::Mma64x128) => Kernel::AttentionMma8,
+        KernelChoice::Only(kernel @ (Kernel::AttentionMma | Kernel::AttentionMma8)) => kernel,
         _ if has_two_attention_ctas(shared) => Kernel::AttentionMma,
         _ => Kernel::AttentionMma8,
     }
@@ -167,7 +166,7 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
     let heads = q.cols / p.head_dim;
     let copyable = |m: &KlMat, dtype| m.rows == 0 || is_async_copyable(m, dtype);
     let copyable = copyable(&q, q.dtype) && kv.iter().all(|s| copyable(&s.k, q.dtype) && copyable(&s.v, abi::KL_BF16));
-    if cx.choice != Choice::Naive && copyable && is_pair_aligned(&out) {
+    if cx.choice != KernelChoice::Naive && copyable && is_pair_aligned(&out) {
         if head_dim == abi::KL_MMA_COLS as usize && [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) {
             let kernel = match q.dtype {
                 abi::KL_E4M3 => {
@@ -211,7 +210,7 @@ impl<'a> HopperLaunch<'a> {
         let copyable = is_async_copyable(&q, dtype)
             && segments.iter().all(|s| is_async_copyable(&s.k, dtype) && is_async_copyable(&s.v, abi::KL_BF16));
         let storable = |m: &KlMat| [abi::KL_BF16, abi::KL_E4M3].contains(&m.dtype) && is_async_copyable(m, m.dtype);
-        let fits = cx.choice == Choice::Best
+        let fits = cx.choice == KernelChoice::Best
             && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize
             // There is one factor for all logits.
             && segments.iter().all(|s| s.k.scale.to_bits() == keys.scale.to_bits())
@@ -337,7 +336,7 @@ mod tests {
 
     #[test]
     fn an_sm_has_eight_warps_of_portable_attention() {
-        let kernel = |shared| bf16_kernel(shared, Choice::Best);
+        let kernel = |shared| bf16_kernel(shared, KernelChoice::Best);
         // GeForce cards, A100, Hopper.
         assert_eq!([101_376, 166_912, 232_448].map(kernel), [Kernel::AttentionMma8, Kernel::AttentionMma8, Kernel::AttentionMma]);
     }

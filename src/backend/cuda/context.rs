@@ -5,25 +5,30 @@ use super::launch::{Kernel, Kernels};
 use super::memory::Memory;
 use super::params::{Pixels, image_map_spec, map_spec};
 use super::select::{Schedule, Tile};
+use super::tiles::{CONV_TILES, WIDE_ATTENTIONS};
 use crate::backend::Fp8Accumulate;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// Which kernels matrix ops take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice {
+pub enum KernelChoice {
     /// The fastest for their shape and the GPU.
     Best,
     /// The naive ones.
     Naive,
-    /// Those for tensor cores with this tile, as far as the op and the GPU have it.
-    Tile(Tile),
+    /// This one where it computes an op on this GPU. Else GEMMs take the fastest, other ops one that runs on every GPU.
+    Only(Kernel),
 }
 
-impl Choice {
-    /// All choices.
+impl KernelChoice {
+    /// All choices, with the kernels that ops choose from.
     pub fn all() -> impl Iterator<Item = Self> {
-        [Self::Best, Self::Naive].into_iter().chain(Tile::ALL.map(Self::Tile))
+        let gemms = Tile::ALL.iter().map(|tile| tile.kernel);
+        let convs = CONV_TILES.iter().map(|tile| tile.kernel);
+        let attention =
+            [Kernel::AttentionMma, Kernel::AttentionMma8].into_iter().chain(WIDE_ATTENTIONS.iter().map(|wide| wide.kernel));
+        [Self::Best, Self::Naive].into_iter().chain(gemms.chain(convs).chain(attention).map(Self::Only))
     }
 }
 
@@ -35,7 +40,7 @@ pub struct OpContext {
     /// The device memory.
     pub memory: Memory,
     /// Which kernels are wanted.
-    pub choice: Choice,
+    pub choice: KernelChoice,
     /// How sums of e4m3 products are accumulated.
     pub accumulate: Fp8Accumulate,
     /// Number of SMs.
@@ -85,8 +90,8 @@ impl OpContext {
         let last = &tiles[tiles.len() - 1];
         let preferred = |tile: &T| {
             let wanted = match self.choice {
-                Choice::Tile(tile) => tile == Tile::Mma256x128,
-                Choice::Best | Choice::Naive => ctas(tile) >= self.sms,
+                KernelChoice::Only(only) => only == kernel(tile),
+                KernelChoice::Best | KernelChoice::Naive => ctas(tile) >= self.sms,
             };
             wanted && self.kernels.has(kernel(tile))
         };

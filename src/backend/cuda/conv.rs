@@ -1,7 +1,7 @@
 //! 3x3 convolutions as implicit GEMMs: on tensor cores where operands allow it, by the naive kernel elsewhere.
 
 use super::abi::{self, KlMat};
-use super::context::{Choice, OpContext};
+use super::context::{KernelChoice, OpContext};
 use super::conv_narrow;
 use super::conv_sm90::{ConvGemm, ShortcutMats};
 use super::gemm::{self, EpilogueGemm};
@@ -25,10 +25,8 @@ pub fn kernels() -> Vec<Kernel> {
         Kernel::GroupStatsFinish,
     ];
     // Shortcuts are plain.
-    let is_plain = |kernel: &Kernel| ["gemm_bf16", "gemm_mma"].iter().any(|file| kernel.file().starts_with(file));
-    let shortcuts = gemm::kernels().into_iter().filter(is_plain);
-    let hopper =
-        Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands == GemmOperands::Conv3x3).map(|tile| tile.kernel);
+    let shortcuts = Tile::ALL.iter().filter(|tile| tile.operands == GemmOperands::Bf16).map(|tile| tile.kernel);
+    let hopper = Tile::ALL.iter().filter(|tile| tile.operands == GemmOperands::Conv3x3).map(|tile| tile.kernel);
     hopper.chain(CONV_TILES.iter().map(|tile| tile.kernel)).chain(OTHERS).chain(shortcuts).collect()
 }
 
@@ -95,7 +93,10 @@ pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()>
     }
     let phases = args.sampling.phases() as u32;
     let side = p.width.max(p.height) * if p.sampling == abi::KL_UP { 2 } else { 1 };
-    if cx.choice == Choice::Naive || ![p.x, p.w].iter().all(|m| is_async_copyable(m, abi::KL_BF16)) || side > abi::KL_CONV_SIDE {
+    if cx.choice == KernelChoice::Naive
+        || ![p.x, p.w].iter().all(|m| is_async_copyable(m, abi::KL_BF16))
+        || side > abi::KL_CONV_SIDE
+    {
         let [row_tiles, col_tiles, _] = naive_grid(&KlMat { rows: p.out.rows / phases, ..p.out });
         cx.kernels.launch(Kernel::NaiveConv, [row_tiles, col_tiles, phases], &p)?;
         return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));

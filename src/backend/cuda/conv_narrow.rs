@@ -1,7 +1,7 @@
 //! The convolutions at the ends of the VAE, which have pixels on one side: three channels. The wide ones are in `conv.rs`.
 
 use super::abi::{self, KlMat};
-use super::context::{Choice, OpContext};
+use super::context::{KernelChoice, OpContext};
 use super::launch::Kernel;
 use super::norm::group_stats;
 use super::params::{NONE, is_async_copyable, is_pair_aligned, is_vectorizable, naive_grid};
@@ -56,7 +56,7 @@ pub fn norm_conv(cx: &OpContext, op: &'static str, args: &NormConvArgs<'_>) -> R
         strip_rows,
     };
     let narrow = p.out.cols <= abi::KL_NARROW_OUTPUTS && x.cols <= abi::KL_NARROW_CHANNELS && x.cols.is_multiple_of(RUN);
-    if cx.choice == Choice::Naive || !narrow || ![x, p.w].iter().all(|m| is_async_copyable(m, abi::KL_BF16)) {
+    if cx.choice == KernelChoice::Naive || !narrow || ![x, p.w].iter().all(|m| is_async_copyable(m, abi::KL_BF16)) {
         return cx.kernels.launch(Kernel::NaiveNormConv, naive_grid(&p.out), &p);
     }
     cx.kernels.launch(Kernel::NormConvNarrow, [col_strips * height.div_ceil(strip_rows), 1, 1], &p)
@@ -83,7 +83,7 @@ pub fn takes_conv(cx: &OpContext, p: &abi::KlConv) -> bool {
         p.x.cols <= abi::KL_NARROW_IN_CHANNELS && p.out.cols <= abi::KL_NARROW_IN_OUTPUTS && p.out.cols.is_multiple_of(RUN);
     let types = [p.x, p.w].iter().all(|m| m.dtype == abi::KL_BF16);
     let aligned = is_vectorizable(&p.out, abi::KL_BF16) && is_pair_aligned(&p.bias);
-    cx.choice != Choice::Naive && p.sampling == abi::KL_SAME && p.residual.data == 0 && narrow && types && aligned
+    cx.choice != KernelChoice::Naive && p.sampling == abi::KL_SAME && p.residual.data == 0 && narrow && types && aligned
 }
 
 /// A convolution of pixels.

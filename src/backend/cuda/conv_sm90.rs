@@ -1,12 +1,12 @@
 //! 3x3 convolutions on Hopper: implicit GEMMs, with the tiles and schedules of GEMMs.
 
 use super::abi::{self, KlGemmRows, KlGemmStream, KlMat, KlOutputRange};
-use super::context::{Choice, OpContext};
+use super::context::{KernelChoice, OpContext};
 use super::gemm::{NO_MAPS, NO_PART, NO_ROWS, NO_STREAM, store_cols};
 use super::launch::Kernel;
 use super::norm::group_stats;
 use super::params::{NO_MAP, NONE, Pixels, is_async_copyable};
-use super::select::{GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig};
+use super::select::{GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile};
 use crate::backend::Shortcut;
 use crate::error::Result;
 
@@ -87,25 +87,25 @@ fn packed(bits: usize, values: impl Iterator<Item = u32>) -> u64 {
 }
 
 /// K-blocks of so many channels.
-const fn channel_blocks(channels: u32, tile: TileConfig) -> u32 {
+const fn channel_blocks(channels: u32, tile: Tile) -> u32 {
     channels.div_ceil(tile.block_k)
 }
 
 /// K-blocks of which those of odd blocks of channels have none in their upper half: those of all taps where a tap has two, and no more than
 /// one and a half.
-const fn half_blocks(p: &abi::KlConv, tile: TileConfig) -> u32 {
+const fn half_blocks(p: &abi::KlConv, tile: Tile) -> u32 {
     let channels = p.x.cols;
     if channels > tile.block_k && 2 * channels <= 3 * tile.block_k { taps(p) * 2 } else { 0 }
 }
 
-fn image_tiles(p: &abi::KlConv, tile: TileConfig) -> ImageTiles {
+fn image_tiles(p: &abi::KlConv, tile: Tile) -> ImageTiles {
     let by = if p.sampling == abi::KL_DOWN { 2 } else { 1 };
     let (width, height) = (p.width / by, p.height / by);
     let (across, lines) = (width.div_ceil(abi::KL_CONV_TILE_WIDTH), tile.block_m / abi::KL_CONV_TILE_WIDTH);
     ImageTiles { width, height, across, down: height.div_ceil(lines) }
 }
 
-fn k_blocks(p: &abi::KlConv, shortcut: Option<ShortcutMats>, tile: TileConfig) -> u32 {
+fn k_blocks(p: &abi::KlConv, shortcut: Option<ShortcutMats>, tile: Tile) -> u32 {
     taps(p) * channel_blocks(p.x.cols, tile) + shortcut.map_or(0, |shortcut| channel_blocks(shortcut.x.cols, tile))
 }
 
@@ -126,22 +126,20 @@ impl<'a> ConvGemm<'a> {
         if ![p.out, p.x, p.w, p.residual].iter().chain(&operands).all(copyable) || !residual {
             return None;
         }
-        let fits = |tile: &Tile| tile.config().operands == GemmOperands::Conv3x3 && cx.kernels.has(tile.config().kernel);
+        let fits = |tile: &Tile| tile.operands == GemmOperands::Conv3x3 && cx.kernels.has(tile.kernel);
         let candidate = |tile: Tile, forced: bool| {
-            let config = tile.config();
-            let tiles = image_tiles(p, config);
+            let tiles = image_tiles(p, tile);
             let parts = vec![p.out.cols; phases(p) as usize];
-            let shapes = [GemmShape { m: tiles.across * tiles.down * config.block_m, parts }];
-            let gemm = GroupedGemm { shapes: &shapes, k: k_blocks(p, shortcut, config) * config.block_k, same_k: true };
+            let shapes = [GemmShape { m: tiles.across * tiles.down * tile.block_m, parts }];
+            let gemm = GroupedGemm { shapes: &shapes, k: k_blocks(p, shortcut, tile) * tile.block_k, same_k: true };
             let plan = if forced { gemm.forced(tile, cx.sms) } else { gemm.plan(cx.sms, |other| other == tile)? };
             Some((gemm.cost(plan, cx.sms), Self { p, shortcut, plan, tiles }))
         };
         match cx.choice {
-            Choice::Naive => None,
-            Choice::Tile(tile) if fits(&tile) => candidate(tile, true).map(|(_, gemm)| gemm),
-            Choice::Tile(tile) if !tile.is_persistent() => None,
-            _ => {
-                let all = Tile::ALL.into_iter().filter(fits).filter_map(|tile| candidate(tile, false));
+            KernelChoice::Naive => None,
+            KernelChoice::Only(kernel) => candidate(Tile::of(kernel).filter(fits)?, true).map(|(_, gemm)| gemm),
+            KernelChoice::Best => {
+                let all = Tile::ALL.iter().copied().filter(fits).filter_map(|tile| candidate(tile, false));
                 all.min_by_key(|(cost, _)| *cost).map(|(_, gemm)| gemm)
             }
         }
@@ -154,13 +152,13 @@ impl<'a> ConvGemm<'a> {
 
     /// Moments that tiles store of each group: those of every consumer warpgroup.
     fn moments(&self) -> u32 {
-        phases(self.p) * self.row_tiles() * self.plan.tile.config().consumers
+        phases(self.p) * self.row_tiles() * self.plan.tile.consumers
     }
 
     /// Where tiles store their moments, if the kernel computes those of `groups` and there is room for them, behind the partials of
     /// Stream-K.
     fn moments_address(&self, cx: &OpContext, groups: u32) -> Option<u64> {
-        let TileConfig { block_m, block_n, .. } = self.plan.tile.config();
+        let Tile { block_m, block_n, .. } = self.plan.tile;
         let width = self.p.out.cols / groups;
         let has_moments = block_n.is_power_of_two() && width.is_power_of_two() && (2..=64).contains(&width);
         let used = u64::from(self.plan.schedule.workers * abi::KL_SM90_CLUSTER) * u64::from(block_m * block_n) * 4;
@@ -171,7 +169,7 @@ impl<'a> ConvGemm<'a> {
     }
 
     fn stream(&self) -> KlGemmStream {
-        let (p, TileConfig { block_n, .. }) = (self.p, self.plan.tile.config());
+        let (p, Tile { block_n, .. }) = (self.p, self.plan.tile);
         let mut stream = KlGemmStream { x: p.x, bias: p.bias, ..NO_STREAM };
         let (tiles, epilogue) =
             (p.out.cols.div_ceil(block_n), if p.residual.data == 0 { abi::KL_STORE } else { abi::KL_GATE_RESIDUAL });
@@ -179,15 +177,15 @@ impl<'a> ConvGemm<'a> {
             let rows = KlGemmRows { matrix, dtype: abi::KL_BF16, ..NO_ROWS };
             *part = KlOutputRange { out: p.out, w: [rows, NO_ROWS], epilogue, tiles, ..NO_PART };
         }
-        let rows = self.row_tiles() * self.plan.tile.config().block_m;
+        let rows = self.row_tiles() * self.plan.tile.block_m;
         (stream.row_tiles, stream.col_tiles) = self.plan.tile.tile_counts(rows, tiles * phases(p));
         stream
     }
 
     /// Launches it, with what computes the statistics of the result if they are asked for.
     pub fn launch(&self, cx: &OpContext, op: &'static str, stats: Option<KlMat>) -> Result<()> {
-        let (p, tiles, config) = (self.p, self.tiles, self.plan.tile.config());
-        let TileConfig { block_m, block_n, block_k, kernel, .. } = config;
+        let (p, tiles, config) = (self.p, self.tiles, self.plan.tile);
+        let Tile { block_m, block_n, block_k, kernel, .. } = config;
         let fused = stats.and_then(|stats| Some((stats, self.moments_address(cx, stats.rows)?)));
         let stream = self.stream();
         let k_blocks = k_blocks(p, self.shortcut, config);

@@ -4,7 +4,7 @@ use super::abi::{self, KlGemmStream, KlMat};
 use super::context::OpContext;
 use super::launch::Kernel;
 use super::params::{NONE, bytes, k_of, operands};
-use super::select::{ClusterMode, GemmOperands, Tile, TileConfig};
+use super::select::{ClusterMode, GemmOperands, Tile};
 use crate::error::{Error, Result};
 use crate::tensor::ALIGN;
 
@@ -58,7 +58,7 @@ pub fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
 
 /// How the quantised matrices of a mixed-input GEMM are expanded by the GEMM itself. A wave computes `wave` columns of clusters' tiles.
 pub fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> Result<abi::KlExpansion> {
-    let TileConfig { block_n, block_k, operands, .. } = tile.config();
+    let Tile { block_n, block_k, operands, .. } = tile;
     let mut expansion = abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 };
     if operands != GemmOperands::MixedInput {
         return Ok(expansion);
@@ -75,7 +75,7 @@ pub fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32)
     }
     expansion.counters = cx.memory.expansion_counters();
     expansion.units = tiles * groups * 2 * (block_n / 2).div_ceil(abi::KL_EXPANSION_ROWS);
-    let side_by_side = if tile.config().cluster == Some(ClusterMode::MulticastA) { abi::KL_SM90_CLUSTER } else { 1 };
+    let side_by_side = if tile.cluster == Some(ClusterMode::MulticastA) { abi::KL_SM90_CLUSTER } else { 1 };
     expansion.tiles = wave * side_by_side;
     Ok(expansion)
 }

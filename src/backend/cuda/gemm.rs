@@ -5,21 +5,21 @@
 
 use super::abi::{self, KlGemmRows, KlGemmStream, KlMat, KlOutputRange, KlTensorMap};
 use super::arch::Arch;
-use super::context::{Choice, OpContext};
+use super::context::{KernelChoice, OpContext};
 use super::expansion::{expand, expansion, in_bf16};
 use super::launch::Kernel;
 use super::low_rank::{self, Term};
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
 use super::params::{NO_MAP, NONE, box_cols, is_async_copyable, k_of, naive_grid, operands};
-use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, TileConfig, group_m};
+use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, group_m};
 use crate::backend::{Linear, Projection};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
 use std::ops::Range;
 
 /// The tiles that are not those of convolutions.
-fn gemm_tiles() -> impl Iterator<Item = TileConfig> {
-    Tile::ALL.into_iter().map(Tile::config).filter(|tile| tile.operands != GemmOperands::Conv3x3)
+fn gemm_tiles() -> impl Iterator<Item = &'static Tile> {
+    Tile::ALL.iter().filter(|tile| tile.operands != GemmOperands::Conv3x3)
 }
 
 /// The kernels of a GEMM with one part, the fastest first.
@@ -29,7 +29,7 @@ pub fn kernels() -> Vec<Kernel> {
 
 /// The kernels of the fused projection, which needs tiles of whole heads.
 pub fn projection_kernels() -> Vec<Kernel> {
-    let tiles = gemm_tiles().filter(TileConfig::has_whole_heads);
+    let tiles = gemm_tiles().filter(|tile| tile.has_whole_heads());
     tiles.map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::QkNormRope]).chain(low_rank::kernels()).collect()
 }
 
@@ -97,7 +97,7 @@ fn weight_rows(part: &KlOutputRange) -> u32 {
 /// up to what a box can have.
 pub const fn store_cols(tile: Tile, cols: u32, dtype: u32) -> u32 {
     let most = box_cols(dtype);
-    let most = if matches!(tile.arch(), Arch::Sm120) { most * abi::KL_SM120_BOX_COLS / abi::KL_SM90_BOX_COLS } else { most };
+    let most = if matches!(tile.arch, Arch::Sm120) { most * abi::KL_SM120_BOX_COLS / abi::KL_SM90_BOX_COLS } else { most };
     1 << (cols | most).trailing_zeros()
 }
 
@@ -107,7 +107,7 @@ const fn stored_cols(part: &KlOutputRange, block_n: u32) -> u32 {
 }
 
 /// Whether the persistent kernels can compute a stream with this tile: results that TMA can store, and whole heads.
-fn fits_tma(stream: &KlGemmStream, tile: TileConfig) -> bool {
+fn fits_tma(stream: &KlGemmStream, tile: Tile) -> bool {
     if tile.operands == GemmOperands::Nvfp4 && !has_whole_scale_tiles(stream, tile) {
         return false;
     }
@@ -135,7 +135,7 @@ fn fits_tma(stream: &KlGemmStream, tile: TileConfig) -> bool {
 
 /// Whether k-blocks are whole tiles of block scales, and the rows of every half of a tile begin with a half of one. TMA asks for rows
 /// at multiples of sixteen bytes besides.
-fn has_whole_scale_tiles(stream: &KlGemmStream, tile: TileConfig) -> bool {
+fn has_whole_scale_tiles(stream: &KlGemmStream, tile: Tile) -> bool {
     let aligned = |m: &KlMat| m.stride.is_multiple_of(32);
     let halves = |part: &KlOutputRange| part.w.iter().all(|rows| rows.first.is_multiple_of(abi::KL_SCALE_TILE_ROWS / 2));
     stream.x.cols.is_multiple_of(tile.block_k)
@@ -160,8 +160,8 @@ fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
 
 /// Whether a tile's kernel computes GEMMs of these operands. But for Hopper, those of bf16 take weights that were expanded before.
 fn multiplies(tile: Tile, operands: GemmOperands) -> bool {
-    let own = tile.config().operands;
-    own == operands || operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && tile.arch() != Arch::Sm90
+    let own = tile.operands;
+    own == operands || operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && tile.arch != Arch::Sm90
 }
 
 /// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them and there
@@ -285,7 +285,7 @@ fn stream_of(
     term: &Term,
     parts: Vec<Part>,
 ) -> Result<Option<KlGemmStream>> {
-    if cx.choice == Choice::Naive || !w.are_multiplied_by(&x) || !term.is_multiplied() {
+    if cx.choice == KernelChoice::Naive || !w.are_multiplied_by(&x) || !term.is_multiplied() {
         return Ok(None);
     }
     let Some(parts) = split_parts(w, &x, parts).filter(|parts| parts.len() <= abi::KL_GEMM_PARTS as usize) else {
@@ -351,30 +351,29 @@ fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
     let (k, operands) = (k_of(streams), operands(&streams[0]));
     let same_k = streams.iter().all(|s| s.x.cols == k);
     let fits = |tile: Tile| {
-        let config = tile.config();
         // A single k-block cannot be split.
-        let divisible = !tile.is_split_k() || k > config.block_k;
+        let divisible = !tile.is_split_k() || k > tile.block_k;
         let fits = match tile.is_persistent() {
-            true => same_k && divisible && streams.iter().all(|s| fits_tma(s, config)),
+            true => same_k && divisible && streams.iter().all(|s| fits_tma(s, tile)),
             false => streams.iter().all(|s| fits_mma(cx, s)),
         };
-        multiplies(tile, operands) && fits && cx.kernels.has(config.kernel)
+        multiplies(tile, operands) && fits && cx.kernels.has(tile.kernel)
     };
     let gemm = GroupedGemm { shapes: &shapes, k, same_k };
     match cx.choice {
-        Choice::Tile(tile) if fits(tile) => Some(gemm.forced(tile, cx.sms)),
+        KernelChoice::Only(kernel) if Tile::of(kernel).is_some_and(fits) => Some(gemm.forced(Tile::of(kernel)?, cx.sms)),
         _ => gemm.plan(cx.sms, |tile| {
             // Only sums of FP8 products have to be promoted.
             let longest = cx.accumulate.longest_sum(k as usize);
             let is_short = |sum: u32| sum.min(k) as usize <= longest;
-            fits(tile) && (operands != GemmOperands::Fp8 || is_short(tile.config().longest_sum.unwrap_or(k)))
+            fits(tile) && (operands != GemmOperands::Fp8 || is_short(tile.longest_sum.unwrap_or(k)))
         }),
     }
 }
 
 /// Launches a grouped GEMM on tensor cores.
 fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()> {
-    let TileConfig { block_m, block_n, block_k, kernel, cluster, .. } = plan.tile.config();
+    let Tile { block_m, block_n, block_k, kernel, cluster, .. } = plan.tile;
     let mut stream = [NO_STREAM; abi::KL_STREAMS as usize];
     for (to, s) in stream.iter_mut().zip(streams) {
         *to = *s;
@@ -384,7 +383,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     }
     let tiles: u32 = stream.iter().map(|s| s.row_tiles * s.col_tiles).sum();
     let schedule = cx.tile_schedule(plan.schedule, tiles, k_of(streams).div_ceil(block_k));
-    if plan.tile.arch() != Arch::Sm90 {
+    if plan.tile.arch != Arch::Sm90 {
         expand(cx, &mut stream)?;
     }
     let Some(mode) = cluster else {
@@ -533,10 +532,10 @@ mod tests {
 
     #[test]
     fn boxes_divide_a_tile() {
-        let cols = |tile, dtype| [256, 192, 160, 208, 96, 80].map(|cols| store_cols(tile, cols, dtype));
-        assert_eq!(cols(Tile::Sm90_256x192, abi::KL_BF16), [64, 64, 32, 16, 32, 16]);
-        assert_eq!(cols(Tile::Sm90_256x192, abi::KL_E4M3), [128, 64, 32, 16, 32, 16]);
-        assert_eq!(cols(Tile::Nvfp4Sm120_256x128, abi::KL_BF16), [32, 32, 32, 16, 32, 16]);
-        assert_eq!(cols(Tile::Nvfp4Sm120_256x128, abi::KL_E4M3), [64, 64, 32, 16, 32, 16]);
+        let cols = |kernel, dtype| [256, 192, 160, 208, 96, 80].map(|cols| store_cols(Tile::of(kernel).unwrap(), cols, dtype));
+        assert_eq!(cols(Kernel::GemmSm90_256x192, abi::KL_BF16), [64, 64, 32, 16, 32, 16]);
+        assert_eq!(cols(Kernel::GemmSm90_256x192, abi::KL_E4M3), [128, 64, 32, 16, 32, 16]);
+        assert_eq!(cols(Kernel::GemmNvfp4Sm120_256x128, abi::KL_BF16), [32, 32, 32, 16, 32, 16]);
+        assert_eq!(cols(Kernel::GemmNvfp4Sm120_256x128, abi::KL_E4M3), [64, 64, 32, 16, 32, 16]);
     }
 }

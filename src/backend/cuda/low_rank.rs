@@ -2,7 +2,7 @@
 //! the GEMM, into memory that belongs to no tensor, and the GEMM adds the second one before its epilogue.
 
 use super::abi::{self, KlMat, KlReduction};
-use super::context::{Choice, OpContext};
+use super::context::{KernelChoice, OpContext};
 use super::launch::Kernel;
 use super::params::{NONE, bytes, dtype_code, is_async_copyable, naive_grid};
 use crate::backend::{Linear, LowRank};
@@ -80,7 +80,7 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
 /// Whether tensor cores compute it.
 fn is_multiplied(cx: &OpContext, KlReduction { out, x, down }: &KlReduction) -> bool {
     let types = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
-    cx.choice != Choice::Naive
+    cx.choice != KernelChoice::Naive
         && cx.kernels.has(Kernel::LoraDown)
         && types.contains(&x.dtype)
         && is_async_copyable(x, x.dtype)

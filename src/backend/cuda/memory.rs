@@ -53,14 +53,14 @@ impl Scratch {
 
     /// The 32-bit flags of all tiles that run at once, with the tile of which this is most.
     fn stream_k_flags(self) -> u64 {
-        let per_sm = Tile::ALL.map(Tile::flags_per_sm);
-        (self.sms * u64::from(per_sm.into_iter().max().unwrap_or(0)) * 4).next_multiple_of(ALIGN)
+        let per_sm = Tile::ALL.iter().map(|tile| tile.flags_per_sm());
+        (self.sms * u64::from(per_sm.max().unwrap_or(0)) * 4).next_multiple_of(ALIGN)
     }
 
     /// One f32 for each element of all tiles that run at once, with the tile of which this is most.
     fn stream_k_partials(self) -> u64 {
-        let per_sm = Tile::ALL.map(|tile| tile.config()).map(|config| config.block_m * config.block_n * config.ctas_per_sm);
-        self.sms * u64::from(per_sm.into_iter().max().unwrap_or(0)) * 4
+        let per_sm = Tile::ALL.iter().map(|tile| tile.block_m * tile.block_n * tile.ctas_per_sm);
+        self.sms * u64::from(per_sm.max().unwrap_or(0)) * 4
     }
 
     fn bytes(self) -> u64 {

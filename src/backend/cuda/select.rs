@@ -8,13 +8,11 @@ mod schedule;
 mod tile;
 
 pub use schedule::{Schedule, persistent_stream_k, stream_k};
-pub use tile::{ClusterMode, GemmOperands, Tile, TileConfig};
+pub use tile::{ClusterMode, GemmOperands, Tile};
 
 use super::abi;
-#[cfg(test)]
-use super::arch::Arch;
 
-/// Costs are counted in percent of the time that [`Tile::Sm90_256x192`] takes for one multiply-accumulate, on one SM.
+/// Costs are counted in percent of the time that the Hopper tile of 256x192 in bf16 takes for one multiply-accumulate, on one SM.
 const PERCENT: u64 = 100;
 
 /// What the reduction of a split-K tile through distributed shared memory takes, as the extra K that would take as long.
@@ -47,7 +45,7 @@ pub struct GemmShape {
 
 impl GemmShape {
     fn tiles(&self, tile: Tile) -> u32 {
-        let col_tiles = self.parts.iter().map(|n| n.div_ceil(tile.config().block_n)).sum();
+        let col_tiles = self.parts.iter().map(|n| n.div_ceil(tile.block_n)).sum();
         let (row_tiles, col_tiles) = tile.tile_counts(self.m, col_tiles);
         row_tiles * col_tiles
     }
@@ -77,7 +75,7 @@ pub fn group_m(tile: Tile, row_tiles: u32, col_tiles: u32, sms: u32) -> u32 {
     if rows_per_wave >= SQUARE && row_tiles > MANY_WAVES * rows_per_wave {
         return 1;
     }
-    let TileConfig { block_m, cluster, .. } = tile.config();
+    let Tile { block_m, cluster, .. } = tile;
     let unit_rows = block_m * if cluster == Some(ClusterMode::MulticastB) { abi::KL_SM90_CLUSTER } else { 1 };
     // The groups have nearly the same size.
     let groups = row_tiles.div_ceil(GROUP_ROWS / unit_rows).max(1);
@@ -103,7 +101,7 @@ impl GroupedGemm<'_> {
 
     /// The plans with a tile: data-parallel, and Stream-K if that is possible.
     fn plans(&self, tile: Tile, sms: u32) -> [GemmPlan; 2] {
-        let (tiles, k_blocks, slots) = (self.tiles(tile), self.k.div_ceil(tile.config().block_k), tile.slots(sms));
+        let (tiles, k_blocks, slots) = (self.tiles(tile), self.k.div_ceil(tile.block_k), tile.slots(sms));
         let data_parallel = Schedule::data_parallel(tiles);
         let shared = match (self.same_k && !tile.is_split_k(), tile.is_persistent()) {
             (false, _) => data_parallel,
@@ -116,7 +114,7 @@ impl GroupedGemm<'_> {
 
     /// What a plan costs, to compare it with others.
     pub fn cost(&self, GemmPlan { tile, schedule: Schedule { full_tiles, workers } }: GemmPlan, sms: u32) -> u64 {
-        let TileConfig { block_m, block_n, ctas_per_sm, relative_cost, .. } = tile.config();
+        let Tile { block_m, block_n, ctas_per_sm, relative_cost, .. } = tile;
         let (tiles, slots) = (self.tiles(tile), tile.slots(sms));
         let area = u64::from(block_m * block_n);
         let full_tile = u64::from(self.k) * area * relative_cost * u64::from(ctas_per_sm);
@@ -145,7 +143,7 @@ impl GroupedGemm<'_> {
     pub fn plan(&self, sms: u32, fits: impl Fn(Tile) -> bool) -> Option<GemmPlan> {
         // Of two plans that cost the same the first is taken: that with the smaller persistent tile, or with the larger portable one.
         let (persistent, mma): (Vec<_>, Vec<_>) =
-            Tile::ALL.into_iter().filter(|&tile| fits(tile)).partition(|tile| tile.is_persistent());
+            Tile::ALL.iter().copied().filter(|&tile| fits(tile)).partition(|tile| tile.is_persistent());
         let plans = persistent.into_iter().rev().chain(mma).flat_map(|tile| self.plans(tile, sms));
         plans.min_by_key(|&plan| self.cost(plan, sms))
     }
@@ -159,6 +157,8 @@ impl GroupedGemm<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::cuda::arch::Arch;
+    use crate::backend::cuda::launch::Kernel;
 
     fn shape(m: u32, parts: &[u32]) -> GemmShape {
         GemmShape { m, parts: parts.to_vec() }
@@ -166,31 +166,31 @@ mod tests {
 
     fn plan(shapes: &[GemmShape], k: u32, sms: u32, fits: impl Fn(Tile) -> bool) -> GemmPlan {
         GroupedGemm { shapes, k, same_k: true }
-            .plan(sms, |tile| tile.config().operands == GemmOperands::Bf16 && tile.arch() != Arch::Sm120 && fits(tile))
+            .plan(sms, |tile| tile.operands == GemmOperands::Bf16 && tile.arch != Arch::Sm120 && fits(tile))
             .unwrap()
     }
 
-    fn tile_of(shapes: &[GemmShape], k: u32, fits: impl Fn(Tile) -> bool) -> Tile {
-        plan(shapes, k, 132, fits).tile
+    fn tile_of(shapes: &[GemmShape], k: u32, fits: impl Fn(Tile) -> bool) -> Kernel {
+        plan(shapes, k, 132, fits).tile.kernel
     }
 
     #[test]
     fn portable_tiles_fit_the_shape() {
         let portable = |shapes: &[GemmShape], k| tile_of(shapes, k, |tile| !tile.is_persistent());
         // A single block of klein 4B at 1024x1024 and its output projection; both streams of a double block.
-        assert_eq!(portable(&[shape(4608, &[27648])], 3072), Tile::Mma256x128);
-        assert_eq!(portable(&[shape(4608, &[3072])], 12288), Tile::Mma256x128);
-        assert_eq!(portable(&[shape(512, &[9216]), shape(4096, &[9216])], 3072), Tile::Mma256x128);
+        assert_eq!(portable(&[shape(4608, &[27648])], 3072), Kernel::GemmMma256x128);
+        assert_eq!(portable(&[shape(4608, &[3072])], 12288), Kernel::GemmMma256x128);
+        assert_eq!(portable(&[shape(512, &[9216]), shape(4096, &[9216])], 3072), Kernel::GemmMma256x128);
         // The text encoder's 512 rows give few tiles, but a large K to share.
-        assert_eq!(portable(&[shape(512, &[2560])], 9728), Tile::Mma256x128);
+        assert_eq!(portable(&[shape(512, &[2560])], 9728), Kernel::GemmMma256x128);
         // The last layer is so narrow that the fix-up would take longer than the main loop.
-        assert_eq!(portable(&[shape(4608, &[128])], 3072), Tile::Mma64x128);
+        assert_eq!(portable(&[shape(4608, &[128])], 3072), Kernel::GemmMma64x128);
         // Modulations have a handful of rows.
-        assert_eq!(portable(&[shape(5, &[18432])], 3072), Tile::Mma64x128);
-        assert_eq!(portable(&[], 0), Tile::Mma256x128);
+        assert_eq!(portable(&[shape(5, &[18432])], 3072), Kernel::GemmMma64x128);
+        assert_eq!(portable(&[], 0), Kernel::GemmMma256x128);
         // Without enough shared memory for the large tile.
-        let small = |tile: Tile| !tile.is_persistent() && tile != Tile::Mma256x128;
-        assert_eq!(plan(&[shape(4608, &[27648])], 3072, 128, small).tile, Tile::Mma128x128);
+        let small = |tile: Tile| !tile.is_persistent() && tile.kernel != Kernel::GemmMma256x128;
+        assert_eq!(plan(&[shape(4608, &[27648])], 3072, 128, small).tile.kernel, Kernel::GemmMma128x128);
         assert_eq!(GroupedGemm { shapes: &[shape(4608, &[27648])], k: 3072, same_k: true }.plan(0, |_| false), None);
     }
 
@@ -198,7 +198,7 @@ mod tests {
     #[test]
     fn hopper_takes_the_plan_that_was_measured_to_be_fastest() {
         let all = |m, n, k| plan(&[shape(m, &[n])], k, 132, |_| true);
-        let tile_and_data_parallel = |plan: GemmPlan| (plan.tile, plan.schedule.workers == 0);
+        let tile_and_data_parallel = |plan: GemmPlan| (plan.tile.kernel, plan.schedule.workers == 0);
         for (m, n, k) in [
             (4608, 27648, 3072),
             (4096, 9216, 3072),
@@ -208,26 +208,26 @@ mod tests {
             (4608, 4096, 16384),
             (16896, 3072, 12288),
         ] {
-            assert_eq!(tile_and_data_parallel(all(m, n, k)), (Tile::Sm90_256x192, true), "{m}x{n}x{k}");
+            assert_eq!(tile_and_data_parallel(all(m, n, k)), (Kernel::GemmSm90_256x192, true), "{m}x{n}x{k}");
         }
-        assert_eq!(tile_and_data_parallel(all(4608, 36864, 4096)), (Tile::Sm90_256x192, false));
-        assert_eq!(tile_and_data_parallel(all(4608, 3072, 12288)), (Tile::Sm90_192x192, true));
+        assert_eq!(tile_and_data_parallel(all(4608, 36864, 4096)), (Kernel::GemmSm90_256x192, false));
+        assert_eq!(tile_and_data_parallel(all(4608, 3072, 12288)), (Kernel::GemmSm90_192x192, true));
         // The text encoder.
-        assert_eq!(tile_and_data_parallel(all(512, 6144, 2560)), (Tile::Sm90_128x192, true));
-        assert_eq!(tile_and_data_parallel(all(512, 19456, 2560)), (Tile::Sm90_128x208, true));
+        assert_eq!(tile_and_data_parallel(all(512, 6144, 2560)), (Kernel::GemmSm90_128x192, true));
+        assert_eq!(tile_and_data_parallel(all(512, 19456, 2560)), (Kernel::GemmSm90_128x208, true));
         for k in [4096, 9728] {
-            assert_eq!(tile_and_data_parallel(all(512, 2560, k)), (Tile::Sm90_128x160, true));
+            assert_eq!(tile_and_data_parallel(all(512, 2560, k)), (Kernel::GemmSm90_128x160, true));
         }
         // SwiGLU stores half of a tile's columns, which for 208 is not a multiple of sixteen.
-        let swiglu = |tile: Tile| tile != Tile::Sm90_128x208;
-        assert_eq!(tile_and_data_parallel(plan(&[shape(512, &[19456])], 2560, 132, swiglu)), (Tile::Sm90_128x192, false));
+        let swiglu = |tile: Tile| tile.kernel != Kernel::GemmSm90_128x208;
+        assert_eq!(tile_and_data_parallel(plan(&[shape(512, &[19456])], 2560, 132, swiglu)), (Kernel::GemmSm90_128x192, false));
         // The qk-norm needs whole heads of 128 columns.
-        let whole_heads = |tile: Tile| tile.config().block_n.is_multiple_of(128);
-        assert_eq!(tile_of(&[shape(4608, &[3072, 3072, 3072, 18432])], 3072, whole_heads), Tile::Sm90_128x256);
+        let whole_heads = |tile: Tile| tile.block_n.is_multiple_of(128);
+        assert_eq!(tile_of(&[shape(4608, &[3072, 3072, 3072, 18432])], 3072, whole_heads), Kernel::GemmSm90_128x256);
         // A handful of rows would leave most of a large tile empty.
-        assert_eq!(all(5, 18432, 3072).tile, Tile::Sm90_128x160);
+        assert_eq!(all(5, 18432, 3072).tile.kernel, Kernel::GemmSm90_128x160);
         // The last layer was not in the sweep.
-        assert_eq!(all(4608, 128, 3072).tile, Tile::Sm90_128x160);
+        assert_eq!(all(4608, 128, 3072).tile.kernel, Kernel::GemmSm90_128x160);
     }
 
     /// Few pixels are divided into small tiles, so that all SMs have some.
@@ -236,26 +236,26 @@ mod tests {
         let tile = |side: u32, channels: u32| {
             let shapes = [shape(side * side, &[channels])];
             let gemm = GroupedGemm { shapes: &shapes, k: 9 * channels, same_k: true };
-            gemm.plan(132, |tile| tile.config().operands == GemmOperands::Conv3x3).unwrap().tile
+            gemm.plan(132, |tile| tile.operands == GemmOperands::Conv3x3).unwrap().tile.kernel
         };
-        assert_eq!([32, 64].map(|side| tile(side, 512)), [Tile::Conv128x128; 2]);
-        assert_eq!([128, 256, 512].map(|side| tile(side, 512)), [Tile::Conv128x256; 3]);
-        assert_eq!([tile(512, 256), tile(1024, 128)], [Tile::Conv128x256, Tile::Conv256x128]);
-        assert_eq!([tile(512, 192), tile(1024, 96)], [Tile::Conv256x192, Tile::Conv256x96]);
+        assert_eq!([32, 64].map(|side| tile(side, 512)), [Kernel::GemmConv128x128; 2]);
+        assert_eq!([128, 256, 512].map(|side| tile(side, 512)), [Kernel::GemmConv128x256; 3]);
+        assert_eq!([tile(512, 256), tile(1024, 128)], [Kernel::GemmConv128x256, Kernel::GemmConv256x128]);
+        assert_eq!([tile(512, 192), tile(1024, 96)], [Kernel::GemmConv256x192, Kernel::GemmConv256x96]);
     }
 
     #[test]
     fn groups_of_row_tiles_have_nearly_the_same_size() {
         // 204 row tiles are 17 groups of 12; 19 are not a group of twelve and one of seven.
-        let group = |tile, row_tiles, col_tiles| group_m(tile, row_tiles, col_tiles, 132);
-        assert_eq!(group(Tile::Sm90_256x192, 204, 72), 12);
-        assert_eq!(group(Tile::Sm90_256x192, 19, 72), 10);
-        assert_eq!(group(Tile::Sm90_128x256, 18, 108), 9);
+        let group = |kernel, row_tiles, col_tiles| group_m(Tile::of(kernel).unwrap(), row_tiles, col_tiles, 132);
+        assert_eq!(group(Kernel::GemmSm90_256x192, 204, 72), 12);
+        assert_eq!(group(Kernel::GemmSm90_256x192, 19, 72), 10);
+        assert_eq!(group(Kernel::GemmSm90_128x256, 18, 108), 9);
         // One wave covers all columns: six rows of tiles are all clusters, eight and a bit are not.
-        assert_eq!(group(Tile::Sm90_256x192, 18, 11), 6);
-        assert_eq!(group(Tile::Sm90_256x192, 204, 8), 1);
-        assert_eq!(group(Tile::Sm90_192x192, 24, 8), 12);
-        assert_eq!(group(Tile::Sm90_192x192, 1, 0), 1);
-        assert_eq!(group(Tile::Sm90_192x192, 0, 0), 1);
+        assert_eq!(group(Kernel::GemmSm90_256x192, 18, 11), 6);
+        assert_eq!(group(Kernel::GemmSm90_256x192, 204, 8), 1);
+        assert_eq!(group(Kernel::GemmSm90_192x192, 24, 8), 12);
+        assert_eq!(group(Kernel::GemmSm90_192x192, 1, 0), 1);
+        assert_eq!(group(Kernel::GemmSm90_192x192, 0, 0), 1);
     }
 }

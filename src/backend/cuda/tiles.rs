@@ -1,6 +1,8 @@
 //! The instantiations of kernel templates, from `kernels/tiles.def`: the build script reads its rows and writes them as Rust source.
 
+use super::arch::Arch;
 use super::launch::Kernel;
+use super::select::{ClusterMode, GemmOperands, Tile};
 
 /// A tile of the portable convolution.
 pub struct ConvTile {
@@ -43,5 +45,3 @@ pub struct RowNorm {
 }
 
 include!(concat!(env!("OUT_DIR"), "/tiles.rs"));
-
-pub(super) use with_gemm_tiles;

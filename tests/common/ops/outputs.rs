@@ -2,25 +2,25 @@
 
 use super::{Case, Weights, cases, is_within, tiles};
 use half::bf16;
-use kiln::internals::backend::cuda::{Choice, Cuda};
+use kiln::internals::backend::cuda::{Cuda, KernelChoice};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
 use std::path::Path;
 
 /// The cases without a number above `limit` in their names that are worth running with a choice.
-pub fn pairs(choice: Choice, limit: usize, wanted: impl Fn(Choice, &str) -> bool) -> Vec<(Choice, Case)> {
+pub fn pairs(choice: KernelChoice, limit: usize, wanted: impl Fn(KernelChoice, &str) -> bool) -> Vec<(KernelChoice, Case)> {
     let cases = cases::all().into_iter().filter(|case| is_within(limit, &case.name) && wanted(choice, &case.name));
     cases.map(|case| (choice, case)).collect()
 }
 
 /// The same with every choice that makes a difference.
-pub fn all_pairs(limit: usize) -> Vec<(Choice, Case)> {
-    Choice::all().flat_map(|choice| pairs(choice, limit, tiles::runs_with)).collect()
+pub fn all_pairs(limit: usize) -> Vec<(KernelChoice, Case)> {
+    KernelChoice::all().flat_map(|choice| pairs(choice, limit, tiles::runs_with)).collect()
 }
 
 /// The name of a case's result in the file.
-fn key(choice: Choice, case: &Case, result: usize) -> String {
+fn key(choice: KernelChoice, case: &Case, result: usize) -> String {
     format!("{choice:?} | {} | {result}", case.name)
 }
 
@@ -95,6 +95,6 @@ impl Recorded {
 }
 
 /// A case's recorded results.
-pub fn results(tensors: &SafeTensors<'_>, choice: Choice, case: &Case) -> Vec<Vec<f32>> {
+pub fn results(tensors: &SafeTensors<'_>, choice: KernelChoice, case: &Case) -> Vec<Vec<f32>> {
     (0..).map_while(|i| tensors.tensor(&key(choice, case, i)).ok()).map(|view| decode(&view)).collect()
 }

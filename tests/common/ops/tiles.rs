@@ -1,8 +1,8 @@
 //! Which kernels a case can be run with: matrix ops have several, and tests run them with each that makes a difference.
 
-use kiln::internals::backend::cuda::{Arch, Choice, GemmOperands, Tile};
+use kiln::internals::backend::cuda::{Arch, GemmOperands, Kernel, KernelChoice, Tile};
 
-/// Attention has no tiles to choose from, but kernels of its own for some GPUs.
+/// Attention has kernels of its own for some GPUs.
 pub fn is_attention(name: &str) -> bool {
     name.starts_with("attention")
 }
@@ -31,25 +31,33 @@ fn operands(name: &str) -> GemmOperands {
     named.into_iter().find(|(kind, _)| name.contains(kind)).map_or(GemmOperands::Bf16, |(_, operands)| operands)
 }
 
-/// Whether a tile makes a difference to a case: those of persistent kernels are for GEMMs alone and each for its operands, and
-/// what takes the naive kernels is the same with every tile. The host computes the widths of the real models for longer than all
+/// Whether a kernel makes a difference to a case: those of persistent kernels are for GEMMs alone and each for its operands, and
+/// what takes the naive kernels is the same with every choice. The host computes the widths of the real models for longer than all
 /// the rest, so these run only with the tiles that a real model takes.
-pub fn has_tile(name: &str, tile: Tile) -> bool {
-    let (own, operands) = (tile.config().operands, operands(name));
-    // But for Hopper's, the kernels of bf16 take weights that a kernel before them has expanded.
-    let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && tile.arch() != Arch::Sm90;
-    let once = tile == Tile::Mma64x128;
-    // Convolutions have portable tiles of their own, of which a GEMM's decides.
-    if operands == GemmOperands::Conv3x3 && own != operands {
-        return on_tensor_cores(name) && matches!(tile, Tile::Mma256x128 | Tile::Mma128x128) || once;
+pub fn has_kernel(name: &str, kernel: Kernel) -> bool {
+    let operands = operands(name);
+    // Attention, and convolutions by portable kernels, have no GEMM tile.
+    let Some(Tile { operands: own, arch, .. }) = Tile::of(kernel) else {
+        let wide = format!("{kernel:?}").starts_with("AttentionWide");
+        let computes = match format!("{kernel:?}").starts_with("Attention") {
+            true => is_attention(name) && !(wide && name.contains("heads of 128")),
+            false => operands == GemmOperands::Conv3x3,
+        };
+        return computes && (on_tensor_cores(name) || kernel == Kernel::AttentionMma8);
+    };
+    let (once, tile) = (kernel == Kernel::GemmMma64x128, Tile::of(kernel));
+    if is_attention(name) || operands == GemmOperands::Conv3x3 && own != operands {
+        return once && !is_attention(name);
     }
+    // But for Hopper's, the kernels of bf16 take weights that a kernel before them has expanded.
+    let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && arch != Arch::Sm90;
     // Inputs of NVFP4 have no portable kernel but the naive one.
     if own != operands && !expanded && !(once && operands == GemmOperands::Nvfp4) {
         return false;
     }
-    let usual = matches!(tile, Tile::Sm90_256x192 | Tile::Sm90_128x256);
-    let gemm = ["linear", "qkv", "conv"].iter().any(|op| name.starts_with(op)) && (usual || !name.contains(" klein"));
-    is_matrix_op(name) && (once || on_tensor_cores(name)) && (!tile.is_persistent() || gemm)
+    let usual = matches!(kernel, Kernel::GemmSm90_256x192 | Kernel::GemmSm90_128x256);
+    let persistent = tile.is_some_and(Tile::is_persistent);
+    is_matrix_op(name) && (once || on_tensor_cores(name)) && (!persistent || usual || !name.contains(" klein"))
 }
 
 /// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes. Attention with e4m3 has one kernel, whatever the
@@ -65,10 +73,10 @@ fn on_tensor_cores(name: &str) -> bool {
 }
 
 /// Whether a case runs with a choice where every case runs with all kernels it has.
-pub fn runs_with(choice: Choice, name: &str) -> bool {
+pub fn runs_with(choice: KernelChoice, name: &str) -> bool {
     match choice {
-        Choice::Best => !is_matrix_op(name) || is_attention(name),
-        Choice::Naive => false,
-        Choice::Tile(tile) => has_tile(name, tile),
+        KernelChoice::Best => !is_matrix_op(name) || is_attention(name),
+        KernelChoice::Naive => false,
+        KernelChoice::Only(kernel) => has_kernel(name, kernel),
     }
 }

@@ -4,7 +4,7 @@ use super::{PLENTY, cuda};
 use common::ops;
 use common::random::{Random, long, seed};
 use common::stand_in::StandIn;
-use kiln::internals::backend::cuda::{Choice, Cuda, Kernel};
+use kiln::internals::backend::cuda::{Cuda, Kernel, KernelChoice};
 use kiln::selftest::{self, Extent, Outcome};
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn the_small_cases_launch_every_kernel() {
     assert!(cuda.launched().all(|(_, times)| times == 0));
     let mut weights = ops::Weights::default();
     let (cases, mut random) = (ops::cases::all(), Random::new(seed(true)));
-    let mut pairs: Vec<_> = Choice::all().flat_map(|choice| cases.iter().map(move |case| (choice, case))).collect();
+    let mut pairs: Vec<_> = KernelChoice::all().flat_map(|choice| cases.iter().map(move |case| (choice, case))).collect();
     pairs.retain(|(choice, case)| ops::is_within(ops::SMALL, &case.name) && ops::tiles::runs_with(*choice, &case.name));
     pairs.sort_by_cached_key(|_| random.next());
     // A short run takes cases until they have launched every kernel; whatever the order, all of them do if some do.

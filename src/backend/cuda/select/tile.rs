@@ -3,7 +3,7 @@
 use crate::backend::cuda::abi;
 use crate::backend::cuda::arch::Arch;
 use crate::backend::cuda::launch::Kernel;
-use crate::backend::cuda::tiles::with_gemm_tiles;
+use crate::backend::cuda::tiles::GEMM_TILES;
 
 /// What the two CTAs of a cluster have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,9 +33,9 @@ pub enum GemmOperands {
     Conv3x3,
 }
 
-/// A tile's properties.
-#[derive(Clone, Copy, Debug)]
-pub struct TileConfig {
+/// The part of the output that a CTA of a GEMM or a convolution computes at a time. The rows come from `kernels/tiles.def`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
     /// The GPUs that it is for.
     pub arch: Arch,
     /// Rows.
@@ -62,77 +62,52 @@ pub struct TileConfig {
     pub relative_cost: u64,
 }
 
-/// One row for each tile: its name and properties. The rows come from `kernels/tiles.def`.
-macro_rules! tiles {
-    ($($(#[$doc:meta])* $name:ident = $config:expr;)*) => {
-        /// The part of the output that a CTA computes at a time, called by its rows and columns (MxN). `Mma` and `Fp8Mma` tiles are
-        /// of the portable kernels (`mma.sync`), those with `Sm120` of the kernels of compute capability 12.x (TMA and
-        /// `mma.sync`), the others of the Hopper kernels (TMA and `wgmma`), where `Fp8`, `Mixed` and `Conv` say what they multiply.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum Tile { $($(#[$doc])* $name),* }
+impl Tile {
+    /// All tiles, the fastest first.
+    pub const ALL: &[Self] = GEMM_TILES;
 
-        impl Tile {
-            /// All tiles, the fastest first.
-            pub const ALL: [Self; [$(stringify!($name)),*].len()] = [$(Self::$name),*];
+    /// The tile of a kernel, if that is a GEMM or a convolution with one.
+    pub fn of(kernel: Kernel) -> Option<Self> {
+        Self::ALL.iter().copied().find(|tile| tile.kernel == kernel)
+    }
 
-            /// Its properties.
-            pub const fn config(self) -> TileConfig {
-                match self { $(Self::$name => $config),* }
-            }
-        }
-    };
-}
-
-with_gemm_tiles!(tiles);
-
-impl TileConfig {
     /// Whether its columns are whole attention heads of the size that tensor-core kernels normalise in their epilogue.
     pub const fn has_whole_heads(&self) -> bool {
         self.block_n.is_multiple_of(abi::KL_MMA_COLS)
     }
-}
 
-impl Tile {
     /// Rows of it that one consumer warpgroup computes.
     pub const fn warpgroup_rows(self) -> u32 {
-        let TileConfig { block_m, consumers, .. } = self.config();
-        block_m / consumers
+        self.block_m / self.consumers
     }
 
     /// Stream-K flags that an SM takes at most: one for each resident CTA of the portable kernel, one for each consumer warp of a
     /// persistent kernel.
     pub const fn flags_per_sm(self) -> u32 {
         const WARPS_PER_WARPGROUP: u32 = 4;
-        let TileConfig { ctas_per_sm, consumers, .. } = self.config();
-        if self.is_persistent() { WARPS_PER_WARPGROUP * consumers } else { ctas_per_sm }
+        if self.is_persistent() { WARPS_PER_WARPGROUP * self.consumers } else { self.ctas_per_sm }
     }
 
     /// Whether it is a tile of a persistent kernel with TMA.
     pub const fn is_persistent(self) -> bool {
-        self.config().cluster.is_some()
-    }
-
-    /// The GPUs that it is for.
-    pub const fn arch(self) -> Arch {
-        self.config().arch
+        self.cluster.is_some()
     }
 
     /// Columns of bf16 in a row of a pipeline stage, in which persistent kernels load a term of low rank.
     pub const fn low_rank_cols(self) -> u32 {
-        if matches!(self.arch(), Arch::Sm120) { abi::KL_SM120_BOX_COLS } else { abi::KL_SM90_BOX_COLS }
+        if matches!(self.arch, Arch::Sm120) { abi::KL_SM120_BOX_COLS } else { abi::KL_SM90_BOX_COLS }
     }
 
     /// Whether two CTAs compute one half of K each.
     pub const fn is_split_k(self) -> bool {
-        matches!(self.config().cluster, Some(ClusterMode::SplitK))
+        matches!(self.cluster, Some(ClusterMode::SplitK))
     }
 
     /// Rows and columns of tiles that cover an output of `m` rows and `col_tiles` columns of tiles. They are counted in units of the
     /// schedule, which are clusters where a cluster computes two tiles, and else CTAs.
     pub fn tile_counts(self, m: u32, col_tiles: u32) -> (u32, u32) {
-        let TileConfig { block_m, cluster, .. } = self.config();
-        let row_tiles = m.div_ceil(block_m);
-        match cluster {
+        let row_tiles = m.div_ceil(self.block_m);
+        match self.cluster {
             None | Some(ClusterMode::SplitK | ClusterMode::Single) => (row_tiles, col_tiles),
             Some(ClusterMode::MulticastA) => (row_tiles, col_tiles.div_ceil(abi::KL_SM90_CLUSTER)),
             Some(ClusterMode::MulticastB) => (row_tiles.div_ceil(abi::KL_SM90_CLUSTER), col_tiles),
@@ -141,7 +116,7 @@ impl Tile {
 
     /// CTAs, or clusters of them, that the GPU runs at the same time.
     pub fn slots(self, sms: u32) -> u32 {
-        let slots = if self.arch() == Arch::Sm90 { sms / abi::KL_SM90_CLUSTER } else { self.config().ctas_per_sm * sms };
+        let slots = if self.arch == Arch::Sm90 { sms / abi::KL_SM90_CLUSTER } else { self.ctas_per_sm * sms };
         slots.max(1)
     }
 }
