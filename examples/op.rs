@@ -19,10 +19,10 @@ fn main() -> kiln::Result<()> {
     let weight = weights.alloc(1, COLS, DType::F32)?;
     let (input, output) = (workspace.alloc(ROWS, COLS, DType::F32)?, workspace.alloc(ROWS, COLS, DType::F32)?);
 
-    be.reserve_weights(weights.peak())?;
+    be.reserve(Region::Weights, weights.peak())?;
     let bytes: Vec<u8> = gain.iter().flat_map(|value| value.to_le_bytes()).collect();
     be.upload(weight, Role::Vector, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::F32, 1)])?;
-    be.reserve(workspace.peak())?;
+    be.reserve(Region::Arena, workspace.peak())?;
     be.write(input, &x)?;
     be.run(Op::RmsNorm { out: output, x: input, weight, eps })?;
     let mut y = [0.0; ROWS * COLS];

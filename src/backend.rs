@@ -4,18 +4,20 @@
 //! a plain description over [`Tensor`] descriptors, at the granularity of one fused kernel, and is executed eagerly: there is no
 //! computation graph and no graph optimiser. Because ops are values, their shape rules ([`Op::check`]), their cost
 //! ([`Op::flops`]) and their operands ([`Op::operands`]) are written once, and a backend that plans ([`Plan`]), compares
-//! ([`Lockstep`]) or injects faults is a few lines long.
+//! ([`Lockstep`]) or watches another one ([`Observed`]) is a few lines long.
 
 pub mod cpu;
 pub mod cuda;
 #[cfg(feature = "internals")]
 mod lockstep;
+mod observed;
 mod op;
 mod plan;
 use kiln_numerics::up_conv;
 
 #[cfg(feature = "internals")]
 pub use lockstep::Lockstep;
+pub use observed::{Observed, Observer};
 pub use op::{
     Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LowRank, Modulated, Op, OpKind, Projection, QkNorm,
     Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
@@ -23,7 +25,7 @@ pub use op::{
 pub use plan::Plan;
 
 use crate::error::{Error, Result};
-use crate::tensor::{Arena, DType, Tensor, WeightPart};
+use crate::tensor::{Arena, DType, Region, Tensor, WeightPart};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -174,7 +176,7 @@ impl Stop {
     }
 }
 
-/// A read that was begun, see [`Backend::begin_read`].
+/// A read of a small tensor that was begun.
 #[derive(Debug)]
 pub enum Reading {
     /// The values are on the host.
@@ -183,9 +185,32 @@ pub enum Reading {
     Queued {
         /// What is read. It must not be written before the read has finished.
         from: Tensor,
-        /// The number by which the backend knows the place in its queue.
+        /// The number by which the device knows the place in its queue.
         place: usize,
     },
+}
+
+impl Reading {
+    /// Begins to read a tensor back. A GPU goes on with what is issued next. A read that is never finished is no mistake.
+    pub fn begin(be: &mut dyn Backend, from: Tensor) -> Result<Self> {
+        if let Some(cuda) = be.cuda() {
+            return Ok(Self::Queued { from, place: cuda.begin_read()? });
+        }
+        let mut values = vec![0.0; from.len()];
+        be.read(from, &mut values)?;
+        Ok(Self::Done(values))
+    }
+
+    /// Waits for the ops that were issued before the read was begun, and for no later ones. Returns the values.
+    pub fn finish(self, be: &mut dyn Backend) -> Result<Vec<f32>> {
+        match (self, be.cuda()) {
+            (Self::Done(values), _) => Ok(values),
+            (Self::Queued { from, place }, Some(cuda)) => cuda.finish_read(from, place),
+            (Self::Queued { from, .. }, None) => {
+                Err(Error::Op { op: "read", what: format!("{from:?} is read by another backend") })
+            }
+        }
+    }
 }
 
 /// A device that holds weights and working memory and runs ops on them.
@@ -212,34 +237,13 @@ pub trait Backend {
         Ok(None)
     }
 
-    /// Number of launches of each kernel so far, by kernel name; empty for a backend without kernels. A captured launch counts
-    /// once, however often it is replayed.
-    fn launches(&self) -> Vec<(&'static str, u64)> {
-        Vec::new()
-    }
-
-    /// Reserves memory for `bytes` of weights, before the first upload. Weights that were uploaded earlier are dropped.
-    fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
     /// Whether ops read weights in place, from the bytes that [`Backend::upload`] was given, instead of from a copy.
     fn reads_files(&self) -> bool {
         true
     }
 
-    /// Allocates `bytes` of working memory. Its previous content is lost.
-    fn reserve(&mut self, bytes: u64) -> Result<()>;
-
-    /// Allocates `bytes` of memory for results that outlive a run ([`Region::Kept`](crate::tensor::Region::Kept)). What was there
-    /// is lost.
-    fn reserve_kept(&mut self, _bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
-    /// Allocates `bytes` of memory for what adapters compute beside weights ([`Region::Adapters`](crate::tensor::Region::Adapters)). What was
-    /// there is lost.
-    fn reserve_adapters(&mut self, _bytes: u64) -> Result<()> {
+    /// Allocates `bytes` of a region of memory. What was there is lost: weights are reserved before the first upload.
+    fn reserve(&mut self, _region: Region, _bytes: u64) -> Result<()> {
         Ok(())
     }
 
@@ -249,33 +253,11 @@ pub trait Backend {
     /// Reads a tensor back as f32, row by row, after all ops issued so far have finished.
     fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()>;
 
-    /// Begins to read a small tensor back, without waiting for it on backends whose ops run on their own: what is issued next runs
-    /// while [`Backend::finish_read`] waits. A read that is never finished is no mistake.
-    fn begin_read(&mut self, from: Tensor) -> Result<Reading> {
-        let mut values = vec![0.0; from.len()];
-        self.read(from, &mut values)?;
-        Ok(Reading::Done(values))
-    }
-
-    /// Waits for the ops that were issued before a read was begun, and for no later ones, and returns its values.
-    fn finish_read(&mut self, reading: Reading) -> Result<Vec<f32>> {
-        match reading {
-            Reading::Done(values) => Ok(values),
-            Reading::Queued { from, .. } => Err(Error::Op { op: "read", what: format!("{from:?} is read by another backend") }),
-        }
-    }
-
     /// Reads a u8 tensor back, row by row, after all ops issued so far have finished.
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()>;
 
     /// Runs one op.
     fn run(&mut self, op: Op<'_>) -> Result<()>;
-
-    /// Goes through ops that will run later, with what they are issued by, and computes nothing: what cannot run is noticed, and what takes
-    /// time to find is found. Results that are read back in `body` have no meaning.
-    fn rehearse(&mut self, _body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
-        Ok(())
-    }
 
     /// Tells the backend that a range of working memory is no longer in use.
     fn released(&mut self, _range: Range<u64>) {}
@@ -291,7 +273,14 @@ pub trait Backend {
     }
 
     /// Waits until all ops issued so far have finished.
-    fn synchronize(&mut self) -> Result<()>;
+    fn synchronize(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The GPU that runs the ops, if one does, for what no other backend has: reads in the background, kernels and their launches.
+    fn cuda(&mut self) -> Option<&mut cuda::Cuda> {
+        None
+    }
 }
 
 /// Fills the rows of a tensor with copies of its first `filled` ones, which double with every op.

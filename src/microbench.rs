@@ -177,8 +177,8 @@ impl Row {
     /// Allocates `sets` sets of operands, or as many as fit in memory.
     pub fn prepare(&self, be: &mut dyn Backend, sets: usize) -> Result<Prepared> {
         // The memory of the previous row is freed first, so that it counts as available.
-        be.reserve_weights(0)?;
-        be.reserve(0)?;
+        be.reserve(Region::Weights, 0)?;
+        be.reserve(Region::Arena, 0)?;
         let mut sets = sets.max(1);
         loop {
             let mut operands = Operands::new(self.formats);
@@ -204,7 +204,8 @@ impl Row {
     /// Times the row and, if it is memory-bound, in alternation with it a copy of as many bytes.
     pub fn measure(&self, be: &mut dyn Backend, protocol: &Protocol) -> Result<Figure> {
         let prepared = self.prepare(be, protocol.sets(self.work.bytes))?;
-        let launches = |be: &dyn Backend| be.launches().into_iter().collect::<HashMap<_, _>>();
+        let launches =
+            |be: &mut dyn Backend| -> HashMap<_, _> { be.cuda().into_iter().flat_map(|cuda| cuda.launches()).collect() };
         let before = launches(be);
         prepared.warm_up(be)?;
         let mut kernels: Vec<&str> =

@@ -20,7 +20,7 @@ pub use record::{Key, Records, Verdict};
 use crate::backend::Backend;
 use crate::backend::cuda::{CopyBy, Cuda, Mma};
 use crate::error::{Error, Result};
-use crate::tensor::DType;
+use crate::tensor::{DType, Region};
 
 /// What came of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -168,8 +168,8 @@ fn make(cuda: &mut Cuda, checks: Vec<Check>, report: &mut dyn FnMut(&Line) -> Re
     if !lost {
         // What the checks have allocated, and values that did not fit a format, are nobody else's business.
         cuda.take_saturated()?;
-        cuda.reserve(0)?;
-        cuda.reserve_weights(0)?;
+        cuda.reserve(Region::Arena, 0)?;
+        cuda.reserve(Region::Weights, 0)?;
     }
     Ok(lines)
 }

@@ -367,11 +367,6 @@ impl Backend for Cpu {
         Ok(memory::available())
     }
 
-    fn reserve_weights(&mut self, _bytes: u64) -> Result<()> {
-        self.weights = Segments::default();
-        Ok(())
-    }
-
     fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
         self.stop.job = cancel;
     }
@@ -429,22 +424,21 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn reserve(&mut self, bytes: u64) -> Result<()> {
-        self.arena = Buffer::EMPTY;
-        self.arena = Buffer::new(bytes)?;
-        self.high_water = 0;
-        self.released(0..bytes);
-        Ok(())
-    }
-
-    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
-        self.kept = Buffer::EMPTY;
-        self.kept = Buffer::new(bytes)?;
-        Ok(())
-    }
-
-    fn reserve_adapters(&mut self, _bytes: u64) -> Result<()> {
-        self.adapters = Segments::default();
+    fn reserve(&mut self, region: Region, bytes: u64) -> Result<()> {
+        match region {
+            Region::Weights => self.weights = Segments::default(),
+            Region::Adapters => self.adapters = Segments::default(),
+            Region::Kept => {
+                self.kept = Buffer::EMPTY;
+                self.kept = Buffer::new(bytes)?;
+            }
+            Region::Arena => {
+                self.arena = Buffer::EMPTY;
+                self.arena = Buffer::new(bytes)?;
+                self.high_water = 0;
+                self.released(0..bytes);
+            }
+        }
         Ok(())
     }
 
@@ -510,10 +504,6 @@ impl Backend for Cpu {
 
     fn take_saturated(&mut self) -> Result<u64> {
         Ok(std::mem::take(self.saturated.get_mut()))
-    }
-
-    fn synchronize(&mut self) -> Result<()> {
-        Ok(())
     }
 }
 

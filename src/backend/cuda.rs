@@ -49,7 +49,7 @@ pub use selftest::{CopyBy, Fragments, LANES, Mma};
 pub use system::{CAPABILITY, System, devices, driver_release, has_driver};
 
 use super::plan::Live;
-use super::{Backend, Fp8Accumulate, GemmFormats, Op, Reading, Role, StepKey, Stop};
+use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey, Stop};
 use crate::error::{Error, Result};
 use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
 use crate::trace;
@@ -140,7 +140,7 @@ impl Cuda {
         let driver: Rc<dyn Driver> = Rc::new(System::open(device)?);
         let mut cuda = Self::on_stream(driver, &launch::built_in, Arc::default(), StreamGuard(None, Stream(stream)))?;
         // The scratch is the only memory of its own.
-        cuda.reserve(0)?;
+        cuda.reserve(Region::Arena, 0)?;
         cuda.context.memory.use_addresses();
         Ok(cuda)
     }
@@ -218,6 +218,57 @@ impl Cuda {
     /// launched.
     pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
         self.context.kernels.launched()
+    }
+
+    /// Number of launches of each kernel so far, by kernel name, without those that were not launched.
+    pub fn launches(&self) -> Vec<(&'static str, u64)> {
+        self.launched().filter(|(_, times)| *times > 0).map(|(kernel, times)| (kernel.symbol(), times)).collect()
+    }
+
+    /// Begins a read in the background, and returns its place in the queue.
+    pub(crate) fn begin_read(&mut self) -> Result<usize> {
+        self.prepare_transfer("read")?;
+        self.transfers.begin_read(self.stream.1)
+    }
+
+    /// Waits for the ops that were issued before a read was begun, and for no later ones, and returns the values of this tensor.
+    pub(crate) fn finish_read(&mut self, from: Tensor, place: usize) -> Result<Vec<f32>> {
+        let Some(scale) = transferred_scale(from) else {
+            return Err(Error::Op { op: "read", what: format!("{from:?} in the background") });
+        };
+        let (mut bytes, mut values) = (vec![0; from.dtype.bytes(from.len())], vec![0.0; from.len()]);
+        self.transfers.finish_read(place, self.rows(from, "read")?, &mut bytes)?;
+        staging::decode(&bytes, from.dtype, scale, &mut values);
+        Ok(values)
+    }
+
+    /// Goes through ops that will run later, with what they are issued by, and computes nothing: what cannot run is noticed, and what takes
+    /// time to find is found. Results that are read back in `body` have no meaning.
+    pub(crate) fn rehearse(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        let _span = trace::span("find kernels");
+        self.refuse_in_capture("rehearse")?;
+        let live = self.live.clone();
+        self.context.kernels.set_rehearsing(true);
+        let done = body(&mut Rehearsal::new(self));
+        self.context.kernels.set_rehearsing(false);
+        self.live = live;
+        done
+    }
+
+    fn reserve_working(&mut self, bytes: u64) -> Result<()> {
+        let _span = trace::span_of("allocate working memory", || format!("{bytes} bytes"));
+        self.steps.begin_anew();
+        self.driver.synchronize(self.stream.1)?;
+        // A job begins here, and nothing is running.
+        self.context.kernels.timeline().into_iter().for_each(Timeline::collect);
+        self.fetch_saturated()?;
+        self.context.memory.reserve(Region::Arena, bytes)?;
+        self.released(0..bytes);
+        let memory = &self.context.memory;
+        self.driver.fill(self.stream.1, memory.stream_k_flags(), 0, memory.stream_k_flag_bytes())?;
+        self.driver.fill(self.stream.1, memory.expansion_counters(), 0, memory.expansion_counter_bytes())?;
+        // The counters are one alignment unit.
+        self.driver.fill(self.stream.1, memory.counters(), 0, ALIGN)
     }
 
     /// Where a tensor's rows lie.
@@ -348,20 +399,6 @@ impl Backend for Cuda {
         Ok(Some(self.driver.free_memory()?.saturating_sub(self.context.memory.scratch_bytes() + 3 * GRANULE)))
     }
 
-    fn launches(&self) -> Vec<(&'static str, u64)> {
-        self.launched().filter(|(_, times)| *times > 0).map(|(kernel, times)| (kernel.symbol(), times)).collect()
-    }
-
-    fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
-        let _span = trace::span_of("allocate weights", || format!("{bytes} bytes"));
-        if let Some(staging) = &self.staging {
-            staging.synchronize()?;
-        }
-        self.driver.synchronize(self.stream.1)?;
-        self.read = 0..0;
-        self.context.memory.reserve_weights(bytes)
-    }
-
     fn reads_files(&self) -> bool {
         false
     }
@@ -393,33 +430,20 @@ impl Backend for Cuda {
         staging.upload(addresses, to, role, parts, &|| self.stop.check())
     }
 
-    fn reserve(&mut self, bytes: u64) -> Result<()> {
-        let _span = trace::span_of("allocate working memory", || format!("{bytes} bytes"));
-        self.steps.begin_anew();
-        self.driver.synchronize(self.stream.1)?;
-        // A job begins here, and nothing is running.
-        self.context.kernels.timeline().into_iter().for_each(Timeline::collect);
-        self.fetch_saturated()?;
-        self.context.memory.reserve(bytes)?;
-        self.released(0..bytes);
-        let memory = &self.context.memory;
-        self.driver.fill(self.stream.1, memory.stream_k_flags(), 0, memory.stream_k_flag_bytes())?;
-        self.driver.fill(self.stream.1, memory.expansion_counters(), 0, memory.expansion_counter_bytes())?;
-        // The counters are one alignment unit.
-        self.driver.fill(self.stream.1, memory.counters(), 0, ALIGN)
-    }
-
-    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
-        self.driver.synchronize(self.stream.1)?;
-        self.context.memory.reserve_kept(bytes)
-    }
-
-    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
-        if let Some(staging) = &self.staging {
+    fn reserve(&mut self, region: Region, bytes: u64) -> Result<()> {
+        if region == Region::Arena {
+            return self.reserve_working(bytes);
+        }
+        let is_weights = region == Region::Weights;
+        let _span = is_weights.then(|| trace::span_of("allocate weights", || format!("{bytes} bytes")));
+        if let Some(staging) = self.staging.as_ref().filter(|_| region.is_read_only()) {
             staging.synchronize()?;
         }
         self.driver.synchronize(self.stream.1)?;
-        self.context.memory.reserve_adapters(bytes)
+        if is_weights {
+            self.read = 0..0;
+        }
+        self.context.memory.reserve(region, bytes)
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
@@ -462,26 +486,6 @@ impl Backend for Cuda {
         Ok(())
     }
 
-    fn begin_read(&mut self, from: Tensor) -> Result<Reading> {
-        self.prepare_transfer("read")?;
-        let place = self.transfers.begin_read(self.stream.1)?;
-        Ok(Reading::Queued { from, place })
-    }
-
-    fn finish_read(&mut self, reading: Reading) -> Result<Vec<f32>> {
-        let (from, place) = match reading {
-            Reading::Done(values) => return Ok(values),
-            Reading::Queued { from, place } => (from, place),
-        };
-        let Some(scale) = transferred_scale(from) else {
-            return Err(Error::Op { op: "read", what: format!("{from:?} in the background") });
-        };
-        let (mut bytes, mut values) = (vec![0; from.dtype.bytes(from.len())], vec![0.0; from.len()]);
-        self.transfers.finish_read(place, self.rows(from, "read")?, &mut bytes)?;
-        staging::decode(&bytes, from.dtype, scale, &mut values);
-        Ok(values)
-    }
-
     fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
         if to.len() != from.len() || from.dtype != DType::U8 {
             return Err(Error::Op { op: "read_bytes", what: format!("{} bytes from {from:?}", to.len()) });
@@ -501,17 +505,6 @@ impl Backend for Cuda {
             }
         });
         self.issue(op)
-    }
-
-    fn rehearse(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
-        let _span = trace::span("find kernels");
-        self.refuse_in_capture("rehearse")?;
-        let live = self.live.clone();
-        self.context.kernels.set_rehearsing(true);
-        let done = body(&mut Rehearsal::new(self));
-        self.context.kernels.set_rehearsing(false);
-        self.live = live;
-        done
     }
 
     fn released(&mut self, range: Range<u64>) {
@@ -564,6 +557,10 @@ impl Backend for Cuda {
         let _span = trace::span("wait for the GPU");
         self.order_uploads()?;
         self.driver.synchronize(self.stream.1)
+    }
+
+    fn cuda(&mut self) -> Option<&mut Cuda> {
+        Some(self)
     }
 }
 

@@ -1,9 +1,10 @@
 //! Runs two backends in lockstep: every op runs on both and the results are compared. The trusted result is then copied over the
 //! other one, so that a difference is reported at the op that caused it and rounding differences do not accumulate.
 
+use super::cuda::Cuda;
 use super::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Scaling, Tensor, WeightPart, nvfp4};
+use crate::tensor::{DType, Region, Scaling, Tensor, WeightPart, nvfp4};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -126,10 +127,6 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         self.tested.available()
     }
 
-    fn launches(&self) -> Vec<(&'static str, u64)> {
-        self.tested.launches()
-    }
-
     fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
         self.trusted.set_cancel(cancel.clone());
         self.tested.set_cancel(cancel);
@@ -140,28 +137,13 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         self.tested.upload(to, role, parts)
     }
 
-    fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
-        self.trusted.reserve_weights(bytes)?;
-        self.tested.reserve_weights(bytes)
-    }
-
     fn reads_files(&self) -> bool {
         self.trusted.reads_files() || self.tested.reads_files()
     }
 
-    fn reserve(&mut self, bytes: u64) -> Result<()> {
-        self.trusted.reserve(bytes)?;
-        self.tested.reserve(bytes)
-    }
-
-    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
-        self.trusted.reserve_kept(bytes)?;
-        self.tested.reserve_kept(bytes)
-    }
-
-    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
-        self.trusted.reserve_adapters(bytes)?;
-        self.tested.reserve_adapters(bytes)
+    fn reserve(&mut self, region: Region, bytes: u64) -> Result<()> {
+        self.trusted.reserve(region, bytes)?;
+        self.tested.reserve(region, bytes)
     }
 
     fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
@@ -199,11 +181,6 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         Ok(())
     }
 
-    fn rehearse(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
-        self.trusted.rehearse(body)?;
-        self.tested.rehearse(body)
-    }
-
     fn released(&mut self, range: Range<u64>) {
         self.trusted.released(range.clone());
         self.tested.released(range);
@@ -223,5 +200,9 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
     fn synchronize(&mut self) -> Result<()> {
         self.trusted.synchronize()?;
         self.tested.synchronize()
+    }
+
+    fn cuda(&mut self) -> Option<&mut Cuda> {
+        self.tested.cuda()
     }
 }

@@ -3,10 +3,7 @@
 use super::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::Result;
 use crate::tensor::{ALIGN, Nvfp4Layout, PartScaling, Region, Tensor, WeightPart};
-use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A backend that only plans.
 #[derive(Debug)]
@@ -17,40 +14,16 @@ pub struct Plan {
     pub copied_bytes: u64,
     /// Number of ops run.
     pub ops: u64,
+    /// Floating-point operations of all GEMMs, convolutions and attention ops.
+    pub flops: u64,
     formats: GemmFormats,
     live: Live,
-    flops: Arc<AtomicU64>,
-    observer: Option<Observer>,
-}
-
-/// Is shown every op before it counts.
-struct Observer(Box<dyn FnMut(&Op<'_>)>);
-
-impl fmt::Debug for Observer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Observer")
-    }
 }
 
 impl Plan {
     /// An empty plan for a backend that has these quantised GEMMs.
     pub fn new(formats: GemmFormats) -> Self {
-        Self { arena_bytes: 0, copied_bytes: 0, ops: 0, formats, live: Live::default(), flops: Arc::default(), observer: None }
-    }
-
-    /// The same, and shows every op to `observer`.
-    pub fn observed(self, observer: impl FnMut(&Op<'_>) + 'static) -> Self {
-        Self { observer: Some(Observer(Box::new(observer))), ..self }
-    }
-
-    /// Floating-point operations of all GEMMs, convolutions and attention ops.
-    pub fn flops(&self) -> u64 {
-        self.flops.load(Ordering::Relaxed)
-    }
-
-    /// A handle to the same count, which can be read while the plan is being computed.
-    pub fn counter(&self) -> Arc<AtomicU64> {
-        self.flops.clone()
+        Self { arena_bytes: 0, copied_bytes: 0, ops: 0, flops: 0, formats, live: Live::default() }
     }
 
     fn touch(&mut self, tensor: Tensor) {
@@ -103,10 +76,6 @@ impl Backend for Plan {
         Ok(())
     }
 
-    fn reserve(&mut self, _bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
     fn write(&mut self, to: Tensor, _values: &[f32]) -> Result<()> {
         self.touch(to);
         Ok(())
@@ -131,10 +100,7 @@ impl Backend for Plan {
         if scratch > 0 {
             self.arena_bytes = self.arena_bytes.max(self.live.end().next_multiple_of(ALIGN) + scratch);
         }
-        if let Some(Observer(observe)) = &mut self.observer {
-            observe(&op);
-        }
-        self.flops.fetch_add(op.flops(), Ordering::Relaxed);
+        self.flops += op.flops();
         self.ops += 1;
         Ok(())
     }
@@ -145,9 +111,5 @@ impl Backend for Plan {
 
     fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         body(self)
-    }
-
-    fn synchronize(&mut self) -> Result<()> {
-        Ok(())
     }
 }

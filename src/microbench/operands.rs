@@ -172,7 +172,7 @@ impl Operands {
             _ => (Vec::new(), Vec::new()),
         };
         let vectors = DType::F32.encoded(&noise.iter().map(|v| 1.0 + 0.5 * v).collect::<Vec<_>>());
-        be.reserve_weights(self.weights.peak())?;
+        be.reserve(Region::Weights, self.weights.peak())?;
         for &(to, role) in &self.placed {
             // Each weight has its own bytes, because the CPU backend reads them in place.
             let block = match to.dtype {
@@ -198,7 +198,7 @@ impl Operands {
         let rows = self.nvfp4.iter().map(|t| t.rows).max().unwrap_or(0).min(NVFP4_ROWS);
         let widths: Vec<usize> = self.nvfp4.iter().map(|t| t.cols).collect();
         let sources = widths.into_iter().map(|cols| self.modulated(rows, cols)).collect::<Result<Vec<_>>>()?;
-        be.reserve(self.arena.peak())?;
+        be.reserve(Region::Arena, self.arena.peak())?;
         for &to in &self.inputs {
             // Only some rows are uploaded from the host.
             let filled = (PERIOD / to.cols).clamp(1, to.rows);

@@ -556,7 +556,7 @@ mod tests {
         let mut ignore = |_| ();
         let mut loader = Loader::new(&mut be, &mut region, Some(&weights), Precision::F32, &mut ignore);
         let transformer = Transformer::load(&mut loader, &config).unwrap();
-        be.reserve(64 << 20).unwrap();
+        be.reserve(Region::Arena, 64 << 20).unwrap();
 
         let grid = Grid { width: 4, height: 5 };
         let plan = SequencePlan::new(33, grid, &[Grid { width: 3, height: 4 }]).unwrap();

@@ -180,7 +180,7 @@ impl SideBranches {
         self.uploaded = AdapterSet::default();
         if branches.bytes > self.reserved {
             self.reserved = 0;
-            be.reserve_adapters(branches.bytes)?;
+            be.reserve(Region::Adapters, branches.bytes)?;
             self.reserved = branches.bytes;
         }
         if let Some((whole, values)) = &branches.values {

@@ -43,7 +43,7 @@ impl Engine {
         let OpenModel { weights, tokenizer, configs, variant, name, adapters, read_ahead, .. } = model;
         let sources = weights.each_ref().map(Some);
         let (stages, sizes, _) = Stages::place(&configs, sources, options, &adapters, backend.gemm_formats())?;
-        backend.reserve_weights(sizes.total(options.low_memory))?;
+        backend.reserve(Region::Weights, sizes.total(options.low_memory))?;
         let (files, branches, text, transformer, vae) = (Arc::new(weights), Arc::default(), false, false, false);
         let store = Store { files, configs, options, sizes, adapters, branches, text, transformer, vae, read_ahead };
         let mut engine = Self {
@@ -85,8 +85,14 @@ impl Engine {
     }
 
     /// The backend that the engine runs on.
-    pub fn backend(&self) -> &dyn Backend {
-        self.backend.as_ref()
+    pub fn backend(&mut self) -> &mut dyn Backend {
+        self.backend.as_mut()
+    }
+
+    /// Number of launches of each kernel so far, by kernel name; none on a backend without kernels. A captured launch counts once, however
+    /// often it is replayed.
+    pub fn launches(&mut self) -> Vec<(&'static str, u64)> {
+        self.backend.cuda().map_or_else(Vec::new, |cuda| cuda.launches())
     }
 
     /// How the model was trained.
@@ -141,7 +147,7 @@ impl Engine {
         shapes.dry_run(inputs, || {
             let mut plan = Plan::new(backend.gemm_formats());
             let bytes = stages.dry_run(&mut plan, inputs, &Silent)?;
-            Ok(DryRun { bytes, ops: plan.ops, flops: plan.flops() })
+            Ok(DryRun { bytes, ops: plan.ops, flops: plan.flops })
         })
     }
 
@@ -213,10 +219,12 @@ impl Engine {
         side.upload(be, &store.branches, results)?;
         // Should this fail, nothing is left of what was there.
         let before = std::mem::take(working);
-        be.reserve(bytes)?;
+        be.reserve(Region::Arena, bytes)?;
         *working = bytes.max(before);
         let known = shapes.tables(&inputs);
-        shapes.rehearse(&inputs, || be.rehearse(&mut |be| stages.walk(be, &inputs, &Silent).map(drop)))?;
+        if let Some(cuda) = be.cuda() {
+            shapes.rehearse(&inputs, || cuda.rehearse(&mut |be| stages.walk(be, &inputs, &Silent).map(drop)))?;
+        }
         // What a job that failed left is not of these images.
         be.take_saturated()?;
         store.load_text(&mut stages.text, be, progress)?;

@@ -7,7 +7,7 @@ use super::job::{Job, LoadOptions};
 use super::open::{Configs, OpenModel};
 use super::stages::Stages;
 use crate::adapter::Adapters;
-use crate::backend::{GemmFormats, Op, Plan};
+use crate::backend::{Backend, GemmFormats, Observed, Op, Plan};
 use crate::checkpoint::Weights;
 use crate::config::Variant;
 use crate::error::Result;
@@ -15,10 +15,9 @@ use crate::part::PerPart;
 use crate::progress::{Phase, Progress};
 use crate::sampler::mu;
 use crate::tokenizer::Tokens;
+use crate::trace;
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The cost of a job.
 #[derive(Clone, Debug, PartialEq)]
@@ -61,22 +60,23 @@ pub struct Estimate {
 /// The seconds that an op takes on some device.
 pub type OpTime = Rc<dyn Fn(&Op<'_>) -> f64>;
 
-/// Reads the plan's count of floating-point operations, and the time of its ops, at the beginning and the end of each phase.
+/// Reads the floating-point operations of all ops so far, and their seconds, at the beginning and the end of each phase.
+#[derive(Default)]
 struct Meter {
-    flops: Arc<AtomicU64>,
-    seconds: Rc<Cell<f64>>,
+    so_far: Rc<Cell<(u64, f64)>>,
     stages: RefCell<Vec<(Phase, u64, f64)>>,
 }
 
 impl Progress for Meter {
     fn begin(&self, phase: Phase, _total: u64) {
-        self.stages.borrow_mut().push((phase, self.flops.load(Ordering::Relaxed), self.seconds.get()));
+        let (flops, seconds) = self.so_far.get();
+        self.stages.borrow_mut().push((phase, flops, seconds));
     }
 
     fn end(&self) {
         if let Some((_, flops, seconds)) = self.stages.borrow_mut().last_mut() {
-            *flops = self.flops.load(Ordering::Relaxed) - *flops;
-            *seconds = self.seconds.get() - *seconds;
+            let so_far = self.so_far.get();
+            (*flops, *seconds) = (so_far.0 - *flops, so_far.1 - *seconds);
         }
     }
 }
@@ -128,11 +128,13 @@ fn estimate_from(
     job: &Job,
     time: Option<OpTime>,
 ) -> Result<Estimate> {
-    let (mut plan, seconds, is_timed) = (Plan::new(gemms), Rc::new(Cell::new(0.0)), time.is_some());
-    if let Some(time) = time {
-        let seconds = seconds.clone();
-        plan = plan.observed(move |op| seconds.set(seconds.get() + time(op)));
-    }
+    let (meter, is_timed) = (Meter::default(), time.is_some());
+    let so_far = meter.so_far.clone();
+    let mut plan = Observed::new(Box::new(Plan::new(gemms)), move |plan: &mut Plan, op: Op<'_>| {
+        plan.run(op)?;
+        so_far.set((plan.flops, so_far.get().1 + time.as_ref().map_or(0.0, |time| time(&op))));
+        Ok(())
+    });
     let (mut networks, sizes, copied) = Stages::place(configs, sources, options, adapters, gemms)?;
     let chosen = adapters_of(job.adapters.as_deref(), adapters, networks.layers())?;
     let branches = Branches::place(chosen, networks.layers(), options.precision)?;
@@ -142,8 +144,10 @@ fn estimate_from(
     // Prompts are padded to the same length, so their texts do not matter.
     let tokens = Tokens { ids: vec![0; length], real: length, padding: job.padding, cut: 0 };
     let inputs = Inputs::new(job, variant, &branches, None, |_, _| Ok(tokens.clone()))?;
-    let meter = Meter { flops: plan.counter(), seconds, stages: RefCell::default() };
-    let arena_bytes = networks.dry_run(&mut plan, &inputs, &meter)?;
+    let arena_bytes = {
+        let _span = trace::span("dry run");
+        networks.walk(&mut plan, &inputs, &meter)?.max(plan.inner.arena_bytes)
+    };
     let canvas_tokens = inputs.plan.canvas().len();
     let stages = meter.stages.into_inner();
     Ok(Estimate {
@@ -154,7 +158,7 @@ fn estimate_from(
         sigmas: (0..inputs.schedule.steps()).map(|i| inputs.schedule.sigma(i)).collect(),
         seconds: stages.iter().filter(|_| is_timed).map(|&(phase, _, seconds)| (phase, seconds)).collect(),
         stages: stages.into_iter().map(|(phase, flops, _)| (phase, flops)).collect(),
-        ops: plan.ops,
+        ops: plan.inner.ops,
         weight_bytes: with_branches(sizes.total(false)),
         low_memory_weight_bytes: with_branches(sizes.total(true)),
         copied_bytes: with_branches(copied.total(false)),

@@ -65,7 +65,7 @@ impl<'a> Inputs<'a> {
 
     /// Refuses encoded prompts with values that are not finite. `counts` is what their encoding has counted of them.
     pub fn check_prompts(&self, be: &mut dyn Backend, counts: Reading) -> Result<()> {
-        let counts = be.finish_read(counts)?;
+        let counts = counts.finish(be)?;
         self.check_files(&[Part::TextEncoder])?;
         for (count, stage) in counts.into_iter().zip(["encoding the prompt", "encoding the negative prompt"]) {
             if count != 0.0 {
@@ -107,7 +107,7 @@ impl<'a> Checks<'a> {
     /// before the check is settled.
     pub fn begin(&mut self, be: &mut dyn Backend, count: Tensor, x: Tensor, parts: &'a [Part], stage: String) -> Result<()> {
         be.run(Op::NonFinite { count, x })?;
-        let count = be.begin_read(count)?;
+        let count = Reading::begin(be, count)?;
         self.waiting.push_back(Check { count, parts, stage });
         Ok(())
     }
@@ -118,7 +118,7 @@ impl<'a> Checks<'a> {
         let mut passed = 0;
         while self.waiting.len() > most || self.waiting.front().is_some_and(|check| matches!(check.count, Reading::Done(_))) {
             let Some(Check { count, parts, stage }) = self.waiting.pop_front() else { break };
-            let found = be.finish_read(count)?.first().copied().unwrap_or(0.0);
+            let found = count.finish(be)?.first().copied().unwrap_or(0.0);
             self.inputs.check_files(parts)?;
             if found != 0.0 {
                 return Err(Error::NotFinite { stage, count: found as usize });

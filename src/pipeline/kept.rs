@@ -57,7 +57,7 @@ impl Kept {
     /// Keeps results in so many bytes from now on, and those from before no longer. Zero turns it off.
     pub fn reserve(&mut self, be: &mut dyn Backend, bytes: u64) -> Result<()> {
         *self = Self::default();
-        be.reserve_kept(bytes)?;
+        be.reserve(Region::Kept, bytes)?;
         self.bytes = bytes;
         Ok(())
     }

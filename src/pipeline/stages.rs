@@ -162,7 +162,7 @@ impl Stages {
             values.record.negative_prompt_embeds = Some(embeds);
             negative = Some(context);
         }
-        let counts = be.begin_read(counts.rows(0..1 + usize::from(negative.is_some())))?;
+        let counts = Reading::begin(be, counts.rows(0..1 + usize::from(negative.is_some())))?;
         Ok(Prompts { encoded: Encoded { context, negative, values }, counts })
     }
 

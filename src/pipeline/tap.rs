@@ -31,8 +31,8 @@ impl OpenModel {
             TextEncoder::load(&mut Loader::new(&mut plan, &mut region, weights, precision, &mut |_| ()).dry(), &config)?;
         let features = ws.alloc(tokens.ids.len(), config.features(), activations)?;
         encoder.forward(&mut plan, &mut ws, features, tokens)?;
-        be.reserve_weights(region.peak())?;
-        be.reserve(ws.peak().max(plan.arena_bytes))?;
+        be.reserve(Region::Weights, region.peak())?;
+        be.reserve(Region::Arena, ws.peak().max(plan.arena_bytes))?;
 
         let mut region = Arena::new(Region::Weights);
         let encoder = TextEncoder::load(&mut Loader::new(be, &mut region, weights, precision, &mut |_| ()), &config)?;

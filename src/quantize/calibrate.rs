@@ -6,7 +6,7 @@
 
 mod observer;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Observed};
 use crate::checkpoint::Weights;
 use crate::config::{Conventions, Variant};
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ use crate::sequence::Pixels;
 use crate::tensor::Scale;
 use crate::tensor::minifloat::{E2M1_MAX, E4M3_MAX};
 use crate::tensor::quantise::QuantisedFormat;
-use observer::Observer;
+use observer::LargestInputs;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -121,15 +121,15 @@ pub fn calibrate(
     let Some(first) = jobs.first() else { return Err(Error::usage("there is no prompt to calibrate with", "give one")) };
     let weights = model.weights().clone();
     let release = move || weights.values().for_each(Weights::release);
-    let mut observer = Observer::new(backend, Box::new(release));
-    let options = model.check_memory(&observer, machine, LoadOptions::DEFAULT, first)?;
-    let layers = model.formats(options, observer.gemm_formats())?.layers.into_iter().map(|layer| layer.id);
-    let largest = observer.watch(layers.filter(|layer| wanted(&layer.canonical())));
+    let mut observed = Observed::new(backend, LargestInputs::new(Box::new(release)));
+    let options = model.check_memory(&observed, machine, LoadOptions::DEFAULT, first)?;
+    let layers = model.formats(options, observed.gemm_formats())?.layers.into_iter().map(|layer| layer.id);
+    let largest = observed.observer.watch(layers.filter(|layer| wanted(&layer.canonical())));
     if largest.borrow().is_empty() {
         return Ok(BTreeMap::new());
     }
     let progress = Steps::new(progress, calibration.total_steps());
-    let mut engine = Engine::load(Box::new(observer), model, options, &progress)?;
+    let mut engine = Engine::load(Box::new(observed), model, options, &progress)?;
     for job in &jobs {
         engine.generate(job, &progress, &mut |_| Ok(()))?;
     }

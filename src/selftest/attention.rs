@@ -71,7 +71,7 @@ pub fn attention(cuda: &mut Cuda, heads: DType, size: Size) -> Result<Outcome> {
     let [q, k] = [arena.alloc_stored(size.tokens, cols, stored)?, arena.alloc_stored(size.tokens, cols, stored)?];
     let v = arena.alloc(size.tokens, cols, DType::Bf16)?;
     let out = [arena.alloc(size.tokens, cols, DType::Bf16)?, arena.alloc(size.tokens, cols, DType::Bf16)?];
-    cuda.reserve(arena.peak())?;
+    cuda.reserve(Region::Arena, arena.peak())?;
     let mut random = Random(4);
     // Multiples of an eighth, which both types have. Logits are exponents of two of up to about eight.
     for t in [q, k, v] {

@@ -27,7 +27,7 @@ impl Matrices {
         let mut arena = Arena::new(Region::Arena);
         let x = arena.alloc(ROWS, COLS, DType::Bf16)?;
         let others = (0..others).map(|_| arena.alloc(PADDED[0], PADDED[1], DType::Bf16)).collect::<Result<Vec<_>>>()?;
-        cuda.reserve(arena.peak())?;
+        cuda.reserve(Region::Arena, arena.peak())?;
         cuda.write(x, &values(0))?;
         others.iter().try_for_each(|t| cuda.fill_with_nan(*t))?;
         Ok(Self { x, others })

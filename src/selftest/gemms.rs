@@ -188,8 +188,8 @@ impl Ops {
             heads: [twice(&mut arena, shape, plain)?, twice(&mut arena, shape, plain)?, twice(&mut arena, shape, plain)?],
             mlp: twice(&mut arena, shape, plain)?,
         };
-        cuda.reserve_weights(weights.peak())?;
-        cuda.reserve(arena.peak())?;
+        cuda.reserve(Region::Weights, weights.peak())?;
+        cuda.reserve(Region::Arena, arena.peak())?;
         ops.fill(cuda, format, exponent, bias)?;
         Ok(ops)
     }
@@ -323,8 +323,8 @@ pub fn sums_of_gemm(cuda: &mut Cuda) -> Result<Outcome> {
     let stored = Stored::fp8(Scale::ONE);
     let (weight, x) = (weights.alloc_stored(HEAD_DIM, K, stored)?, arena.alloc_stored(POWERS, K, stored)?);
     let out = arena.alloc(POWERS, HEAD_DIM, DType::Bf16)?;
-    cuda.reserve_weights(weights.peak())?;
-    cuda.reserve(arena.peak())?;
+    cuda.reserve(Region::Weights, weights.peak())?;
+    cuda.reserve(Region::Arena, arena.peak())?;
     let power = |row: usize| 2f32.powi(8 - row as i32);
     let rows = |rows: usize, small: &dyn Fn(usize) -> f32, sign: f32| -> Vec<f32> {
         let row = |row| [LARGE, sign * LARGE, small(row)].into_iter().chain(std::iter::repeat_n(0.0, K - 3));

@@ -33,13 +33,13 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
     let added = adapters(&open, given);
     let source = &open.weights().transformer;
 
-    be.reserve_weights(64 << 20).unwrap();
+    be.reserve(Region::Weights, 64 << 20).unwrap();
     let room = manifest.iter().filter_map(|spec| <[usize; 2]>::try_from(&spec.shape[..]).ok()).map(|shape| {
         let mut room = Arena::new(Region::Adapters);
         Adapters::place_factors(&mut room, Adapters::padded(20 + 2 * 3), shape).unwrap();
         room.peak()
     });
-    be.reserve_adapters(ROOM_AT + room.max().unwrap()).unwrap();
+    be.reserve(Region::Adapters, ROOM_AT + room.max().unwrap()).unwrap();
     let (mut region, mut ignore) = (Arena::new(Region::Weights), |_| ());
     let mut loader = Loader::new(be, &mut region, Some(source), Precision::Bf16, &mut ignore).with_adapters(
         &added,

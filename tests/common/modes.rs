@@ -236,12 +236,12 @@ pub fn predict(
     inputs: PredictionInputs<'_>,
 ) -> Vec<f32> {
     let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-    be.reserve_weights(64 << 20).unwrap();
+    be.reserve(Region::Weights, 64 << 20).unwrap();
     let mut ignore = |_| ();
     let mut loader = Loader::new(be, &mut region, Some(weights), precision, &mut ignore);
     let context_in = ContextIn::load(&mut loader, config).unwrap();
     let transformer = Transformer::load(&mut loader, config).unwrap();
-    be.reserve(64 << 20).unwrap();
+    be.reserve(Region::Arena, 64 << 20).unwrap();
     let text = inputs.features.len() / config.context;
     let plan = SequencePlan::new(text, inputs.size.grid(), &[]).unwrap();
     let tokens = plan.canvas().len();

@@ -339,7 +339,7 @@ impl Rig<'_> {
         // What is stored past the end of the last operand shows here.
         let behind = self.arena.alloc(1, 4096, DType::F32).unwrap();
         self.buffers.push((behind, vec![PADDING; behind.len()]));
-        self.backend.reserve(self.arena.peak()).unwrap();
+        self.backend.reserve(Region::Arena, self.arena.peak()).unwrap();
         for (t, held) in &self.buffers {
             self.backend.write(*t, held).unwrap();
         }
@@ -439,7 +439,7 @@ impl Weights {
     fn prepare(&mut self, backend: &mut dyn Backend) -> &mut Arena {
         if self.arena.peak() == 0 || self.arena.peak() > self.bytes / 2 {
             self.arena = Arena::new(Region::Weights);
-            backend.reserve_weights(self.bytes).unwrap();
+            backend.reserve(Region::Weights, self.bytes).unwrap();
         }
         &mut self.arena
     }

@@ -62,7 +62,7 @@ pub enum Work<'a> {
 impl OnBackend {
     pub fn new(mut backend: Box<dyn Backend>, weights: &Weights, config: &VaeConfig, precision: Precision, tiling: bool) -> Self {
         let mut region = Arena::new(Region::Weights);
-        backend.reserve_weights(16 << 20).unwrap();
+        backend.reserve(Region::Weights, 16 << 20).unwrap();
         let mut ignore = |_| ();
         let mut loader = Loader::new(backend.as_mut(), &mut region, Some(weights), precision, &mut ignore);
         let vae = Vae::load(&mut loader, config, true).unwrap().with_tiling(tiling);
@@ -91,7 +91,7 @@ impl OnBackend {
     /// The result, and the bytes of working memory.
     pub fn run(&mut self, work: Work<'_>, grid: Grid) -> (Vec<f32>, u64) {
         let (_, bytes) = Self::issue(&self.vae, &mut Plan::new(self.backend.gemm_formats()), work, grid);
-        self.backend.reserve(bytes).unwrap();
+        self.backend.reserve(Region::Arena, bytes).unwrap();
         let (out, peak) = Self::issue(&self.vae, self.backend.as_mut(), work, grid);
         assert_eq!(peak, bytes, "a dry run needs as much");
         let mut values = vec![0.0; out.len()];

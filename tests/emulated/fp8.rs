@@ -18,7 +18,7 @@ const ONE_AND_AN_EIGHTH: u8 = 0x39;
 fn upload(cuda: &mut Cuda, codes: Vec<u8>) -> Result<Tensor, Error> {
     let mut weights = Arena::new(Region::Weights);
     let w = weights.alloc_stored(ROWS, codes.len() / ROWS, Stored::fp8(Scale::ONE))?;
-    cuda.reserve_weights(weights.peak())?;
+    cuda.reserve(Region::Weights, weights.peak())?;
     let scaling = PartScaling::Tensor(Scale::ONE);
     let part = WeightPart { bytes: Bytes::new(Arc::new(codes)), dtype: DType::E4m3, rows: ROWS, scaling };
     cuda.upload(w, Role::Linear, &[part])?;
@@ -36,7 +36,7 @@ fn sums_with(mut cuda: Cuda, accumulate: Fp8Accumulate, choice: KernelChoice, k:
     let weight = upload(&mut cuda, vec![ONE_AND_AN_EIGHTH; ROWS * k])?;
     let (mut arena, format) = (Arena::new(Region::Arena), Stored::fp8(Scale::ONE));
     let (x, out) = (arena.alloc_stored(ROWS, k, format)?, arena.alloc(ROWS, ROWS, DType::Bf16)?);
-    cuda.reserve(arena.peak())?;
+    cuda.reserve(Region::Arena, arena.peak())?;
     cuda.write(x, &vec![1.125; ROWS * k])?;
     let w = Linear { input: format, ..Linear::new(weight, None) };
     cuda.run(Op::Linear(&[Gemm { out, x, w: &w }]))?;

@@ -59,7 +59,7 @@ impl Path {
         let job = Job { prompt: "a red circle".into(), steps, ..small_job() };
         let again = format!("{:?} {:?}: again with KILN_TEST_SEED={}", self.gpu, self.format, run_seed());
         run(&mut engine, &job).unwrap_or_else(|e| panic!("{e}\n  {again}"));
-        let launched: Vec<&str> = engine.backend().launches().into_iter().map(|(name, _)| name).collect();
+        let launched: Vec<&str> = engine.launches().into_iter().map(|(name, _)| name).collect();
         const SM89: [&str; 2] = ["kl_gemm_fp8_sm89", "kl_attention_fp8_sm89"];
         const SM120: [&str; 4] = ["kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120", "kl_gemm_nvfp4_sm120", "kl_attention_fp8_sm120"];
         let known = ["kl_expand"].into_iter().chain(SM89).chain(SM120);

@@ -34,7 +34,7 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
         return;
     }
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
-    cuda.reserve_weights(1 << 20).unwrap();
+    cuda.reserve(Region::Weights, 1 << 20).unwrap();
     let bytes = |data: Vec<u8>| Bytes::new(Arc::new(data));
     // All but NaN, which is refused.
     let code = |i: usize| ((i * 7 % 251) as u8) & if i * 7 % 251 % 128 == 127 { 0x80 } else { 0xff };
@@ -88,7 +88,7 @@ fn plain_weights_are_quantised_on_the_way() {
     let part = WeightPart::plain(Bytes::new(Arc::new(plain)), DType::Bf16, rows);
     let formats = [Stored { dtype: DType::E4m3, scales: Scales::Rows }, Stored::nvfp4(scale(1.0 / 1024.0))];
     let tensors = formats.map(|stored| arena.alloc_stored(rows, cols, stored).unwrap());
-    cuda.reserve_weights(arena.peak()).unwrap();
+    cuda.reserve(Region::Weights, arena.peak()).unwrap();
     for (t, stored) in tensors.into_iter().zip(formats) {
         cuda.upload(t, Role::Linear, std::slice::from_ref(&part)).unwrap();
         let (codes, scales) = quantise::encoded(&part, stored).unwrap();
@@ -132,7 +132,7 @@ fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
     }
     const COLS: usize = 80;
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
-    cuda.reserve_weights(1 << 20).unwrap();
+    cuda.reserve(Region::Weights, 1 << 20).unwrap();
     let bytes = |data: Vec<u8>| Bytes::new(Arc::new(data));
     let tensor = scale(0.25);
     let part = |rows, codes, scales, layout| WeightPart {
@@ -202,7 +202,7 @@ struct Clipped {
 impl Clipped {
     fn new(cuda: &mut Cuda) -> Self {
         let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-        cuda.reserve_weights(1 << 20).unwrap();
+        cuda.reserve(Region::Weights, 1 << 20).unwrap();
         let weight = weights.alloc(1, 8, DType::F32).unwrap();
         let gains = Bytes::new(Arc::new([1f32; 8].map(f32::to_le_bytes).concat()));
         cuda.upload(weight, Role::Vector, &[WeightPart::plain(gains, DType::F32, 1)]).unwrap();
@@ -214,7 +214,7 @@ impl Clipped {
     }
 
     fn place(&self, cuda: &mut Cuda, arena: &Arena) {
-        cuda.reserve(arena.peak()).unwrap();
+        cuda.reserve(Region::Arena, arena.peak()).unwrap();
         // Of mean square nearly one: four are some 565 after the division by the scale, the others 28.
         cuda.write(self.x, &[1.4, -1.4, 0.07, -0.07, 0.07, 1.4, -0.07, 1.4]).unwrap();
     }
@@ -243,7 +243,7 @@ fn saturation_is_counted_until_it_is_taken() {
     for _ in 0..3 {
         cuda.step(StepKey("clipped"), &mut |be| clipped.run(be)).unwrap();
     }
-    cuda.reserve(1 << 20).unwrap();
+    cuda.reserve(Region::Arena, 1 << 20).unwrap();
     assert_eq!((cuda.take_saturated().unwrap(), cuda.take_saturated().unwrap()), (12, 0));
 
     // What the host writes is no result of an op.
@@ -276,7 +276,7 @@ fn the_host_writes_and_reads_e4m3() {
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
     let whole = arena.alloc_stored(3, 40, Stored::fp8(scale(0.25))).unwrap();
     let part = whole.cols(5..25);
-    cuda.reserve(arena.peak()).unwrap();
+    cuda.reserve(Region::Arena, arena.peak()).unwrap();
     cuda.write(whole, &[1.0; 120]).unwrap();
     // Rounded to a multiple of the scale, or to its largest multiple.
     let values: Vec<f32> = (0..60).map(|i| if i == 7 { 1e6 } else { -0.25 * (i % 16) as f32 - 0.01 }).collect();
@@ -306,7 +306,7 @@ fn the_host_writes_and_reads_nvfp4() {
         (0..t.len()).map(|i| ((i * 31 + seed) % 4093) as f32 / 64.0 - 30.0 * (1 + i / 16 % 3) as f32).collect()
     };
     for backend in [&mut cuda as &mut dyn Backend, &mut cpu] {
-        backend.reserve(arena.peak()).unwrap();
+        backend.reserve(Region::Arena, arena.peak()).unwrap();
         // The padding of tiles is part of what is compared.
         whole.as_bytes().for_each(|view| backend.write(view, &vec![119.0; view.len()]).unwrap());
         backend.write(whole, &values(whole, 5)).unwrap();
@@ -342,7 +342,7 @@ fn nan_is_kept_by_the_scale_of_its_block() {
         let mut plain = |rows| arena.alloc(rows, cols, dtype).unwrap();
         let (x, shift, factor) = (plain(3), plain(1), plain(1));
         let out = arena.alloc_stored(3, cols, Stored::nvfp4(scale(0.25))).unwrap();
-        cuda.reserve(arena.peak()).unwrap();
+        cuda.reserve(Region::Arena, arena.peak()).unwrap();
         let values = |rows: usize| (0..rows * cols).map(|i| (i * 7 % 61) as f32 / 32.0 - 1.0).collect::<Vec<f32>>();
         cuda.write(x, &values(3)).unwrap();
         cuda.write(factor, &values(1)).unwrap();
@@ -374,7 +374,7 @@ fn formats_without_kernels_are_refused() {
     let mut alloc = |stored| arena.alloc_stored(4, 64, stored).unwrap();
     let [q, k, out] = [DType::Bf16; 3].map(|dtype| alloc(Stored::plain(dtype)));
     let (v, fp4) = (alloc(Stored::fp8(Scale::ONE)), alloc(Stored::nvfp4(Scale::ONE)));
-    cuda.reserve(arena.peak()).unwrap();
+    cuda.reserve(Region::Arena, arena.peak()).unwrap();
     let attend = |cuda: &mut Cuda, out: Tensor, v: Tensor| {
         let softmax = Softmax::Natural { scale: 0.125 };
         what(cuda.run(Op::Attention { out: &[out], q, kv: &[KvSegment { k, v }], head_dim: 64, causal: false, softmax }))
@@ -384,7 +384,7 @@ fn formats_without_kernels_are_refused() {
     // A layer that multiplies inputs of NVFP4 has no other weights.
     let mut weights = Arena::new(Region::Weights);
     let weight = Weight::stack(&[weights.alloc_stored(8, 64, Stored::fp8(Scale::ONE)).unwrap()]).unwrap();
-    cuda.reserve_weights(weights.peak()).unwrap();
+    cuda.reserve(Region::Weights, weights.peak()).unwrap();
     let w = Linear { id: None, weight, bias: None, input: Stored::nvfp4(Scale::ONE), low_rank: None };
     let product = what(cuda.run(Op::Linear(&[Gemm { out: out.cols(0..8), x: fp4, w: &w }])));
     assert!(product.contains("cannot be multiplied on the GPU"), "{product}");

@@ -1,7 +1,7 @@
 //! Backends against each other: the plan predicts memory, ops and flops of a run, lockstep finds a planted fault, and the goldens
 //! notice a wrong model.
 
-use common::wrapped::Wrapped;
+use common::wrapped;
 use common::{Goldens, cases, cpu, engine_on, relative_l2, run, saving_memory_changes_nothing, short_engine};
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
@@ -21,7 +21,7 @@ fn the_plan_equals_the_run() {
         for case in cases() {
             let (high, ops, flops) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
             let seen = (high.clone(), ops.clone(), flops.clone());
-            let backend = Wrapped::after_op(cpu(), move |_, op, cpu| {
+            let backend = wrapped::after_op(cpu(), move |_, op, cpu| {
                 seen.0.store(cpu.high_water(), Ordering::Relaxed);
                 seen.1.fetch_add(1, Ordering::Relaxed);
                 seen.2.fetch_add(op.flops(), Ordering::Relaxed);
@@ -32,7 +32,7 @@ fn the_plan_equals_the_run() {
             run(&mut engine, &case.job()).unwrap();
             assert_eq!(plan.arena_bytes, high.load(Ordering::Relaxed), "{}: working memory", case.name);
             assert_eq!(plan.ops, ops.load(Ordering::Relaxed), "{}: ops", case.name);
-            assert_eq!(plan.flops(), flops.load(Ordering::Relaxed), "{}: flops", case.name);
+            assert_eq!(plan.flops, flops.load(Ordering::Relaxed), "{}: flops", case.name);
         }
     }
 }
@@ -66,7 +66,7 @@ fn lockstep_is_clean_on_a_correct_backend() {
     let compared = Arc::new(AtomicUsize::new(0));
     for precision in [Precision::F32, Precision::Bf16] {
         let count = compared.clone();
-        let tested = Wrapped::after_op(Cpu::new(1, Arc::new(AtomicBool::new(false))).unwrap(), move |_, _, _| {
+        let tested = wrapped::after_op(Cpu::new(1, Arc::new(AtomicBool::new(false))).unwrap(), move |_, _, _| {
             count.fetch_add(1, Ordering::Relaxed);
             Ok(())
         });
@@ -83,7 +83,7 @@ fn lockstep_names_the_op_of_a_planted_fault() {
     let job = Job { steps: 1, size: Pixels::new(64, 64).unwrap(), ..cases()[0].job() };
     let seen = Arc::new(Mutex::new(Vec::new()));
     let list = seen.clone();
-    let listing = Wrapped::after_op(cpu(), move |_, op, _| {
+    let listing = wrapped::after_op(cpu(), move |_, op, _| {
         list.lock().unwrap().push(op.name());
         Ok(())
     });
@@ -95,11 +95,11 @@ fn lockstep_names_the_op_of_a_planted_fault() {
     kinds.dedup();
     for target in kinds.iter().map(|kind| all.iter().position(|name| name == kind).unwrap()) {
         let named = Arc::new(Mutex::new(""));
-        let tested = Wrapped::after_op(cpu(), corrupt(target, named.clone()));
+        let tested = wrapped::after_op(cpu(), corrupt(target, named.clone()));
         let mut engine = short_engine(Box::new(Lockstep::new(cpu(), tested)), Variant::Distilled, OPTIONS);
         match run(&mut engine, &job) {
             Err(Error::Lockstep { index, op, left, right, .. }) => {
-                assert_eq!((index, op, left, right), (target, *named.lock().unwrap(), "cpu", "wrapped"));
+                assert_eq!((index, op, left, right), (target, *named.lock().unwrap(), "cpu", "observed"));
             }
             other => panic!("fault in op {target} (`{}`) was not found: {:?}", named.lock().unwrap(), other.map(|p| p.seed)),
         }
@@ -129,7 +129,7 @@ fn lockstep_compares_quantised_results_by_element() {
     // The tested backend changes the first result. The second op is there to see what has become of it.
     let run = |out: Tensor, fault: Option<(usize, usize, u8)>| {
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let tested = Wrapped::after_op(cpu(), {
+        let tested = wrapped::after_op(cpu(), {
             let seen = seen.clone();
             move |index, _, cpu| {
                 if let (0, Some((view, at, steps))) = (index, fault) {
@@ -144,7 +144,7 @@ fn lockstep_compares_quantised_results_by_element() {
             }
         });
         let mut both = Lockstep::new(cpu(), tested);
-        both.reserve(arena.peak()).unwrap();
+        both.reserve(Region::Arena, arena.peak()).unwrap();
         both.write(x, &values).unwrap();
         both.write(gain, &vec![1.0; cols]).unwrap();
         both.run(Op::RmsNorm { out, x, weight: gain, eps: 1e-6 })?;
@@ -178,7 +178,7 @@ fn lockstep_compares_quantised_results_by_element() {
 #[test]
 fn non_finite_latents_are_an_error() {
     let mut engine = engine_on(
-        Box::new(Wrapped::after_op(cpu(), |_, op, cpu| match op {
+        Box::new(wrapped::after_op(cpu(), |_, op, cpu| match op {
             Op::Euler { latents, .. } => cpu.write(latents.rows(0..1), &vec![f32::NAN; latents.cols]),
             _ => Ok(()),
         })),
@@ -201,7 +201,7 @@ fn non_finite_prompt_embeddings_are_told_from_a_step() {
     let norms = 2 * TextConfig::tiny().used_layers();
     for (prompt, want) in [(0, "encoding the prompt"), (1, "encoding the negative prompt")] {
         let seen = AtomicUsize::new(0);
-        let wrapped = Wrapped::after_op(cpu(), move |_, op, cpu| match op {
+        let wrapped = wrapped::after_op(cpu(), move |_, op, cpu| match op {
             Op::RmsNorm { out, .. } if seen.fetch_add(1, Ordering::Relaxed) == prompt * norms => {
                 cpu.write(out.rows(0..1), &vec![f32::INFINITY; out.cols])
             }
@@ -221,7 +221,7 @@ fn goldens_notice_wrong_rope() {
     let (case, goldens) = (cases().remove(0), Goldens::open());
     let tokens = (case.width / 16) * (case.height / 16);
     // The RoPE table holds cosines, then sines: an angle of zero for every image token, as if all had the same position.
-    let backend = Wrapped::before_write(cpu(), move |to, values| {
+    let backend = wrapped::before_write(cpu(), move |to, values| {
         if to.cols == HEAD_DIM && to.rows == 512 + tokens {
             for row in values.chunks_exact_mut(HEAD_DIM).skip(512) {
                 row[..HEAD_DIM / 2].fill(1.0);
@@ -239,7 +239,7 @@ fn goldens_notice_wrong_rope() {
 fn an_interrupt_stops_between_ops() {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = stop.clone();
-    let backend = Wrapped::after_op(Cpu::new(0, stop).unwrap(), move |index, _, _| {
+    let backend = wrapped::after_op(Cpu::new(0, stop).unwrap(), move |index, _, _| {
         flag.store(index == 40, Ordering::Relaxed);
         Ok(())
     });

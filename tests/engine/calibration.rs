@@ -2,7 +2,7 @@
 
 use common::quantised::{Content, Form, SHORT, engine, model, plain_tensors, weights};
 use common::sandbox::Sandbox;
-use common::wrapped::Wrapped;
+use common::wrapped;
 use common::{cpu, run, short_model};
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
@@ -81,7 +81,7 @@ fn by_order(found: Rc<RefCell<Found>>) -> impl FnMut(usize, Op<'_>, &mut Cpu) ->
 fn the_largest_inputs_are_found() {
     for (variant, steps) in [(Variant::Distilled, 2), (Variant::Base, 1), (Variant::Kv, 1)] {
         let read = Rc::<RefCell<Found>>::default();
-        let backend = Wrapped::after_op(cpu(), by_order(read.clone()));
+        let backend = wrapped::after_op(cpu(), by_order(read.clone()));
         let found = found(backend, short_model(variant), &calibration(&["a", "a longer prompt"], steps)).unwrap();
         assert_eq!(found, read.take(), "{variant:?}");
         assert_eq!(found.len(), 2 * 8 + 2 * 2);
@@ -150,7 +150,7 @@ fn a_layer_without_a_scale_is_named() {
             Op::Attention { out, causal: false, .. } => out.iter().try_for_each(|&o| cpu.write(o, &vec![value; o.len()])),
             _ => Ok(()),
         };
-        let result = found(Wrapped::after_op(cpu(), spoil), short_model(Variant::Distilled), &calibration(&["x"], 1));
+        let result = found(wrapped::after_op(cpu(), spoil), short_model(Variant::Distilled), &calibration(&["x"], 1));
         match result {
             Err(ref error @ Error::Calibration { ref layer, what }) => {
                 assert_eq!((layer.as_str(), what), ("double_blocks.0.img_attn.proj.weight", want));

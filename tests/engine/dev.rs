@@ -5,7 +5,7 @@ use common::dev::{Dev, dev, model, model_of, model_with, tokenizer};
 use common::modes::hashed;
 use common::quantised::{Content, Form, Plain, SHORT, plain_tensors, weights as weights_in, written};
 use common::random::long;
-use common::wrapped::Wrapped;
+use common::wrapped;
 use common::{Goldens, cpu, relative_l2, run, small_job};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, GemmFormats, Op, Projection, Rope, RopeStyle, Softmax};
@@ -53,11 +53,11 @@ fn weights(config: &TextConfig) -> Weights {
 /// The prompt embeddings that a text encoder makes of tokens on a backend, in f32.
 fn embed(be: &mut dyn Backend, config: &TextConfig, tokens: &Tokens) -> Vec<f32> {
     let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-    be.reserve_weights(64 << 20).unwrap();
+    be.reserve(Region::Weights, 64 << 20).unwrap();
     let (weights, mut ignore) = (weights(config), |_| ());
     let encoder =
         TextEncoder::load(&mut Loader::new(be, &mut region, Some(&weights), Precision::F32, &mut ignore), config).unwrap();
-    be.reserve(64 << 20).unwrap();
+    be.reserve(Region::Arena, 64 << 20).unwrap();
     let features = ws.alloc(tokens.ids.len(), config.features(), DType::F32).unwrap();
     encoder.forward(be, &mut ws, features, tokens).unwrap();
     let mut values = vec![0.0; features.len()];
@@ -113,7 +113,7 @@ fn padding_before_a_prompt_is_one_constant() {
 }
 
 /// Swaps the query heads of an attention so that their key heads are those of their number modulo the number of key heads.
-fn modulo_heads(op: Op<'_>, inner: &mut Cpu) -> kiln::error::Result<()> {
+fn modulo_heads(inner: &mut Cpu, op: Op<'_>) -> kiln::error::Result<()> {
     let Op::Attention { out, q, kv, head_dim, .. } = op else { return inner.run(op) };
     let (heads, kv_heads) = (q.cols / head_dim, kv[0].k.cols / head_dim);
     let mut order: Vec<usize> = (0..heads).collect();
@@ -152,8 +152,8 @@ fn with_final_norm(right: &[f32], rows: Range<usize>) -> Vec<f32> {
 fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
     let config = TextConfig::tiny_dev();
     let plain = |config: &TextConfig, tokens: &Tokens| Some(embed(&mut cpu(), config, tokens));
-    let with = |instead: fn(Op<'_>, &mut Cpu) -> kiln::error::Result<()>| {
-        Some(embed(&mut Wrapped::instead(cpu(), instead), &config, &tokens(Padding::Left)))
+    let with = |instead: fn(&mut Cpu, Op<'_>) -> kiln::error::Result<()>| {
+        Some(embed(&mut wrapped::instead(cpu(), instead), &config, &tokens(Padding::Left)))
     };
     let left = tokens(Padding::Left);
     let ids = &left.ids[left.rows()];
@@ -165,7 +165,7 @@ fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
         "eps" => plain(&TextConfig { eps: 1e-6, ..config }, &left),
         "taps_early" => plain(&TextConfig { taps: [9, 19, 29], ..config }, &left),
         "taps_late" => plain(&TextConfig { taps: [11, 21, 31], ..config }, &left),
-        "adjacent" => with(|op, inner| match op {
+        "adjacent" => with(|inner, op| match op {
             Op::Qkv([s]) => {
                 let rope = Rope { style: RopeStyle::Interleaved, ..s.rope };
                 inner.run(Op::Qkv(&[Projection { rope, ..*s }]))
@@ -173,14 +173,14 @@ fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
             op => inner.run(op),
         }),
         "kv_modulo" => with(modulo_heads),
-        "scale" => with(|op, inner| match op {
+        "scale" => with(|inner, op| match op {
             Op::Attention { out, q, kv, head_dim, causal, .. } => {
                 let softmax = Softmax::Natural { scale: 0.25 };
                 inner.run(Op::Attention { out, q, kv, head_dim, causal, softmax })
             }
             op => inner.run(op),
         }),
-        "not_causal" => with(|op, inner| match op {
+        "not_causal" => with(|inner, op| match op {
             Op::Attention { out, q, kv, head_dim, softmax, .. } => {
                 inner.run(Op::Attention { out, q, kv, head_dim, causal: false, softmax })
             }

@@ -134,7 +134,7 @@ fn stored_bytes(cpu: &mut Cpu, tensor: Tensor) -> Vec<Vec<u8>> {
 fn quantised(values: &[f32], cols: usize, stored: Stored) -> Vec<Vec<u8>> {
     let (mut cpu, mut arena) = (cpu(), Arena::new(Region::Arena));
     let tensor = arena.alloc_stored(values.len() / cols, cols, stored).unwrap();
-    cpu.reserve(arena.peak()).unwrap();
+    cpu.reserve(Region::Arena, arena.peak()).unwrap();
     cpu.write(tensor, values).unwrap();
     stored_bytes(&mut cpu, tensor)
 }

@@ -5,7 +5,7 @@ use common::ops;
 use common::ops::formats::{Codes, pack, quantise};
 use common::ops::fp8_sums::Fp8Sums;
 use common::ops::oracle::Real;
-use common::wrapped::Wrapped;
+use common::wrapped;
 use kiln::error::Error;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{
@@ -67,7 +67,7 @@ fn ties_go_to_the_even_code() {
     for (format, values) in [(Stored::fp8(Scale::ONE), values), (Stored::nvfp4(Scale::ONE), blocks)] {
         let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
         let t = arena.alloc_stored(1, values.len(), format).unwrap();
-        cpu.reserve(arena.peak()).unwrap();
+        cpu.reserve(Region::Arena, arena.peak()).unwrap();
         cpu.write(t, &values).unwrap();
         let want = quantise(values.iter().copied().map(f64::from), format);
         let bytes = t.as_bytes().next().unwrap();
@@ -102,7 +102,7 @@ fn a_wrong_code_is_found() {
     }
     let faults = |name: &str, place: Option<(usize, u64)>| {
         let case = ops::quantised::all().into_iter().find(|case| case.name == name).expect(name);
-        let mut cpu = Wrapped::after_op(cpu(1), move |_, op, cpu| {
+        let mut cpu = wrapped::after_op(cpu(1), move |_, op, cpu| {
             if let (Op::RmsNorm { out, .. }, Some((view, place))) = (op, place) {
                 change(cpu, out, view, place);
             }
@@ -137,7 +137,7 @@ fn a_wrong_count_is_found() {
     let name = "layer_norm_modulate 7 and 3 rows of 112 into e4m3 and clipped e4m3 f32 whole";
     let case = ops::cases::all().into_iter().find(|case| case.name == name).expect(name);
     let faults = |change: fn(&mut Cpu)| {
-        let mut cpu = Wrapped::after_op(cpu(1), move |_, _, cpu| {
+        let mut cpu = wrapped::after_op(cpu(1), move |_, _, cpu| {
             change(cpu);
             Ok(())
         });
@@ -215,7 +215,7 @@ fn unpatchify_undoes_patchify() {
     let tokens = arena.alloc(width * height, 4 * channels, DType::F32).unwrap();
     let back = arena.alloc(4 * width * height, channels, DType::F32).unwrap();
     let [mean, var] = [(); 2].map(|()| arena.alloc(1, 4 * channels, DType::F32).unwrap());
-    cpu.reserve(arena.peak()).unwrap();
+    cpu.reserve(Region::Arena, arena.peak()).unwrap();
     let values: Vec<f32> = (0..x.len()).map(|i| (i as f32 * 0.37).sin()).collect();
     let spread: Vec<f32> = (0..4 * channels).map(|i| 0.5 + i as f32 / 8.0).collect();
     cpu.write(x, &values).unwrap();
@@ -242,7 +242,7 @@ fn mismatched_operands_are_rejected() {
     let (a, b, c) = (matrix(&mut arena, 4, 8), matrix(&mut arena, 4, 8), matrix(&mut arena, 8, 8));
     let (row, short, bytes) = (matrix(&mut arena, 1, 8), matrix(&mut arena, 1, 7), arena.alloc(4, 1, DType::U8).unwrap());
     let half = arena.alloc(1, 8, DType::Bf16).unwrap();
-    cpu.reserve(arena.peak()).unwrap();
+    cpu.reserve(Region::Arena, arena.peak()).unwrap();
     let (w, biased) = (Linear::new(c, None), Linear::new(c, Some(short)));
     let conv = Conv { weight: matrix(&mut Arena::new(Region::Weights), 8, 72), bias: row };
     let norm = GroupNorm { weight: row, bias: row, groups: 3, eps: 1e-6 };
@@ -484,7 +484,7 @@ fn views_that_do_not_fit_memory_are_rejected() {
     let (mut cpu, mut arena, mut weights) = (cpu(1), Arena::new(Region::Arena), Arena::new(Region::Weights));
     let by_rows = arena.alloc_stored(4, 16, Stored { dtype: DType::E4m3, scales: Scales::Rows }).unwrap();
     let (out, to) = (matrix(&mut arena, 4, 8), matrix(&mut weights, 4, 8));
-    cpu.reserve(arena.peak()).unwrap();
+    cpu.reserve(Region::Arena, arena.peak()).unwrap();
     // Only weights have scales of rows, and they are uploaded.
     let written = cpu.write(by_rows, &[1.0; 64]);
     assert!(matches!(written, Err(Error::Op { op: "write", .. })), "{written:?}");
@@ -556,7 +556,7 @@ fn quantised_weights_keep_their_format() {
 fn an_uploaded_weight_replaces_the_previous_one() {
     let (mut cpu, mut weights, mut arena) = (cpu(1), Arena::new(Region::Weights), Arena::new(Region::Arena));
     let (to, out) = (matrix(&mut weights, 4, 8), matrix(&mut arena, 4, 8));
-    cpu.reserve(arena.peak()).unwrap();
+    cpu.reserve(Region::Arena, arena.peak()).unwrap();
     let fill = |cpu: &mut Cpu, to: Tensor, value: f32| {
         let bytes = Bytes::new(Arc::new(value.to_le_bytes().repeat(to.len())));
         cpu.upload(to, Role::Linear, &[WeightPart::plain(bytes, DType::F32, to.rows)]).unwrap();

@@ -9,12 +9,12 @@ use common::ops;
 use common::quantised::{self, Content, Form};
 use common::random::one_in;
 use common::stand_in::StandIn;
-use common::wrapped::Wrapped;
+use common::wrapped;
 use common::{cases, opened, small_job, tiny_weights};
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cuda::driver::DeviceInfo;
 use kiln::internals::backend::cuda::{self, Cuda};
-use kiln::internals::backend::{Access, Backend, GemmFormats, Op, Role, StepKey};
+use kiln::internals::backend::{Access, Backend, GemmFormats, Observed, Observer, Op, Role};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::config::{Conventions, Variant};
 use kiln::internals::names::Layout;
@@ -227,8 +227,8 @@ fn weights_are_expanded_in_free_working_memory() {
         count.set(count.get() + u32::from(follows));
         Ok(())
     };
-    let mut backend = Wrapped::after_op(cuda(&driver, &stop).unwrap(), after_op);
-    backend.before_write = Box::new(move |to, _| written.borrow_mut().write(&to.extent()));
+    let mut backend = wrapped::after_op(cuda(&driver, &stop).unwrap(), after_op);
+    backend.observer.before_write = Box::new(move |to, _| written.borrow_mut().write(&to.extent()));
     generate(&mut quantised::engine(Box::new(backend), open(), options), &job).unwrap();
     assert!(expansions.get() > 50, "{}", expansions.get());
 }
@@ -359,8 +359,8 @@ fn uploads_wait_for_ops_that_read_the_same_weights() {
     let (mut weights, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
     let weight = weights.alloc(1, 64, DType::F32).unwrap();
     let [out, x] = [4, 4].map(|rows| ws.alloc(rows, 64, DType::F32).unwrap());
-    cuda.reserve_weights(weights.peak()).unwrap();
-    cuda.reserve(ws.peak()).unwrap();
+    cuda.reserve(Region::Weights, weights.peak()).unwrap();
+    cuda.reserve(Region::Arena, ws.peak()).unwrap();
     for _ in 0..3 {
         let bytes = Bytes::new(Arc::new(vec![0; 256]));
         cuda.upload(weight, Role::Vector, &[WeightPart::plain(bytes, DType::F32, 1)]).unwrap();
@@ -430,27 +430,18 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
 /// The CUDA backend where it may have no kernels: weights in e5m2 and activations in NVFP4, and the ops on them, are to be
 /// refused.
 struct Refusing {
-    cuda: Cuda,
     driver: Rc<StandIn>,
     refused: usize,
     accepted: usize,
 }
 
-impl Backend for Refusing {
-    fn name(&self) -> &'static str {
-        "refusing"
+impl Observer<Cuda> for Refusing {
+    fn gemm_formats(&self, _cuda: &Cuda) -> GemmFormats {
+        GemmFormats::NONE
     }
 
-    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
-        self.cuda.set_cancel(cancel);
-    }
-
-    fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
-        self.cuda.reserve_weights(bytes)
-    }
-
-    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
-        match self.cuda.upload(to, role, parts) {
+    fn upload(&mut self, cuda: &mut Cuda, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        match cuda.upload(to, role, parts) {
             Err(Error::Op { op: "upload", what }) if to.dtype.is_quantised() => {
                 assert!(to.dtype == DType::E5m2 && what.contains("there are no kernels for"), "{what}");
                 Ok(())
@@ -462,42 +453,18 @@ impl Backend for Refusing {
         }
     }
 
-    fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
-        self.cuda.reserve_kept(bytes)
-    }
-
-    fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
-        self.cuda.reserve_adapters(bytes)
-    }
-
-    fn reserve(&mut self, bytes: u64) -> Result<()> {
-        self.cuda.reserve(bytes)
-    }
-
-    fn take_saturated(&mut self) -> Result<u64> {
-        self.cuda.take_saturated()
-    }
-
-    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
-        self.cuda.write(to, values)
-    }
-
-    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
-        match self.cuda.read(from, to) {
+    fn read(&mut self, cuda: &mut Cuda, from: Tensor, to: &mut [f32]) -> Result<()> {
+        match cuda.read(from, to) {
             Err(Error::Op { op: "read", .. }) if from.dtype.is_quantised() => Ok(()),
             other => other,
         }
     }
 
-    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
-        self.cuda.read_bytes(from, to)
-    }
-
-    fn run(&mut self, op: Op<'_>) -> Result<()> {
+    fn run(&mut self, cuda: &mut Cuda, op: Op<'_>) -> Result<()> {
         let mut unknown = false;
         op.operands(&mut |t, _| unknown |= t.dtype == DType::E5m2);
         let before = self.driver.launches.get();
-        match self.cuda.run(op) {
+        match cuda.run(op) {
             Err(Error::Op { op: name, what }) => {
                 let why = ["on the GPU", "need tensor cores"].iter().any(|why| what.contains(why));
                 assert!(name == op.name() && why, "{name}: {what}");
@@ -512,27 +479,21 @@ impl Backend for Refusing {
         }
         Ok(())
     }
-
-    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
-        body(self)
-    }
-
-    fn synchronize(&mut self) -> Result<()> {
-        self.cuda.synchronize()
-    }
 }
 
 /// An op that there are no kernels for launches none.
 #[test]
 fn quantised_operands_are_refused() {
     let driver = StandIn::new(PLENTY);
-    let mut backend = Refusing { cuda: cuda(&driver, &Arc::default()).unwrap(), driver, refused: 0, accepted: 0 };
+    let cuda = Box::new(cuda(&driver, &Arc::default()).unwrap());
+    let mut backend = Observed::new(cuda, Refusing { driver, refused: 0, accepted: 0 });
     let (mut weights, cases) = (ops::Weights::default(), ops::quantised::all());
     for case in &cases {
         ops::run(&mut backend, &mut weights, case, false, &mut Vec::new());
     }
-    assert_eq!(backend.refused + backend.accepted, cases.len());
-    assert!(backend.refused > 0 && backend.accepted > 0, "{} and {}", backend.refused, backend.accepted);
+    let Refusing { refused, accepted, .. } = backend.observer;
+    assert_eq!(refused + accepted, cases.len());
+    assert!(refused > 0 && accepted > 0, "{refused} and {accepted}");
 }
 
 #[test]

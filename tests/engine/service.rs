@@ -1,7 +1,7 @@
 //! The service: one engine for many jobs, on the CPU backend and on the CUDA backend with a stand-in for the driver.
 
 use common::stand_in::StandIn;
-use common::wrapped::Wrapped;
+use common::wrapped::{self, Wrapped};
 use common::{cpu, short_model, small_job};
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
@@ -51,7 +51,7 @@ fn keeping(bytes: u64) -> (Service, Arc<AtomicUsize>) {
             counter.fetch_add(usize::from(matches!(op, Op::Copy { x, .. } if x.region == Region::Kept)), Ordering::Relaxed);
             Ok(())
         };
-        let mut engine = engine(Box::new(Wrapped::after_op(cpu(), count)), Variant::Kv)?;
+        let mut engine = engine(Box::new(wrapped::after_op(cpu(), count)), Variant::Kv)?;
         engine.keep_results(bytes, &small_job())?;
         Ok((engine, ()))
     };
@@ -109,7 +109,7 @@ fn an_engine_makes_the_images_of_a_new_one() {
 
 /// A CPU backend that stops behind an op, tells so, and goes on when it is told to.
 fn halting(at: usize, reached: Sender<()>, go_on: Receiver<()>) -> Wrapped<Cpu> {
-    Wrapped::after_op(cpu(), move |number, _: Op<'_>, _: &mut Cpu| {
+    wrapped::after_op(cpu(), move |number, _: Op<'_>, _: &mut Cpu| {
         if number == at {
             reached.send(()).unwrap();
             go_on.recv().unwrap();
@@ -184,7 +184,7 @@ fn dropping_the_service_ends_its_thread() {
         }
         Ok(())
     };
-    let service = service(move || Box::new(Wrapped::after_op(cpu(), repeating)), Variant::Distilled);
+    let service = service(move || Box::new(wrapped::after_op(cpu(), repeating)), Variant::Distilled);
     let tickets = [(); 3].map(|()| submit(&service, &small_job()));
     at_op.recv().unwrap();
     // This cancels all jobs and waits for the thread.
@@ -197,7 +197,7 @@ fn a_panic_is_an_error_for_everyone() {
     let service = service(
         || {
             let mut jobs = 0;
-            Box::new(Wrapped::before_write(cpu(), move |_, values| {
+            Box::new(wrapped::before_write(cpu(), move |_, values| {
                 // The noise of the second job.
                 jobs += usize::from(values.len() == 16 * 128);
                 assert!(jobs < 2, "planted");

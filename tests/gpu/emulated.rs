@@ -126,11 +126,11 @@ pub fn products_are_exact() {
         let (mut next, scale) = (noise(7), Scale::power_of_two(-6));
         let (mut region, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
         let w = region.alloc_stored(cols, inner, Stored::nvfp4(scale)).unwrap();
-        cuda.reserve_weights(region.peak()).unwrap();
+        cuda.reserve(Region::Weights, region.peak()).unwrap();
         let (w_codes, w_scales) = weight(&mut cuda, w, scale, &mut next);
         let x = arena.alloc_stored(rows, inner, Stored::nvfp4(scale)).unwrap();
         let [out, naive] = std::array::from_fn(|_| arena.alloc(rows, cols, DType::Bf16).unwrap());
-        cuda.reserve(arena.peak()).unwrap();
+        cuda.reserve(Region::Arena, arena.peak()).unwrap();
         // Sums of a few, so that there are values of all magnitudes.
         let values: Vec<f32> = (0..x.len()).map(|_| (next(12) as f32 + next(12) as f32 - 4095.0) / 1024.0).collect();
         cuda.write(x, &values).unwrap();

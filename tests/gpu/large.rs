@@ -52,7 +52,7 @@ fn long_attention() {
         let mut arena = Arena::new(Region::Arena);
         let [q, k, v, out] = std::array::from_fn(|_| arena.alloc(tokens, heads * d, DType::Bf16).unwrap());
         let alone = arena.alloc(rows, heads * d, DType::Bf16).unwrap();
-        cuda.reserve(arena.peak()).unwrap();
+        cuda.reserve(Region::Arena, arena.peak()).unwrap();
         let scale = 1.0 / (d as f32).sqrt();
         // Q is scaled by log2(e) / sqrt(d), so logits are exponents of two, of at most 4 sqrt(d) log2(e).
         for (t, seed, scale) in [(q, 1, 4.0 * LOG2_E * scale), (k, 2, 1.0), (v, 3, 1.0)] {
@@ -89,7 +89,7 @@ fn rows_of_two_dimensions() {
     let mut cuda = cuda();
     let be: &mut dyn Backend = &mut cuda;
     let (mut region, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-    be.reserve_weights(64 << 20).unwrap();
+    be.reserve(Region::Weights, 64 << 20).unwrap();
     let k = 16;
     let weight = region.alloc(COLS, k, DType::Bf16).unwrap();
     let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
@@ -100,7 +100,7 @@ fn rows_of_two_dimensions() {
         let (x, out) = (place(ROWS, COLS, dtype), place(ROWS, COLS, dtype));
         let (row, shift, scale) = (place(1, COLS, dtype), place(1, COLS, DType::F32), place(1, COLS, DType::F32));
         let (narrow, norm) = (place(ROWS, k, dtype), place(1, COLS, DType::F32));
-        be.reserve(arena.peak()).unwrap();
+        be.reserve(Region::Arena, arena.peak()).unwrap();
         be.write(last(x, 1), &noise(COLS, 1)).unwrap();
         for (t, seed) in [(shift, 2), (scale, 3), (norm, 4)] {
             be.write(t, &noise(COLS, seed)).unwrap();
@@ -136,7 +136,7 @@ fn pixels() {
     let be: &mut dyn Backend = &mut cuda;
     let (side, channels, rows) = (4096, 128, 3);
     let (mut region, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-    be.reserve_weights(1 << 20).unwrap();
+    be.reserve(Region::Weights, 1 << 20).unwrap();
     let (weight, bias) = (region.alloc(8, 9 * channels, DType::Bf16).unwrap(), region.alloc(1, 8, DType::F32).unwrap());
     let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
     be.upload(weight, Role::Conv, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, weight.rows)]).unwrap();
@@ -146,7 +146,7 @@ fn pixels() {
     let (few, strip) = (place(side * side, 8, DType::Bf16), place(rows * side, 8, DType::Bf16));
     let alone = place(rows * side, channels, DType::Bf16);
     let (vector, stats) = (place(1, channels, DType::F32), place(32, 2, DType::F32));
-    be.reserve(arena.peak()).unwrap();
+    be.reserve(Region::Arena, arena.peak()).unwrap();
     be.write(last(x, (rows + 1) * side), &noise((rows + 1) * side * channels, 1)).unwrap();
     be.write(vector, &noise(channels, 2)).unwrap();
     be.write(stats, &noise(64, 3).iter().map(|v| v.abs() + 0.1).collect::<Vec<_>>()).unwrap();

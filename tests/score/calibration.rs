@@ -4,7 +4,7 @@ use crate::engine::Model;
 use crate::fixture;
 use crate::render::render;
 use common::cpu;
-use common::wrapped::Wrapped;
+use common::wrapped;
 use kiln::error::Result;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, Op};
@@ -82,7 +82,7 @@ pub fn calibrate(folder: &Path, weights: &Weights) -> Largest {
     let (specs, largest) = (block_linears(weights).0, Rc::default());
     let names = specs.iter().map(|spec| (spec.layer.unwrap(), layer_name(spec).to_owned())).collect();
     let mut observer = Observer { names, largest: Rc::clone(&largest) };
-    let backend = Wrapped::after_op(cpu(), move |_, op, be| observer.observe(op, be));
+    let backend = wrapped::after_op(cpu(), move |_, op, be| observer.observe(op, be));
     let (mut model, scenes) = (Model::on(Box::new(backend), folder), fixture().renders);
     for (seed, prompt) in (0..).zip(PROMPTS) {
         model.draw(prompt, &[], seed);

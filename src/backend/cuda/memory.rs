@@ -26,6 +26,14 @@ impl Allocation {
         let address = if bytes == 0 { 0 } else { driver.allocate(bytes)? };
         Ok(Self { driver: driver.clone(), address, bytes })
     }
+
+    /// Allocates anew. What was there is freed first, and gone.
+    fn replace(&mut self, bytes: u64) -> Result<()> {
+        let driver = self.driver.clone();
+        *self = Self::empty(&driver);
+        *self = Self::new(&driver, bytes)?;
+        Ok(())
+    }
 }
 
 impl Drop for Allocation {
@@ -109,11 +117,14 @@ impl Memory {
         }
     }
 
-    /// Allocates room for the weights. Those from before are gone.
-    pub fn reserve_weights(&mut self, bytes: u64) -> Result<()> {
-        self.weights = Allocation::empty(&self.driver);
-        self.weights = Allocation::new(&self.driver, bytes)?;
-        Ok(())
+    /// Allocates `bytes` of a region. What was there is gone.
+    pub fn reserve(&mut self, region: Region, bytes: u64) -> Result<()> {
+        match region {
+            Region::Arena => self.reserve_working(bytes),
+            Region::Weights => self.weights.replace(bytes),
+            Region::Kept => self.kept.replace(bytes),
+            Region::Adapters => self.adapters.replace(bytes),
+        }
     }
 
     /// Bytes of the weights' allocation.
@@ -123,30 +134,15 @@ impl Memory {
 
     /// Allocates `bytes` of working memory and the scratch, unless there are as many already: then both stay where they are, and so
     /// does all that images of several sizes have captured.
-    pub fn reserve(&mut self, bytes: u64) -> Result<()> {
+    fn reserve_working(&mut self, bytes: u64) -> Result<()> {
         let (working, scratch) = (bytes.next_multiple_of(ALIGN), self.layout.bytes().next_multiple_of(ALIGN));
         if self.arena.bytes < working + scratch {
             (self.working, self.scratch) = (0, 0);
-            self.arena = Allocation::empty(&self.driver);
-            self.arena = Allocation::new(&self.driver, working + scratch)?;
+            self.arena.replace(working + scratch)?;
         }
         // The scratch is the end of the allocation: its place does not depend on the image.
         (self.base, self.working) = (self.arena.address, working);
         self.scratch = self.base + self.arena.bytes - scratch;
-        Ok(())
-    }
-
-    /// Allocates room for results that outlive a run. Those from before are gone.
-    pub fn reserve_kept(&mut self, bytes: u64) -> Result<()> {
-        self.kept = Allocation::empty(&self.driver);
-        self.kept = Allocation::new(&self.driver, bytes)?;
-        Ok(())
-    }
-
-    /// Allocates room for what adapters compute beside weights. What was there is gone.
-    pub fn reserve_adapters(&mut self, bytes: u64) -> Result<()> {
-        self.adapters = Allocation::empty(&self.driver);
-        self.adapters = Allocation::new(&self.driver, bytes)?;
         Ok(())
     }
 
@@ -162,9 +158,7 @@ impl Memory {
 
     /// Allocates memory of its own for that. What was there is gone.
     pub fn reserve_spare(&mut self, bytes: u64) -> Result<()> {
-        self.spare = Allocation::empty(&self.driver);
-        self.spare = Allocation::new(&self.driver, bytes)?;
-        Ok(())
+        self.spare.replace(bytes)
     }
 
     /// Address and bytes of the memory for what the present op has no tensors for.

@@ -38,10 +38,6 @@ impl Backend for Rehearsal<'_> {
         Ok(())
     }
 
-    fn reserve(&mut self, _bytes: u64) -> Result<()> {
-        Ok(())
-    }
-
     fn write(&mut self, to: Tensor, _values: &[f32]) -> Result<()> {
         self.cuda.live.touch(to);
         Ok(())
@@ -67,9 +63,5 @@ impl Backend for Rehearsal<'_> {
 
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         if self.steps.insert(key) { body(self) } else { Ok(()) }
-    }
-
-    fn synchronize(&mut self) -> Result<()> {
-        Ok(())
     }
 }

@@ -107,7 +107,7 @@ impl Cuda {
         let mut arena = Arena::new(Region::Arena);
         let from = arena.alloc(1, first.len(), DType::U8)?;
         let to = others.map(|len| arena.alloc(1, len, DType::U8));
-        self.reserve(arena.peak())?;
+        self.reserve(Region::Arena, arena.peak())?;
         let from = self.rows(from, "self-test")?;
         self.driver.copy_in(self.stream.1, from, first)?;
         let mut rows = [from; N];

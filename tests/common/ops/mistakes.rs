@@ -9,7 +9,7 @@ use std::sync::Arc;
 pub fn check(backend: &mut dyn Backend) {
     let mut arena = Arena::new(Region::Weights);
     let to = arena.alloc(4, 32, DType::Bf16).unwrap();
-    backend.reserve_weights(1 << 20).unwrap();
+    backend.reserve(Region::Weights, 1 << 20).unwrap();
     let bytes = |count: usize| Bytes::new(Arc::new(vec![0u8; count]));
     let fp8 = |count, scales| WeightPart {
         bytes: bytes(count),

@@ -1,7 +1,7 @@
 //! The pipeline with quantised weights against outputs recorded from the formulas of `tools/goldens/quantised.py`, on any
 //! backend.
 
-use super::super::wrapped::Wrapped;
+use super::super::wrapped;
 use super::super::{Case, Goldens, cases, cpu, relative_l2, run, unit_image};
 use super::{Content, Form, RECORDED, RecordedCase, RecordedModel, engine, model, weights};
 use kiln::internals::backend::cpu::Cpu;
@@ -175,7 +175,7 @@ fn rounding_heads() -> Box<dyn Backend> {
         values.iter_mut().for_each(|v| *v = e4m3(to_e4m3(*v * factor)));
         be.write(tensor, &values)
     };
-    Box::new(Wrapped::after_op(cpu(), move |_, op, be| {
+    Box::new(wrapped::after_op(cpu(), move |_, op, be| {
         let Op::Qkv(streams) = op else { return Ok(()) };
         // Queries have the whole factor of the scores here, which e4m3 divides between queries and keys.
         for s in streams.iter().filter(|s| s.q_scale == whole) {

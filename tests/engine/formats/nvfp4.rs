@@ -129,7 +129,7 @@ fn a_slice_is_quantised_in_place() {
         let stored = Stored::nvfp4(scale(case, "weight_scale_2_f32"));
         let whole = arena.alloc_stored(256 + rows, 128 + cols, stored).unwrap();
         let slice = whole.rows(128..128 + rows).cols(64..64 + cols);
-        cpu.reserve(arena.peak()).unwrap();
+        cpu.reserve(Region::Arena, arena.peak()).unwrap();
         cpu.write(slice, &values).unwrap();
         let read = stored_bytes(&mut cpu, slice);
         let [codes, tiles] = &read[..] else { panic!("{name}: no scales") };

@@ -24,7 +24,7 @@ fn run(products: &Products, input: Stored, weight: &WeightPart) -> Run {
     let x = arena.alloc_stored(rows, cols, input).unwrap();
     let y = [DType::F32, DType::Bf16].map(|dtype| arena.alloc(rows, weight.rows, dtype).unwrap());
     cpu.upload(w, Role::Linear, std::slice::from_ref(weight)).unwrap();
-    cpu.reserve(arena.peak()).unwrap();
+    cpu.reserve(Region::Arena, arena.peak()).unwrap();
     cpu.write(x, &DType::Bf16.decoded(&hex(&products.x_bf16_hex))).unwrap();
     let layer = Linear { input, ..Linear::new(w, None) };
     for out in y {

@@ -1,7 +1,6 @@
 //! Plain models that are quantised at load: what is computed is what the quantised file computes that they stand for.
 
 use common::quantised::{Content, Form, Plain, SHORT, engine, goldens::PLAIN_INPUTS, model, plain_tensors, weights, written};
-use common::wrapped::Wrapped;
 use common::{cpu, run, small_job};
 use kiln::error::Error;
 use kiln::internals::backend::GemmFormats;
@@ -205,8 +204,7 @@ fn values_that_are_not_finite_are_refused() {
         let transformer = weights(Part::Transformer, written(&plain_tensors(Part::Transformer, Layout::Bfl), HashMap::new()));
         let model = model(transformer, Some(encoder), SHORT);
         assert!(model.formats(options(format), GemmFormats::ALL).is_ok());
-        let backend = Wrapped::after_op(cpu(), |_, _, _| Ok(()));
-        let loaded = kiln::internals::pipeline::Engine::load(Box::new(backend), model, options(format), &kiln::progress::Silent);
+        let loaded = kiln::internals::pipeline::Engine::load(Box::new(cpu()), model, options(format), &kiln::progress::Silent);
         let error = loaded.err().unwrap().to_string();
         assert!(error.contains("values that are not finite"), "{format:?} {value}: {error}");
     }

@@ -2,7 +2,7 @@
 //! activations that do not fit into FP8.
 
 use common::quantised::{Content, Form, Layer, SHORT, engine, model, weights};
-use common::wrapped::Wrapped;
+use common::wrapped;
 use common::{cpu, relative_l2, run, small_job};
 use kiln::error::Error;
 use kiln::internals::backend::cpu::Cpu;
@@ -62,7 +62,7 @@ fn largest_score(be: &mut Cpu, q: Tensor, keys: &[Tensor]) -> f32 {
 fn attended(model: OpenModel, options: LoadOptions, gemms: GemmFormats, job: &Job) -> (Vec<Attended>, GeneratedImage) {
     let (found, scales) = (Rc::new(RefCell::new(Vec::new())), RefCell::new((0.0, 0.0)));
     let list = found.clone();
-    let backend = Wrapped::after_op(cpu(), move |_, op, be| {
+    let mut backend = wrapped::after_op(cpu(), move |_, op, be| {
         match op {
             Op::Qkv(streams) => {
                 *scales.borrow_mut() = (streams[0].q_scale, streams[0].k_scale);
@@ -83,7 +83,8 @@ fn attended(model: OpenModel, options: LoadOptions, gemms: GemmFormats, job: &Jo
         }
         Ok(())
     });
-    let image = run(&mut engine(Box::new(backend.with_formats(gemms)), model, options), job).unwrap();
+    backend.observer.formats = gemms;
+    let image = run(&mut engine(Box::new(backend), model, options), job).unwrap();
     (found.take(), image)
 }
 
@@ -242,7 +243,7 @@ fn the_error_is_that_of_rounding_queries_and_keys() {
     fn first(attention: AttentionFormat) -> [Vec<Vec<f32>>; 4] {
         let found = Rc::new(RefCell::new(None));
         let first = found.clone();
-        let backend = Wrapped::after_op(cpu(), move |_, op, be| {
+        let backend = wrapped::after_op(cpu(), move |_, op, be| {
             let is_first = first.borrow().is_none();
             if let (Op::Attention { out, q, kv, softmax: Softmax::Base2 { .. }, .. }, true) = (op, is_first) {
                 let heads = [q, kv[0].k, kv[0].v, out[0]].map(|tensor| head(&values(be, tensor), tensor.cols));
@@ -300,7 +301,7 @@ fn values_that_do_not_fit_are_counted() {
         let cols = elements.len();
         let [shift, modulation] = [(); 2].map(|()| ws.alloc(1, cols, DType::F32).unwrap());
         let (x, out) = (ws.alloc(rows, cols, DType::F32).unwrap(), ws.alloc_stored(rows, cols, stored).unwrap());
-        be.reserve(ws.peak()).unwrap();
+        be.reserve(Region::Arena, ws.peak()).unwrap();
         be.write(shift, &elements.iter().map(|v| v * factor).collect::<Vec<_>>()).unwrap();
         be.write(modulation, &vec![0.0; cols]).unwrap();
         be.write(x, &vec![1.0; rows * cols]).unwrap();

@@ -2,12 +2,12 @@
 
 use common::cpu;
 use common::quantised::goldens;
-use common::wrapped::Wrapped;
+use common::wrapped;
 use kiln::internals::backend::{Backend, GemmFormats};
 
 /// The CPU backend, with some of its quantised GEMMs.
 fn cpu_with(formats: GemmFormats) -> Box<dyn Backend> {
-    Box::new(Wrapped::new(cpu()).with_formats(formats))
+    Box::new(wrapped::with_formats(cpu(), formats))
 }
 
 #[test]

@@ -44,7 +44,7 @@ fn run(weights: &Weights, layer: &Layer) -> Output {
     let linear = Linear { id: None, weight: Weight::stack(&parts).unwrap(), bias: None, input: stored, low_rank: None };
     let x = ws.alloc_stored(ROWS, layer.cols, stored).unwrap();
     let out = ws.alloc(ROWS, layer.rows, DType::F32).unwrap();
-    be.reserve(ws.peak()).unwrap();
+    be.reserve(Region::Arena, ws.peak()).unwrap();
     be.write(x, &input(layer)).unwrap();
     let mut read = |bytes: Tensor| {
         let mut content = vec![0; bytes.len()];

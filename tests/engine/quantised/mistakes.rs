@@ -5,7 +5,7 @@ use super::linears::other_stream;
 use common::modes::{PredictionInputs, predict};
 use common::quantised::goldens::{Golden, PLAIN_INPUTS};
 use common::quantised::{Change, Content, Form, Layer, engine, model, weights};
-use common::wrapped::Wrapped;
+use common::wrapped;
 use common::{Goldens, cpu, run, small_job};
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::checkpoint::Weights;
@@ -37,7 +37,7 @@ impl Rule {
         let config = TransformerConfig::detect(own, None).unwrap();
         let (size, features, noise) = (golden.job().size, &RUN.prompt_embeds[..], &RUN.latents[0][..]);
         let inputs = PredictionInputs { size, features, noise, time: 1.0, guidance: 1.0 };
-        let mut backend = Wrapped::new(cpu()).with_formats(self.gemms);
+        let mut backend = wrapped::with_formats(cpu(), self.gemms);
         let velocity = predict(&mut backend, own, &config, Precision::Bf16, inputs);
         let truth = if self.kind == "quantised" { self.kind } else { "wide" };
         golden.velocity_error(&velocity, truth, &Goldens::named("quantised.safetensors"))

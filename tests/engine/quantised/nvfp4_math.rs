@@ -2,7 +2,7 @@
 //! stands for.
 
 use common::quantised::{Content, Form, Layer, SHORT, engine, goldens::PLAIN_INPUTS, model, weights};
-use common::wrapped::Wrapped;
+use common::wrapped;
 use common::{cpu, run, small_job};
 use kiln::error::Error;
 use kiln::internals::backend::GemmFormats;
@@ -24,7 +24,7 @@ fn options(nvfp4_math: Nvfp4Math) -> LoadOptions {
 
 /// Everything that a run computes.
 fn dump(model: OpenModel, options: LoadOptions, gemms: GemmFormats) -> Vec<u8> {
-    let backend = Wrapped::after_op(cpu(), |_, _, _| Ok(())).with_formats(gemms);
+    let backend = wrapped::with_formats(cpu(), gemms);
     let job = Job { record: true, ..small_job() };
     run(&mut engine(Box::new(backend), model, options), &job).unwrap().record.unwrap().to_safetensors().unwrap()
 }

@@ -82,7 +82,7 @@ pub fn generate(
         });
         writer.finish(generated)
     })?;
-    list_kernels(&engine.backend().launches(), terminal);
+    list_kernels(&engine.launches(), terminal);
     // The process ends here, and the system frees all memory at once in a third of the time that it takes piece by piece. A trace still
     // has to collect when kernels ran.
     if !trace::is_on() {

@@ -249,7 +249,7 @@ pub fn measure(
     }
     let measured = before.zip(after).map(|(before, after)| before.saturating_sub(after));
     report.memory = Memory::new(report.memory.planned_weights, report.memory.planned_working, measured);
-    report.kernels = engine.backend().launches().into_iter().collect();
+    report.kernels = engine.launches().into_iter().collect();
     Ok(report)
 }
 
@@ -349,7 +349,7 @@ fn start<'a>(
         memory: Memory::new(weights, plan.arena_bytes, None),
         formats,
         saturated,
-        kernels: engine.backend().launches().into_iter().collect(),
+        kernels: engine.launches().into_iter().collect(),
         device,
         predicted,
     };

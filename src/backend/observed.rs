@@ -1,0 +1,143 @@
+//! A backend whose ops, uploads and transfers are watched, or changed, by someone else.
+
+use super::{Backend, GemmFormats, Op, Role, StepKey, cuda};
+use crate::error::Result;
+use crate::tensor::{Region, Tensor, WeightPart};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+/// Is called in place of a backend, which it calls itself: what an observer does before and after that is its own affair.
+pub trait Observer<B: Backend + ?Sized> {
+    /// The quantised GEMMs that models may use.
+    fn gemm_formats(&self, be: &B) -> GemmFormats {
+        be.gemm_formats()
+    }
+
+    /// Bytes of working memory to allocate where ops use so many.
+    fn working_bytes(&mut self, bytes: u64) -> u64 {
+        bytes
+    }
+
+    /// Uploads a weight.
+    fn upload(&mut self, be: &mut B, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        be.upload(to, role, parts)
+    }
+
+    /// Writes host values.
+    fn write(&mut self, be: &mut B, to: Tensor, values: &[f32]) -> Result<()> {
+        be.write(to, values)
+    }
+
+    /// Reads a tensor back.
+    fn read(&mut self, be: &mut B, from: Tensor, to: &mut [f32]) -> Result<()> {
+        be.read(from, to)
+    }
+
+    /// Runs an op.
+    fn run(&mut self, be: &mut B, op: Op<'_>) -> Result<()> {
+        be.run(op)
+    }
+
+    /// A step begins.
+    fn begin_step(&mut self, _be: &mut B) -> Result<()> {
+        Ok(())
+    }
+
+    /// A step has ended, with this result.
+    fn end_step(&mut self, _be: &mut B, done: Result<()>) -> Result<()> {
+        done
+    }
+}
+
+/// A function that runs ops is an observer of ops alone.
+impl<B: Backend + ?Sized, F: FnMut(&mut B, Op<'_>) -> Result<()>> Observer<B> for F {
+    fn run(&mut self, be: &mut B, op: Op<'_>) -> Result<()> {
+        self(be, op)
+    }
+}
+
+/// A backend with its observer.
+pub struct Observed<B: ?Sized, O> {
+    /// What runs the ops.
+    pub inner: Box<B>,
+    /// What is called in its place.
+    pub observer: O,
+}
+
+impl<B: Backend + ?Sized, O: Observer<B>> Observed<B, O> {
+    /// Shows an observer what a backend does from now on.
+    pub fn new(inner: Box<B>, observer: O) -> Self {
+        Self { inner, observer }
+    }
+}
+
+impl<B: Backend + ?Sized, O: Observer<B>> Backend for Observed<B, O> {
+    fn name(&self) -> &'static str {
+        "observed"
+    }
+
+    fn gemm_formats(&self) -> GemmFormats {
+        self.observer.gemm_formats(&self.inner)
+    }
+
+    fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
+        self.inner.set_cancel(cancel);
+    }
+
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+        self.observer.upload(&mut self.inner, to, role, parts)
+    }
+
+    fn available(&self) -> Result<Option<u64>> {
+        self.inner.available()
+    }
+
+    fn reads_files(&self) -> bool {
+        self.inner.reads_files()
+    }
+
+    fn reserve(&mut self, region: Region, bytes: u64) -> Result<()> {
+        let bytes = if region == Region::Arena { self.observer.working_bytes(bytes) } else { bytes };
+        self.inner.reserve(region, bytes)
+    }
+
+    fn write(&mut self, to: Tensor, values: &[f32]) -> Result<()> {
+        self.observer.write(&mut self.inner, to, values)
+    }
+
+    fn read(&mut self, from: Tensor, to: &mut [f32]) -> Result<()> {
+        self.observer.read(&mut self.inner, from, to)
+    }
+
+    fn read_bytes(&mut self, from: Tensor, to: &mut [u8]) -> Result<()> {
+        self.inner.read_bytes(from, to)
+    }
+
+    fn run(&mut self, op: Op<'_>) -> Result<()> {
+        self.observer.run(&mut self.inner, op)
+    }
+
+    fn released(&mut self, range: Range<u64>) {
+        self.inner.released(range);
+    }
+
+    /// Steps are not captured, so that the observer sees every op of each.
+    fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+        self.observer.begin_step(&mut self.inner)?;
+        let done = body(self);
+        self.observer.end_step(&mut self.inner, done)
+    }
+
+    fn take_saturated(&mut self) -> Result<u64> {
+        self.inner.take_saturated()
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.inner.synchronize()
+    }
+
+    fn cuda(&mut self) -> Option<&mut cuda::Cuda> {
+        self.inner.cuda()
+    }
+}
