@@ -20,7 +20,7 @@ pub use read_ahead::ReadAhead;
 pub use shard::{Identity, Shard, digits};
 
 use crate::error::{Error, Remedy, Result};
-use crate::names::{self, Layout, Place, Rows, Spelling, TensorSpec};
+use crate::names::{self, Layout, Rows, Spelling, TensorRole, TensorSpec};
 use crate::part::Part;
 use crate::tensor::nvfp4::TILE_ROWS;
 use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Stored, WeightPart};
@@ -102,13 +102,13 @@ impl Weights {
         for (index, shard) in weights.shards.iter().enumerate() {
             for (name, _) in shard.tensors() {
                 match names::resolve(part, name) {
-                    Place::Weight(spelling) => {
+                    TensorRole::Weight(spelling) => {
                         original += spelling.layout.map_or(0, |layout| if layout == Layout::Bfl { 1 } else { -1 });
                         weights.prefix = spelling.prefix;
                         place(&weights.shards, &mut weights.tensors, index, name, spelling)?;
                     }
-                    Place::Unknown => weights.unknown.push((index, name.into())),
-                    Place::Unused | Place::OtherPart | Place::Quantisation(..) | Place::Fp8Marker => {}
+                    TensorRole::Unknown => weights.unknown.push((index, name.into())),
+                    TensorRole::Unused | TensorRole::OtherPart | TensorRole::Quantisation(..) | TensorRole::Fp8Marker => {}
                 }
             }
         }

@@ -54,7 +54,7 @@ pub enum Rows {
 
 /// The meaning of a tensor in a file for the engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum TensorRole {
     /// A weight, or rows of one.
     Weight(Spelling),
     /// A known tensor that no run reads.
@@ -243,23 +243,23 @@ pub fn without_prefix(name: &str) -> &str {
 }
 
 /// Determines the meaning of the tensor `name` of a file for `part`.
-pub fn resolve(part: Part, name: &str) -> Place {
+pub fn resolve(part: Part, name: &str) -> TensorRole {
     let (prefix, bare, owner) = split_prefix(name);
     if owner.is_some_and(|owner| owner != part) {
-        return Place::OtherPart;
+        return TensorRole::OtherPart;
     }
     let whole = (prefix == IN_MEMORY).then(|| format!("model.{bare}"));
     let bare = whole.as_deref().unwrap_or(bare);
     if is_unused(part, bare) {
-        return Place::Unused;
+        return TensorRole::Unused;
     }
     if bare == FP8_MARKER {
-        return Place::Fp8Marker;
+        return TensorRole::Fp8Marker;
     }
     let unsupported = UNSUPPORTED_QUANTISERS.map(|(suffix, _)| suffix).into_iter().chain(UNSUPPORTED_SUFFIXES);
     let mut suffixes = QUANTISATION_SUFFIXES.into_iter().chain(unsupported.map(|suffix| (suffix, Beside::Unsupported)));
     if let Some((layer, kind)) = suffixes.find_map(|(suffix, kind)| Some((name.strip_suffix(suffix)?, kind))) {
-        return Place::Quantisation(layer.into(), kind);
+        return TensorRole::Quantisation(layer.into(), kind);
     }
     // Some files call the learned scale of a query or key norm its weight.
     let renamed = match bare.strip_suffix("_norm.weight") {
@@ -267,7 +267,7 @@ pub fn resolve(part: Part, name: &str) -> Place {
         _ => None,
     };
     let bare = renamed.as_deref().unwrap_or(bare);
-    part.rows().iter().find_map(|row| spelling(part, row, prefix, bare)).map_or(Place::Unknown, Place::Weight)
+    part.rows().iter().find_map(|row| spelling(part, row, prefix, bare)).map_or(TensorRole::Unknown, TensorRole::Weight)
 }
 
 fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<Spelling> {
@@ -347,7 +347,7 @@ mod tests {
 
     fn weight(part: Part, name: &str) -> Spelling {
         match resolve(part, name) {
-            Place::Weight(spelling) => spelling,
+            TensorRole::Weight(spelling) => spelling,
             other => panic!("{name}: {other:?}"),
         }
     }
@@ -364,7 +364,7 @@ mod tests {
                 ("model.layers.3.self_attn.qkv_proj.weight", vec![(2, Rows::All)])
             );
             let scale = resolve(Part::TextEncoder, &format!("{prefix}.layers.3.mlp.up_proj.weight_scale"));
-            assert_eq!(scale, Place::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Beside::WeightScale));
+            assert_eq!(scale, TensorRole::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Beside::WeightScale));
             assert_eq!(text_layer(&format!("{prefix}.layers.31.mlp.up_proj.weight")), Some(31));
         }
         let up = weight(Part::TextEncoder, "text_encoders.qwen3_8b.transformer.model.layers.26.mlp.up_proj.weight");
@@ -411,33 +411,33 @@ mod tests {
 
     #[test]
     fn other_tensors_are_classified() {
-        let beside = |layer: &str, kind| Place::Quantisation(layer.into(), kind);
+        let beside = |layer: &str, kind| TensorRole::Quantisation(layer.into(), kind);
         for (part, name, place) in [
-            (Part::TextEncoder, "lm_head.weight", Place::Unused),
-            (Part::TextEncoder, "model.norm.weight", Place::Unused),
-            (Part::TextEncoder, "language_model.lm_head.weight", Place::Unused),
-            (Part::TextEncoder, "model.language_model.norm.weight", Place::Unused),
-            (Part::TextEncoder, "vision_tower.transformer.layers.0.attention.q_proj.weight", Place::Unused),
-            (Part::TextEncoder, "model.multi_modal_projector.norm.weight", Place::Unused),
-            (Part::TextEncoder, "tekken_model", Place::Unused),
-            (Part::Vae, "bn.num_batches_tracked", Place::Unused),
-            (Part::Vae, "model.diffusion_model.img_in.weight", Place::OtherPart),
-            (Part::Transformer, "vae.decoder.conv_in.weight", Place::OtherPart),
-            (Part::TextEncoder, "lm_head.weight_scale", Place::Unused),
+            (Part::TextEncoder, "lm_head.weight", TensorRole::Unused),
+            (Part::TextEncoder, "model.norm.weight", TensorRole::Unused),
+            (Part::TextEncoder, "language_model.lm_head.weight", TensorRole::Unused),
+            (Part::TextEncoder, "model.language_model.norm.weight", TensorRole::Unused),
+            (Part::TextEncoder, "vision_tower.transformer.layers.0.attention.q_proj.weight", TensorRole::Unused),
+            (Part::TextEncoder, "model.multi_modal_projector.norm.weight", TensorRole::Unused),
+            (Part::TextEncoder, "tekken_model", TensorRole::Unused),
+            (Part::Vae, "bn.num_batches_tracked", TensorRole::Unused),
+            (Part::Vae, "model.diffusion_model.img_in.weight", TensorRole::OtherPart),
+            (Part::Transformer, "vae.decoder.conv_in.weight", TensorRole::OtherPart),
+            (Part::TextEncoder, "lm_head.weight_scale", TensorRole::Unused),
             (Part::Transformer, "img_in.weight_scale", beside("img_in", Beside::WeightScale)),
             (Part::Transformer, "img_in.weight_scale_2", beside("img_in", Beside::TensorScale)),
             (Part::Transformer, "img_in.scale_input", beside("img_in", Beside::InputScale)),
             (Part::Transformer, "img_in.weight_packed", beside("img_in", Beside::Unsupported)),
             (Part::Transformer, "net.img_in.comfy_quant", beside("net.img_in", Beside::Settings)),
-            (Part::TextEncoder, "net.img_in.comfy_quant", Place::OtherPart),
-            (Part::Transformer, "scaled_fp8", Place::Fp8Marker),
-            (Part::Transformer, "model.diffusion_model.scaled_fp8", Place::Fp8Marker),
-            (Part::Transformer, "double_blocks.0.img_mod.lin.weight", Place::Unknown),
-            (Part::Transformer, "double_blocks.00.img_mlp.0.weight", Place::Unknown),
-            (Part::Transformer, "double_blocks.99999.img_mlp.0.weight", Place::Unknown),
-            (Part::Transformer, "double_blocks..img_mlp.0.weight", Place::Unknown),
-            (Part::Vae, "decoder.up.4.block.0.conv1.weight", Place::Unknown),
-            (Part::Transformer, "", Place::Unknown),
+            (Part::TextEncoder, "net.img_in.comfy_quant", TensorRole::OtherPart),
+            (Part::Transformer, "scaled_fp8", TensorRole::Fp8Marker),
+            (Part::Transformer, "model.diffusion_model.scaled_fp8", TensorRole::Fp8Marker),
+            (Part::Transformer, "double_blocks.0.img_mod.lin.weight", TensorRole::Unknown),
+            (Part::Transformer, "double_blocks.00.img_mlp.0.weight", TensorRole::Unknown),
+            (Part::Transformer, "double_blocks.99999.img_mlp.0.weight", TensorRole::Unknown),
+            (Part::Transformer, "double_blocks..img_mlp.0.weight", TensorRole::Unknown),
+            (Part::Vae, "decoder.up.4.block.0.conv1.weight", TensorRole::Unknown),
+            (Part::Transformer, "", TensorRole::Unknown),
         ] {
             assert_eq!(resolve(part, name), place, "{name}");
         }

@@ -71,7 +71,7 @@ impl Places {
         for layout in [Layout::Diffusers, Layout::Bfl] {
             let names = names::spell(id.component(), layout, &spec.name);
             for (piece, name) in names.iter().enumerate() {
-                let names::Place::Weight(spelling) = names::resolve(id.component(), name) else { continue };
+                let names::TensorRole::Weight(spelling) = names::resolve(id.component(), name) else { continue };
                 let rows = match spelling.holds[..] {
                     // A spelling that stores the halves the other way round.
                     [(0, Rows::SecondHalf), (1, Rows::FirstHalf)] => vec![rows / 2..*rows, 0..rows / 2],

@@ -145,7 +145,7 @@ impl Declarations {
             let metadata: Metadata = serde_json::from_str(text)
                 .map_err(|error| invalid(shard, format!("metadata `{QUANTISATION_METADATA}`: {error}")))?;
             for (layer, settings) in metadata.layers.0 {
-                if names::resolve(part, &format!("{layer}.weight")) != names::Place::OtherPart {
+                if names::resolve(part, &format!("{layer}.weight")) != names::TensorRole::OtherPart {
                     all.add(shards, index, &layer, settings)?;
                 }
             }

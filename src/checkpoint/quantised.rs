@@ -9,7 +9,7 @@ use super::header::Entry;
 use super::scales::ScaleTensor;
 use super::shard::Shard;
 use crate::error::{Error, Result};
-use crate::names::{self, Beside, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, Place, UNSUPPORTED_QUANTISERS};
+use crate::names::{self, Beside, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, TensorRole, UNSUPPORTED_QUANTISERS};
 use crate::part::Part;
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::{DType, Nvfp4Layout, PartScaling, Scale, Stored};
@@ -88,7 +88,7 @@ impl Quantisation {
         for (index, shard) in shards.iter().enumerate() {
             for (name, entry) in shard.tensors() {
                 match names::resolve(part, name) {
-                    Place::Quantisation(layer, kind) => {
+                    TensorRole::Quantisation(layer, kind) => {
                         let beside = layers.entry(layer.clone()).or_default();
                         let place = match kind {
                             Beside::WeightScale => &mut beside.weight_scale,
@@ -106,7 +106,7 @@ impl Quantisation {
                         }
                     }
                     // The marker has no content; two elements mean that inputs are never quantised.
-                    Place::Fp8Marker => marker = Some(entry.shape.iter().product::<usize>() == 2),
+                    TensorRole::Fp8Marker => marker = Some(entry.shape.iter().product::<usize>() == 2),
                     _ => {}
                 }
             }
@@ -130,7 +130,7 @@ impl Quantisation {
     fn refuse(&self, shards: &[Shard]) -> Result<()> {
         for shard in shards {
             for (name, entry) in shard.tensors() {
-                if !matches!(names::resolve(self.part, name), Place::Weight(_)) {
+                if !matches!(names::resolve(self.part, name), TensorRole::Weight(_)) {
                     continue;
                 }
                 let (layer, _) = self.layer(name);

@@ -8,7 +8,7 @@ use super::digest::hex;
 use crate::checkpoint::Weights;
 use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
-use crate::names::{self, Layout, Place, TensorSpec};
+use crate::names::{self, Layout, TensorRole, TensorSpec};
 use crate::part::Part;
 use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
 use crate::tensor::quantise::QuantisedFormat;
@@ -229,7 +229,7 @@ pub fn identify(weights: &Weights) -> Finding {
     let mut own = Tensors::new();
     for (name, entry) in weights.shards().iter().flat_map(|shard| shard.tensors()) {
         let tensor = (entry.dtype.name, entry.shape.clone());
-        if names::resolve(weights.part(), name) != Place::OtherPart {
+        if names::resolve(weights.part(), name) != TensorRole::OtherPart {
             own.insert(names::without_prefix(name).to_owned(), tensor.clone());
         }
         all.insert(name.to_owned(), tensor);

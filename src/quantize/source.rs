@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::files;
 use crate::locate::ModelFiles;
 use crate::model::{text_manifest, transformer_manifest};
-use crate::names::{self, Place, TensorSpec};
+use crate::names::{self, TensorRole, TensorSpec};
 use crate::part::Part;
 use crate::tensor::{Bytes, DType, WeightPart};
 use std::path::{Path, PathBuf};
@@ -90,10 +90,12 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
         for (name, entry) in shard.tensors() {
             let bare = names::without_prefix(name);
             let layer = match names::resolve(Part::TextEncoder, name) {
-                Place::Weight(spelling) => spelling.layer,
-                Place::Unused if bare.starts_with("model.norm.") => None,
-                Place::Quantisation(..) | Place::Fp8Marker => return Err(quantised_already(shard.path(), name, "a scale")),
-                Place::Unused | Place::OtherPart | Place::Unknown => continue,
+                TensorRole::Weight(spelling) => spelling.layer,
+                TensorRole::Unused if bare.starts_with("model.norm.") => None,
+                TensorRole::Quantisation(..) | TensorRole::Fp8Marker => {
+                    return Err(quantised_already(shard.path(), name, "a scale"));
+                }
+                TensorRole::Unused | TensorRole::OtherPart | TensorRole::Unknown => continue,
             };
             let spec = LayerSpec::new(bare.into(), layer, entry.shape.clone(), policy);
             layers.push(SourceLayer::new(shard.path(), spec, vec![whole(shard, name, entry)?])?);

@@ -6,7 +6,7 @@ use kiln::error::Result;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
-use kiln::internals::names::{self, Layout, Place, TensorSpec};
+use kiln::internals::names::{self, Layout, TensorRole, TensorSpec};
 use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
 use kiln::internals::tiny;
@@ -38,7 +38,7 @@ fn look(weights: &Weights, manifest: &[TensorSpec]) -> Result<()> {
 /// The byte ranges of the matrices that a run reads.
 fn matrices(weights: &Weights, manifest: &[TensorSpec]) -> Vec<Range<usize>> {
     let read = |name: &str| match names::resolve(weights.part(), name) {
-        Place::Weight(spelling) => manifest.iter().any(|spec| spec.name == spelling.canonical),
+        TensorRole::Weight(spelling) => manifest.iter().any(|spec| spec.name == spelling.canonical),
         _ => false,
     };
     let tensors = weights.shards()[0].tensors().filter(|(name, _)| read(name)).map(|(_, entry)| entry);
