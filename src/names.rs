@@ -62,16 +62,16 @@ pub enum TensorRole {
     /// A tensor of another part of an all-in-one checkpoint.
     OtherPart,
     /// A tensor that describes how the weight of this layer is quantised.
-    Quantisation(String, Beside),
+    Quantisation(String, Companion),
     /// A tensor whose presence means that layers with scales are FP8.
     Fp8Marker,
     /// A tensor that no model of this architecture has.
     Unknown,
 }
 
-/// What a tensor beside a quantised weight holds.
+/// What a companion of a quantised weight holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Beside {
+pub enum Companion {
     /// The scales of the weight: a single one, one for each row, or one for each block.
     WeightScale,
     /// The scale of a whole weight that has block scales, too.
@@ -169,14 +169,14 @@ const UNUSED_TEXT: [&str; 7] = [
 pub const VOCABULARY: &str = "tekken_model";
 
 /// Suffixes of the tensors that accompany a quantised weight; the rest of such a name is the name of the layer.
-const QUANTISATION_SUFFIXES: [(&str, Beside); 6] = [
-    (".weight_scale", Beside::WeightScale),
-    (".weight_scale_2", Beside::TensorScale),
-    (".input_scale", Beside::InputScale),
-    (".comfy_quant", Beside::Settings),
+const QUANTISATION_SUFFIXES: [(&str, Companion); 6] = [
+    (".weight_scale", Companion::WeightScale),
+    (".weight_scale_2", Companion::TensorScale),
+    (".input_scale", Companion::InputScale),
+    (".comfy_quant", Companion::Settings),
     // Files with a marker for FP8 spell the scales like this.
-    (".scale_weight", Beside::WeightScale),
-    (".scale_input", Beside::InputScale),
+    (".scale_weight", Companion::WeightScale),
+    (".scale_input", Companion::InputScale),
 ];
 
 /// Names of quantisation formats that are not supported, by the suffix of a tensor that only they store beside a layer; more
@@ -257,7 +257,7 @@ pub fn resolve(part: Part, name: &str) -> TensorRole {
         return TensorRole::Fp8Marker;
     }
     let unsupported = UNSUPPORTED_QUANTISERS.map(|(suffix, _)| suffix).into_iter().chain(UNSUPPORTED_SUFFIXES);
-    let mut suffixes = QUANTISATION_SUFFIXES.into_iter().chain(unsupported.map(|suffix| (suffix, Beside::Unsupported)));
+    let mut suffixes = QUANTISATION_SUFFIXES.into_iter().chain(unsupported.map(|suffix| (suffix, Companion::Unsupported)));
     if let Some((layer, kind)) = suffixes.find_map(|(suffix, kind)| Some((name.strip_suffix(suffix)?, kind))) {
         return TensorRole::Quantisation(layer.into(), kind);
     }
@@ -364,7 +364,7 @@ mod tests {
                 ("model.layers.3.self_attn.qkv_proj.weight", vec![(2, Rows::All)])
             );
             let scale = resolve(Part::TextEncoder, &format!("{prefix}.layers.3.mlp.up_proj.weight_scale"));
-            assert_eq!(scale, TensorRole::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Beside::WeightScale));
+            assert_eq!(scale, TensorRole::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Companion::WeightScale));
             assert_eq!(text_layer(&format!("{prefix}.layers.31.mlp.up_proj.weight")), Some(31));
         }
         let up = weight(Part::TextEncoder, "text_encoders.qwen3_8b.transformer.model.layers.26.mlp.up_proj.weight");
@@ -424,11 +424,11 @@ mod tests {
             (Part::Vae, "model.diffusion_model.img_in.weight", TensorRole::OtherPart),
             (Part::Transformer, "vae.decoder.conv_in.weight", TensorRole::OtherPart),
             (Part::TextEncoder, "lm_head.weight_scale", TensorRole::Unused),
-            (Part::Transformer, "img_in.weight_scale", beside("img_in", Beside::WeightScale)),
-            (Part::Transformer, "img_in.weight_scale_2", beside("img_in", Beside::TensorScale)),
-            (Part::Transformer, "img_in.scale_input", beside("img_in", Beside::InputScale)),
-            (Part::Transformer, "img_in.weight_packed", beside("img_in", Beside::Unsupported)),
-            (Part::Transformer, "net.img_in.comfy_quant", beside("net.img_in", Beside::Settings)),
+            (Part::Transformer, "img_in.weight_scale", beside("img_in", Companion::WeightScale)),
+            (Part::Transformer, "img_in.weight_scale_2", beside("img_in", Companion::TensorScale)),
+            (Part::Transformer, "img_in.scale_input", beside("img_in", Companion::InputScale)),
+            (Part::Transformer, "img_in.weight_packed", beside("img_in", Companion::Unsupported)),
+            (Part::Transformer, "net.img_in.comfy_quant", beside("net.img_in", Companion::Settings)),
             (Part::TextEncoder, "net.img_in.comfy_quant", TensorRole::OtherPart),
             (Part::Transformer, "scaled_fp8", TensorRole::Fp8Marker),
             (Part::Transformer, "model.diffusion_model.scaled_fp8", TensorRole::Fp8Marker),

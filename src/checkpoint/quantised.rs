@@ -9,7 +9,7 @@ use super::header::Entry;
 use super::scales::ScaleTensor;
 use super::shard::Shard;
 use crate::error::{Error, Result};
-use crate::names::{self, Beside, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, TensorRole, UNSUPPORTED_QUANTISERS};
+use crate::names::{self, Companion, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, TensorRole, UNSUPPORTED_QUANTISERS};
 use crate::part::Part;
 use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::{DType, Nvfp4Layout, PartScaling, Scale, Stored};
@@ -91,17 +91,17 @@ impl Quantisation {
                     TensorRole::Quantisation(layer, kind) => {
                         let beside = layers.entry(layer.clone()).or_default();
                         let place = match kind {
-                            Beside::WeightScale => &mut beside.weight_scale,
-                            Beside::TensorScale => &mut beside.tensor_scale,
-                            Beside::InputScale => &mut beside.input_scale,
-                            Beside::Settings => &mut beside.settings,
-                            Beside::Unsupported => return Err(unsupported(shards, index, &layer, name)),
+                            Companion::WeightScale => &mut beside.weight_scale,
+                            Companion::TensorScale => &mut beside.tensor_scale,
+                            Companion::InputScale => &mut beside.input_scale,
+                            Companion::Settings => &mut beside.settings,
+                            Companion::Unsupported => return Err(unsupported(shards, index, &layer, name)),
                         };
                         if let Some(other) = place.replace(Located { shard: index, name: name.into() }) {
                             let detail = format!("`{}` and `{}` belong to one weight", shown(&other.name), shown(name));
                             return Err(Error::bad_file(shard.path(), "duplicate tensor", detail));
                         }
-                        if kind == Beside::Settings {
+                        if kind == Companion::Settings {
                             declarations.add(shards, index, &layer, Settings::parse(shard, name)?)?;
                         }
                     }
