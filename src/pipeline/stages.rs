@@ -9,7 +9,7 @@ use super::kept::{Kept, Source};
 use super::open::Configs;
 use super::prepared::Tables;
 use super::values::Values;
-use super::weights::{ImageSide, Placing, Sizes, TextSide};
+use super::weights::{ImageSide, Sizes, TextSide, WeightPlacement};
 use crate::adapter::Adapters;
 use crate::backend::{Backend, GemmFormats, Op, Plan, Reading, StepKey, scope};
 use crate::checkpoint::Weights;
@@ -86,7 +86,7 @@ impl Stages {
         gemms: GemmFormats,
     ) -> Result<(Self, Sizes, Sizes)> {
         let (text, image, sizes, copied) =
-            Placing { configs, sources, options, adapters, merged_at: 0, real: false }.both(gemms)?;
+            WeightPlacement { configs, sources, options, adapters, merged_at: 0, real: false }.both(gemms)?;
         let (transformer_config, text_config) = (configs.transformer.clone(), configs.text_encoder.clone());
         let activations = options.precision.activations();
         Ok((Self { transformer_config, text_config, text, image, activations }, sizes, copied))

@@ -18,7 +18,7 @@ use crate::trace::{self, Span};
 use std::sync::Arc;
 
 /// Places weights in the memory of a backend.
-pub struct Placing<'a> {
+pub struct WeightPlacement<'a> {
     pub configs: &'a Configs,
     /// The files of each part; without them only shapes are placed.
     pub sources: PerPart<Option<&'a Weights>>,
@@ -88,7 +88,7 @@ impl ImageSide {
     }
 }
 
-impl Placing<'_> {
+impl WeightPlacement<'_> {
     /// Places both sides on the dry-run backend, as one with these GEMMs does. Also returns the bytes they take, and how many of
     /// those even a backend that reads files in place has to copy.
     pub fn both(&self, gemms: GemmFormats) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
@@ -186,10 +186,10 @@ pub struct Store {
 }
 
 impl Store {
-    fn placing(&self) -> Placing<'_> {
+    fn placement(&self) -> WeightPlacement<'_> {
         let sources = self.files.each_ref().map(Some);
         let (adapters, merged_at) = (&self.adapters, self.branches.beside);
-        Placing { configs: &self.configs, sources, options: self.options, adapters, merged_at, real: true }
+        WeightPlacement { configs: &self.configs, sources, options: self.options, adapters, merged_at, real: true }
     }
 
     /// Fails if a file changed since it was opened.
@@ -209,7 +209,7 @@ impl Store {
             (self.transformer, self.vae) = (false, false);
         }
         progress.begin(Phase::Load, self.sizes.text);
-        (*side, _) = self.placing().text(be, &mut |bytes| progress.advance(bytes))?;
+        (*side, _) = self.placement().text(be, &mut |bytes| progress.advance(bytes))?;
         side.attach(&self.branches);
         self.verify()?;
         if side.formats.iter().any(|layer| layer.merged) {
@@ -231,7 +231,7 @@ impl Store {
         }
         progress.begin(Phase::Load, self.sizes.transformer);
         let at = self.sizes.image_at(self.options.low_memory);
-        (side.transformer, side.formats, _) = self.placing().transformer(be, at, &mut |bytes| progress.advance(bytes))?;
+        (side.transformer, side.formats, _) = self.placement().transformer(be, at, &mut |bytes| progress.advance(bytes))?;
         side.attach(&self.branches);
         self.verify()?;
         be.synchronize()?;
@@ -245,7 +245,7 @@ impl Store {
         if self.vae {
             return Ok(());
         }
-        self.placing().vae(be, self.sizes.vae_at(self.options.low_memory), &mut |_| ())?;
+        self.placement().vae(be, self.sizes.vae_at(self.options.low_memory), &mut |_| ())?;
         self.verify()?;
         self.vae = true;
         self.read_ahead = None;
