@@ -46,7 +46,7 @@ pub struct Branches {
     /// Where the matrices of each are.
     places: Vec<LowRank>,
     /// Bytes of all.
-    pub beside: u64,
+    pub branch_bytes: u64,
     /// The same with the room behind them for what is merged with a weight.
     pub bytes: u64,
     /// The values of all, in one piece; absent where only shapes matter.
@@ -89,15 +89,15 @@ impl Branches {
             let what = format!("an adapter was opened for another model: this one has no `{}`", layer.place.id);
             return Err(Error::Usage { what, hint: None });
         }
-        let beside = region.peak();
-        Ok(Self { set, ranks: ranks.into(), places, beside, bytes: beside + merged, values: None })
+        let branch_bytes = region.peak();
+        Ok(Self { set, ranks: ranks.into(), places, branch_bytes, bytes: branch_bytes + merged, values: None })
     }
 
     /// The same with values, ready to be uploaded. `adapters` are those that were placed.
     fn with_values(self, adapters: &Adapters) -> Result<Self> {
         let _span = trace::span("prepare adapters");
         let Some(dtype) = self.places.first().map(|place| place.down.dtype) else { return Ok(self) };
-        let mut bytes = vec![0; self.beside as usize];
+        let mut bytes = vec![0; self.branch_bytes as usize];
         let mut pieces = Vec::with_capacity(self.places.len());
         let (mut rest, mut at) = (&mut bytes[..], 0);
         for (&(id, rank), LowRank { down, up }) in self.ranks.iter().zip(&self.places) {
@@ -114,7 +114,7 @@ impl Branches {
         adapters.verify()?;
         // One piece is uploaded much faster than hundreds of small ones.
         let cols = dtype.elements(ALIGN as usize);
-        let rows = (self.beside / ALIGN) as usize;
+        let rows = (self.branch_bytes / ALIGN) as usize;
         let whole = Tensor { region: Region::Adapters, dtype, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled };
         let values = WeightPart::plain(Bytes::new(Arc::new(bytes)), dtype, rows);
         Ok(Self { values: Some((whole, values)), ..self })

@@ -188,7 +188,7 @@ pub struct Store {
 impl Store {
     fn placement(&self) -> WeightPlacement<'_> {
         let sources = self.files.each_ref().map(Some);
-        let (adapters, merged_at) = (&self.adapters, self.branches.beside);
+        let (adapters, merged_at) = (&self.adapters, self.branches.branch_bytes);
         WeightPlacement { configs: &self.configs, sources, options: self.options, adapters, merged_at, real: true }
     }
 
