@@ -1,6 +1,6 @@
 //! Adapters: small files that change a model, LoRA (Hu et al. 2021) and LoKr (Yeh et al. 2023), in every spelling that trainers write.
 //!
-//! `key` takes the names of tensors apart, `place` finds the layer of a model that a name stands for, and `term` is what is added to its
+//! `key` takes the names of tensors apart, `target` finds the layer of a model that a name stands for, and `term` is what is added to its
 //! weight. A file of which a part finds no layer is an error, because an adapter that is applied in part, or not at all, gives an image
 //! without telling. `contents` lists what a file has without a model.
 
@@ -11,15 +11,15 @@ mod key;
 mod merge;
 mod metadata;
 mod notes;
-mod place;
 mod spelling;
+mod target;
 mod term;
 
 pub use contents::{Contents, LayerContents};
 pub use merge::{AdapterMode, AdapterSet, Adapters, MAX_RANK, Merger};
 pub use notes::Notes;
-pub use place::{Place, Places};
 pub use spelling::Spelling;
+pub use target::{LayerTarget, LayerTargets};
 pub use term::{KroneckerFactor, Matrix, Product, Term};
 
 use crate::checkpoint::{Entry, Shard};
@@ -36,7 +36,7 @@ pub struct Layer {
     /// Its name in the file.
     pub name: String,
     /// What it is added to.
-    pub place: Place,
+    pub target: LayerTarget,
     /// What is added.
     pub term: Term,
 }
@@ -71,23 +71,23 @@ struct Group<'a>(BTreeMap<Factor, (&'a str, &'a Entry)>);
 
 impl Adapter {
     /// Reads an adapter for a model with these layers. Fails if nothing of it fits; what does not is listed.
-    pub fn open(path: &Path, places: &Places) -> Result<Self> {
-        Self::read(&Shard::open(path)?, places)
+    pub fn open(path: &Path, targets: &LayerTargets) -> Result<Self> {
+        Self::read(&Shard::open(path)?, targets)
     }
 
     /// The same, but fails as well if a layer of it does not fit.
-    pub fn open_whole(path: &Path, places: &Places) -> Result<Self> {
-        Self::gather(&Shard::open(path)?, places, Coverage::Whole)
+    pub fn open_whole(path: &Path, targets: &LayerTargets) -> Result<Self> {
+        Self::gather(&Shard::open(path)?, targets, Coverage::Whole)
     }
 
     /// What [`Adapter::open`] reads, of a file that is open.
-    pub fn read(shard: &Shard, places: &Places) -> Result<Self> {
-        Self::gather(shard, places, Coverage::Part)
+    pub fn read(shard: &Shard, targets: &LayerTargets) -> Result<Self> {
+        Self::gather(shard, targets, Coverage::Part)
     }
 
-    fn gather(shard: &Shard, places: &Places, coverage: Coverage) -> Result<Self> {
+    fn gather(shard: &Shard, targets: &LayerTargets, coverage: Coverage) -> Result<Self> {
         // All of the file is read for either, and it may be some hundred megabytes.
-        let (digest, adapter) = rayon::join(|| shard.sha256(), || Self::placed(shard, places, coverage));
+        let (digest, adapter) = rayon::join(|| shard.sha256(), || Self::placed(shard, targets, coverage));
         let adapter = adapter?;
         shard.verify()?;
         Ok(Self { digest, ..adapter })
@@ -98,26 +98,26 @@ impl Adapter {
         self.file.as_ref().map_or(Ok(()), Shard::verify)
     }
 
-    fn placed(shard: &Shard, places: &Places, coverage: Coverage) -> Result<Self> {
+    fn placed(shard: &Shard, targets: &LayerTargets, coverage: Coverage) -> Result<Self> {
         let file = AdapterFile::new(shard)?.supported()?;
         let (mut layers, mut unmatched): (Vec<Layer>, Vec<String>) = Default::default();
         for (name, group) in &file.layers {
             let term = file.term(name, group)?;
-            match places.find(name) {
-                Some(place) => layers.push(Layer { name: (*name).into(), place: place.clone(), term }),
+            match targets.find(name) {
+                Some(target) => layers.push(Layer { name: (*name).into(), target: target.clone(), term }),
                 None => unmatched.push((*name).into()),
             }
         }
         let base = || file.likely_base().map_or_else(String::new, |base| format!("; it seems to be for {base}"));
         let no_layer = || {
-            let near = places.nearest(unmatched.first().map_or("", String::as_str));
+            let near = targets.nearest(unmatched.first().map_or("", String::as_str));
             format!("the model has no layer {}; near is {near}{}", first_three(&unmatched), base())
         };
         if layers.is_empty() {
             return Err(file.refused(no_layer()));
         }
         for layer in &layers {
-            let (got, want) = (layer.term.shape(), [layer.place.len(), layer.place.cols]);
+            let (got, want) = (layer.term.shape(), [layer.target.len(), layer.target.cols]);
             if got != want {
                 return Err(file.refused(format!(
                     "`{}` is for a layer of {got:?}, the model's has {want:?}{}",
@@ -278,8 +278,8 @@ impl<'a> AdapterFile<'a> {
     /// Refuses rows of a weight that two layers of the file are added to: one of them is there by mistake.
     fn refuse_twice(&self, layers: &[Layer]) -> Result<()> {
         let mut all: Vec<(String, usize, usize, &str)> = Vec::new();
-        for Layer { name, place, .. } in layers {
-            all.extend(place.rows.iter().map(|rows| (place.id.canonical(), rows.start, rows.end, name.as_str())));
+        for Layer { name, target, .. } in layers {
+            all.extend(target.rows.iter().map(|rows| (target.id.canonical(), rows.start, rows.end, name.as_str())));
         }
         all.sort_unstable();
         let twice = all.windows(2).find(|pair| pair[0].0 == pair[1].0 && pair[1].1 < pair[0].2);
@@ -318,8 +318,8 @@ mod tests {
         TransformerConfig { hidden: 128, double_blocks: 2, single_blocks: 2, ..TransformerConfig::klein_4b() }
     }
 
-    fn places() -> Places {
-        Places::new(&transformer_manifest(&config()))
+    fn targets() -> LayerTargets {
+        LayerTargets::new(&transformer_manifest(&config()))
     }
 
     /// Values that depend on the name and the index.
@@ -353,7 +353,7 @@ mod tests {
     }
 
     fn read(tensors: &[Given]) -> Result<Adapter> {
-        Adapter::read(&shard_with(tensors, None), &places())
+        Adapter::read(&shard_with(tensors, None), &targets())
     }
 
     fn refusal(tensors: &[Given]) -> String {
@@ -382,7 +382,7 @@ mod tests {
         tensors.push(Given(format!("{layer}.alpha"), vec![], vec![2.0]));
         let adapter = read(&tensors).unwrap();
         assert_eq!(
-            (adapter.layers.len(), adapter.layers[0].place.id.canonical().as_str()),
+            (adapter.layers.len(), adapter.layers[0].target.id.canonical().as_str()),
             (1, "single_blocks.1.linear2.weight")
         );
         let (got, (down, up)) = (delta(&adapter, 0), (&tensors[0].2, &tensors[1].2));
@@ -398,7 +398,7 @@ mod tests {
         let tensors = pair("transformer.transformer_blocks.0.attn.to_k", PEFT, [128, 128], 4);
         let scale = |settings: &str| {
             let shard = shard_with(&tensors, Some(("lora_adapter_metadata", settings)));
-            Adapter::read(&shard, &places()).map(|adapter| adapter.layers[0].term.scale)
+            Adapter::read(&shard, &targets()).map(|adapter| adapter.layers[0].term.scale)
         };
         assert_eq!(scale(r#"{"transformer.r": 4, "transformer.lora_alpha": 8}"#).unwrap(), 2.0);
         assert_eq!(scale(r#"{"transformer.lora_alpha": 8, "transformer.use_rslora": true}"#).unwrap(), 4.0);
@@ -483,11 +483,11 @@ mod tests {
             (1, &["diffusion_model.double_blocks.9.img_attn.qkv".to_owned()][..])
         );
         let shard = shard_with(&tensors.concat(), None);
-        let error = Adapter::gather(&shard, &places(), Coverage::Whole).map(|adapter| adapter.layers.len()).unwrap_err();
+        let error = Adapter::gather(&shard, &targets(), Coverage::Whole).map(|adapter| adapter.layers.len()).unwrap_err();
         let said = "only 1 of its 2 layers fit: the model has no layer `diffusion_model.double_blocks.9.img_attn.qkv`; near is `double_blocks.";
         assert!(error.to_string().contains(said), "{error}");
         assert_eq!(error.remedy(), Some(Remedy::PartOfAdapter));
-        assert!(Adapter::gather(&shard_with(&tensors[0], None), &places(), Coverage::Whole).is_ok());
+        assert!(Adapter::gather(&shard_with(&tensors[0], None), &targets(), Coverage::Whole).is_ok());
     }
 
     #[test]

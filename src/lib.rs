@@ -86,7 +86,9 @@ pub mod device {
 
 /// Adapters: LoRA and LoKr files, and the layers they belong to.
 pub mod lora {
-    pub use crate::adapter::{Adapter, AdapterMode, Adapters, Contents, Layer, LayerContents, Notes, Places, Product, Spelling};
+    pub use crate::adapter::{
+        Adapter, AdapterMode, Adapters, Contents, Layer, LayerContents, LayerTargets, Notes, Product, Spelling,
+    };
 }
 
 /// Single ops on any [`Backend`](crate::device::Backend), for kernel benchmarks; `examples/op.rs` runs one.

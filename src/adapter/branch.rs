@@ -155,7 +155,7 @@ impl Adapters {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Adapter, Layer, Place};
+    use super::super::{Adapter, Layer, LayerTarget};
     use super::*;
     use crate::names::LayerRole;
     use crate::tensor::Bytes;
@@ -179,8 +179,8 @@ mod tests {
 
     fn adapters(rows: Vec<Range<usize>>, cols: usize, products: Vec<Product>) -> Adapters {
         let layers = products.into_iter().map(|product| {
-            let place = Place { id: LAYER, rows: rows.clone(), cols };
-            Layer { name: "l".into(), place, term: Term { product, scale: 0.5 } }
+            let target = LayerTarget { id: LAYER, rows: rows.clone(), cols };
+            Layer { name: "l".into(), target, term: Term { product, scale: 0.5 } }
         });
         let each = layers.map(|layer| {
             let adapter = Adapter { path: "a".into(), layers: vec![layer], unmatched: vec![], digest: String::new(), file: None };

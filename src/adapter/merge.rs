@@ -51,8 +51,8 @@ impl Adapters {
     /// What is added to a weight. Terms without any effect are left out.
     pub(super) fn terms(&self, id: LayerId) -> impl Iterator<Item = Addend<'_>> {
         let layers = self.effective().flat_map(|(adapter, strength)| adapter.layers.iter().map(move |layer| (layer, strength)));
-        let own = layers.filter(move |(layer, _)| layer.place.id == id);
-        own.map(|(layer, strength)| (&layer.term, &layer.place.rows[..], strength))
+        let own = layers.filter(move |(layer, _)| layer.target.id == id);
+        own.map(|(layer, strength)| (&layer.term, &layer.target.rows[..], strength))
     }
 
     /// The rank of all that is added to a weight of this shape, as a product of two matrices beside it; `None` if nothing is. It is an error
@@ -126,7 +126,7 @@ impl Merger {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Layer, Matrix, Place, Product};
+    use super::super::{Layer, LayerTarget, Matrix, Product};
     use super::*;
     use crate::names::LayerRole;
 
@@ -143,8 +143,8 @@ mod tests {
 
     fn adapter(rows: Vec<Range<usize>>, up: &[f32]) -> Adapter {
         let product = Product::LowRank { down: matrix(1, 2, &[1.0, 10.0]), up: matrix(up.len(), 1, up) };
-        let place = Place { id: LAYER, rows, cols: 2 };
-        let layers = vec![Layer { name: "l".into(), place, term: Term { product, scale: 1.0 } }];
+        let target = LayerTarget { id: LAYER, rows, cols: 2 };
+        let layers = vec![Layer { name: "l".into(), target, term: Term { product, scale: 1.0 } }];
         Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None }
     }
 
@@ -180,9 +180,9 @@ mod tests {
         let values =
             |count: usize, seed: usize| (0..count).map(|i| ((i * 37 + seed) % 101) as f32 / 64.0 - 0.75).collect::<Vec<_>>();
         let (weight, up, down) = (values(rows * cols, 1), values(rows * rank, 2), values(rank * cols, 3));
-        let place = Place { id: LAYER, rows: vec![50..rows, 0..50], cols };
+        let target = LayerTarget { id: LAYER, rows: vec![50..rows, 0..50], cols };
         let product = Product::LowRank { down: matrix(rank, cols, &down), up: matrix(rows, rank, &up) };
-        let layers = vec![Layer { name: "l".into(), place, term: Term { product, scale: 0.5 } }];
+        let layers = vec![Layer { name: "l".into(), target, term: Term { product, scale: 0.5 } }];
         let adapter = Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None };
         let part = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
         let (mut merger, adapters) = (Merger::default(), Adapters(vec![(adapter, 1.5)]));

@@ -85,8 +85,8 @@ impl Branches {
             ranks.push((layer.id, rank));
         }
         let mut all = adapters.effective().flat_map(|(adapter, _)| &adapter.layers);
-        if let Some(layer) = all.find(|layer| !known.contains(&layer.place.id)) {
-            let what = format!("an adapter was opened for another model: this one has no `{}`", layer.place.id);
+        if let Some(layer) = all.find(|layer| !known.contains(&layer.target.id)) {
+            let what = format!("an adapter was opened for another model: this one has no `{}`", layer.target.id);
             return Err(Error::Usage { what, hint: None });
         }
         let branch_bytes = region.peak();
@@ -218,7 +218,7 @@ impl Formats {
         let merged: HashSet<LayerId> = self.layers.iter().filter(|layer| layer.merged).map(|layer| layer.id).collect();
         let of = |(adapter, strength): &(crate::adapter::Adapter, f32)| {
             let layers = adapter.layers.len();
-            let count = adapter.layers.iter().filter(|layer| merged.contains(&layer.place.id)).count();
+            let count = adapter.layers.iter().filter(|layer| merged.contains(&layer.target.id)).count();
             let (merged, beside) = if *strength == 0.0 { (0, 0) } else { (count, layers - count) };
             let (path, digest) = (adapter.path.clone(), adapter.digest.clone());
             AdapterUse { path, digest, strength: *strength, layers, merged, beside, unmatched: adapter.unmatched.len() }

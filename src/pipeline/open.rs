@@ -1,6 +1,6 @@
 //! Opens the files of a model and checks that they are complete and fit each other. No weight is read yet.
 
-use crate::adapter::{Adapters, Places};
+use crate::adapter::{Adapters, LayerTargets};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::config::{
     ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler,
@@ -46,9 +46,9 @@ impl Configs {
     }
 
     /// The layers that adapters can change.
-    pub fn places(&self) -> Places {
+    pub fn layer_targets(&self) -> LayerTargets {
         let (transformer, text) = (transformer_manifest(&self.transformer), text_manifest(&self.text_encoder));
-        Places::new(transformer.iter().chain(&text))
+        LayerTargets::new(transformer.iter().chain(&text))
     }
 }
 
@@ -189,8 +189,8 @@ impl OpenModel {
     }
 
     /// The layers that adapters can change.
-    pub fn places(&self) -> Places {
-        self.configs.places()
+    pub fn layer_targets(&self) -> LayerTargets {
+        self.configs.layer_targets()
     }
 
     /// The files in use, for display.

@@ -1,7 +1,7 @@
 //! Adapter files made up by tests: values that follow from names, in the spellings of PEFT and of kohya.
 
 use kiln::error::Result;
-use kiln::internals::adapter::{Adapter, Adapters, Places};
+use kiln::internals::adapter::{Adapter, Adapters, LayerTargets};
 use kiln::internals::checkpoint::Shard;
 use kiln::internals::names::TensorSpec;
 use kiln::internals::pipeline::OpenModel;
@@ -92,13 +92,13 @@ pub fn file(factors: &[Factor], dtype: DType, metadata: &[(&str, &str)]) -> Vec<
 }
 
 /// A file that is read for a model with these layers.
-pub fn read(file: Vec<u8>, places: &Places) -> Result<Adapter> {
-    Adapter::read(&Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(file)))?, places)
+pub fn read(file: Vec<u8>, targets: &LayerTargets) -> Result<Adapter> {
+    Adapter::read(&Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(file)))?, targets)
 }
 
 /// Adapters in bf16 with their strengths, for a model.
 pub fn adapters<'a>(model: &OpenModel, given: impl IntoIterator<Item = (&'a [Factor], f32)>) -> Adapters {
-    let places = model.places();
-    let one = |(factors, strength): (&[Factor], f32)| (read(file(factors, DType::Bf16, &[]), &places).unwrap(), strength);
+    let targets = model.layer_targets();
+    let one = |(factors, strength): (&[Factor], f32)| (read(file(factors, DType::Bf16, &[]), &targets).unwrap(), strength);
     Adapters(given.into_iter().map(one).collect())
 }

@@ -122,7 +122,7 @@ impl Case {
     pub fn engine(&self, backend: Box<dyn Backend>, precision: Precision) -> Engine {
         let mut model = model();
         if let Some(file) = &self.adapter {
-            let adapter = Adapter::read(&Shard::open(&fixture(file)).unwrap(), &model.places()).unwrap();
+            let adapter = Adapter::read(&Shard::open(&fixture(file)).unwrap(), &model.layer_targets()).unwrap();
             assert!(adapter.unmatched.is_empty(), "{:?}", adapter.unmatched);
             model.adapters = Adapters(vec![(adapter, 1.0)]);
         }

@@ -3,7 +3,7 @@
 use crate::fnv::fnv1a;
 use crate::header::safetensors;
 use crate::random::splitmix;
-use kiln::internals::adapter::Places;
+use kiln::internals::adapter::LayerTargets;
 use kiln::internals::config::{TextConfig, TransformerConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::tensor::DType;
@@ -94,9 +94,9 @@ impl File {
 }
 
 /// The layers of a model of these sizes.
-pub fn places_of(transformer: &TransformerConfig, text: &TextConfig) -> Places {
+pub fn targets_of(transformer: &TransformerConfig, text: &TextConfig) -> LayerTargets {
     let (transformer, text) = (transformer_manifest(transformer), text_manifest(text));
-    Places::new(transformer.iter().chain(&text))
+    LayerTargets::new(transformer.iter().chain(&text))
 }
 
 /// Both factors of a layer.

@@ -375,7 +375,7 @@ fn adapters_of_another_model_are_refused() {
     for id in [LayerRole::MlpOut(Stream::Image).of_block(0), LayerRole::MlpIn(Stream::Image).of_block(7)] {
         for mode in MODES {
             let mut model = with(plain(), &[(&layer, 1.0)]);
-            model.adapters.0[0].0.layers[0].place.id = id;
+            model.adapters.0[0].0.layers[0].target.id = id;
             let error = Engine::load(Box::new(cpu()), model, options(Precision::F32, mode), &Silent).err().unwrap().to_string();
             assert!(error.contains("an adapter was opened for another model"), "{id} {mode:?}: {error}");
         }

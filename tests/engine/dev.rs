@@ -325,10 +325,10 @@ fn all_layers_of_the_turbo_adapter_are_matched() {
     let layers = turbo_layers();
     assert_eq!(layers.len(), 170);
     let factors: Vec<Factor> = layers.iter().flat_map(|(name, shape)| lora(name, PEFT, *shape, 1)).collect();
-    let adapter = read(file(&factors, DType::Bf16, &[]), &Configs::dev().places()).unwrap();
+    let adapter = read(file(&factors, DType::Bf16, &[]), &Configs::dev().layer_targets()).unwrap();
     assert_eq!((adapter.layers.len(), adapter.unmatched.len()), (170, 0));
     // klein 9B has blocks of the same names, and another width.
-    let refused = read(file(&factors, DType::Bf16, &[]), &Configs::klein_9b().places()).unwrap_err();
+    let refused = read(file(&factors, DType::Bf16, &[]), &Configs::klein_9b().layer_targets()).unwrap_err();
     assert!(refused.to_string().contains("FLUX.2 [dev]"), "{refused}");
 }
 

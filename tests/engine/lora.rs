@@ -5,7 +5,7 @@ use common::lora::{File, Tensor};
 use common::random::long;
 use common::scratch::Scratch;
 use common::{Goldens, cpu, fixture, relative_l2, run, short_model, small_job};
-use kiln::internals::adapter::{Adapter, AdapterMode, Adapters, Places};
+use kiln::internals::adapter::{Adapter, AdapterMode, Adapters, LayerTargets};
 use kiln::internals::config::Variant;
 use kiln::internals::dump::Record;
 use kiln::internals::names::{LayerRole, Stream};
@@ -70,11 +70,11 @@ impl Recorded {
     }
 
     /// Writes the file, with its settings beside it, and opens it.
-    fn open(&self, places: &Places) -> Adapter {
+    fn open(&self, targets: &LayerTargets) -> Adapter {
         let folder = Scratch::new();
         self.config.iter().for_each(|text| drop(folder.write("adapter_config.json", text)));
         let path = folder.write("adapter_model.safetensors", self.file().bytes());
-        let adapter = Adapter::open(&path, places).unwrap_or_else(|error| panic!("{}: {error}", self.name));
+        let adapter = Adapter::open(&path, targets).unwrap_or_else(|error| panic!("{}: {error}", self.name));
         assert_eq!(adapter.unmatched, Vec::<String>::new(), "{}", self.name);
         adapter
     }
@@ -117,8 +117,8 @@ fn recorded() -> &'static (Fixture, BTreeMap<String, Adapter>) {
     static RECORDED: OnceLock<(Fixture, BTreeMap<String, Adapter>)> = OnceLock::new();
     RECORDED.get_or_init(|| {
         let recorded: Fixture = serde_json::from_str(&std::fs::read_to_string(fixture("lora.json")).unwrap()).unwrap();
-        let places = short_model(Variant::Distilled).places();
-        let opened = recorded.files.iter().map(|file| (file.name.clone(), file.open(&places))).collect();
+        let targets = short_model(Variant::Distilled).layer_targets();
+        let opened = recorded.files.iter().map(|file| (file.name.clone(), file.open(&targets))).collect();
         (recorded, opened)
     })
 }
@@ -217,16 +217,16 @@ fn mistakes_are_noticed() {
     });
     moved("no alpha", "kohya", &|adapters| adapters.0[0].0.layers.iter_mut().for_each(|layer| layer.term.scale = 1.0));
     moved("halves not swapped", "diffusers", &|adapters| {
-        adapters.0[0].0.layers.iter_mut().for_each(|layer| layer.place.rows.sort_by_key(|rows| rows.start));
+        adapters.0[0].0.layers.iter_mut().for_each(|layer| layer.target.rows.sort_by_key(|rows| rows.start));
     });
     moved("a layer missing", "bfl", &|adapters| {
-        adapters.0[0].0.layers.retain(|layer| layer.place.id != LayerRole::AttentionOut(Stream::Image).of_block(1));
+        adapters.0[0].0.layers.retain(|layer| layer.target.id != LayerRole::AttentionOut(Stream::Image).of_block(1));
     });
     moved("keys in place of values", "onetrainer", &|adapters| {
         let layers = &mut adapters.0[0].0.layers;
         let at = |end: &str| layers.iter().position(|layer| layer.name.ends_with(&format!("double_blocks.0.img_attn.qkv.{end}")));
         let (keys, values) = (at("1").unwrap(), at("2").unwrap());
-        let rows = layers[keys].place.rows.clone();
-        layers[keys].place.rows = std::mem::replace(&mut layers[values].place.rows, rows);
+        let rows = layers[keys].target.rows.clone();
+        layers[keys].target.rows = std::mem::replace(&mut layers[values].target.rows, rows);
     });
 }

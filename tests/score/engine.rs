@@ -228,8 +228,8 @@ impl Model {
     /// The model that is scored, which computes what adapters add beside its weights, and an adapter for it.
     pub fn and_adapter(file: &Path) -> (Self, Adapter) {
         let (found, precision) = (located(&model_folder()), Format::of_score().precision());
-        let places = OpenModel::open(&found, None).unwrap().places();
-        let adapter = Adapter::open(file, &places).unwrap();
+        let targets = OpenModel::open(&found, None).unwrap().layer_targets();
+        let adapter = Adapter::open(file, &targets).unwrap();
         let options = LoadOptions { precision, adapters: AdapterMode::Branch, ..OPTIONS };
         (Self::load(backend(), &found, options), adapter)
     }

@@ -3,10 +3,10 @@
 use crate::checkpoint::message;
 use common::adapter_files::{KOHYA, PEFT, read};
 use common::header::safetensors;
-use common::lora::{File, Tensor, pair, places_of};
+use common::lora::{File, Tensor, pair, targets_of};
 use common::random::long;
 use common::scratch::Scratch;
-use kiln::internals::adapter::{Adapter, Places};
+use kiln::internals::adapter::{Adapter, LayerTargets};
 use kiln::internals::config::{TextConfig, TransformerConfig};
 use kiln::internals::tensor::DType;
 use std::time::{Duration, Instant};
@@ -16,8 +16,8 @@ const QKV: &str = "diffusion_model.double_blocks.0.img_attn.qkv";
 const FLAT: &str = "lora_unet_double_blocks_0_img_attn_qkv";
 const QUERY: &str = "transformer.transformer_blocks.0.attn.to_q";
 
-pub fn tiny() -> Places {
-    places_of(&TransformerConfig::tiny(), &TextConfig::tiny())
+pub fn tiny() -> LayerTargets {
+    targets_of(&TransformerConfig::tiny(), &TextConfig::tiny())
 }
 
 fn f32s(name: &str, shape: &[usize], value: f32) -> Tensor {
@@ -41,8 +41,8 @@ fn soon<T>(what: &str, read: impl FnOnce() -> T) -> T {
     out
 }
 
-fn refused(what: &str, file: &File, places: &Places, says: &[&str]) {
-    let error = soon(what, || read(file.bytes(), places)).map(|adapter| adapter.layers.len()).expect_err(what);
+fn refused(what: &str, file: &File, targets: &LayerTargets, says: &[&str]) {
+    let error = soon(what, || read(file.bytes(), targets)).map(|adapter| adapter.layers.len()).expect_err(what);
     let said = message(&error);
     assert!(said.contains("x.safetensors"), "{what}: {said}");
     for text in says {
@@ -57,9 +57,9 @@ fn factors_that_do_not_make_a_layer_are_refused() {
     let down = || good().tensors[0].clone();
     let up = || good().tensors[1].clone();
     let lokr = |w2: [usize; 2]| File::of([named(".lokr_w1", &[4, 4]), named(".lokr_w2", &w2)]);
-    let places = tiny();
-    assert_eq!(read(good().bytes(), &places).unwrap().layers.len(), 1);
-    assert_eq!(read(lokr([192, 64]).bytes(), &places).unwrap().layers.len(), 1);
+    let targets = tiny();
+    assert_eq!(read(good().bytes(), &targets).unwrap().layers.len(), 1);
+    assert_eq!(read(lokr([192, 64]).bytes(), &targets).unwrap().layers.len(), 1);
     let cases: Vec<(&str, File, &[&str])> = vec![
         ("alpha 0", good().with(alpha(0.0)), &["alpha of 0"]),
         ("alpha NaN", good().with(alpha(f32::NAN)), &["alpha of NaN"]),
@@ -120,20 +120,20 @@ fn factors_that_do_not_make_a_layer_are_refused() {
         ("nothing", File::default(), &["no factors of LoRA or LoKr"]),
     ];
     for (what, file, says) in cases {
-        refused(what, &file, &places, says);
+        refused(what, &file, &targets, says);
     }
 }
 
 #[test]
 fn values_that_would_destroy_the_image_are_refused() {
-    let places = tiny();
+    let targets = tiny();
     for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for (tensor, index) in [(0, 0), (0, 1023), (1, 17), (1, 3071)] {
             for dtype in [DType::F32, DType::Bf16, DType::F16] {
                 let mut file = File::of(pair(QKV, PEFT, [768, 256], 4, dtype));
                 let (bytes, one) = (&mut file.tensors[tensor].bytes, dtype.encoded(&[value]));
                 bytes[index * one.len()..][..one.len()].copy_from_slice(&one);
-                refused("not finite", &file, &places, &["not finite"]);
+                refused("not finite", &file, &targets, &["not finite"]);
             }
         }
     }
@@ -141,18 +141,18 @@ fn values_that_would_destroy_the_image_are_refused() {
     let large = |a, b| {
         File::of([f32s(&format!("{QKV}.lora_A.weight"), &[4, 256], a), f32s(&format!("{QKV}.lora_B.weight"), &[768, 4], b)])
     };
-    refused("product", &large(1e30, 1e30), &places, &["not finite"]);
-    refused("sum of products", &large(2e19, 1e19), &places, &["not finite"]);
-    refused("alpha", &large(1e20, 1e10).with(f32s(&format!("{QKV}.alpha"), &[], 1e30)), &places, &["not finite"]);
+    refused("product", &large(1e30, 1e30), &targets, &["not finite"]);
+    refused("sum of products", &large(2e19, 1e19), &targets, &["not finite"]);
+    refused("alpha", &large(1e20, 1e10).with(f32s(&format!("{QKV}.alpha"), &[], 1e30)), &targets, &["not finite"]);
     let kronecker =
         File::of([f32s(&format!("{QKV}.lokr_w1"), &[4, 4], 1e30), f32s(&format!("{QKV}.lokr_w2"), &[192, 64], -1e30)]);
-    refused("Kronecker product", &kronecker, &places, &["not finite"]);
-    assert!(read(large(1e15, 1e15).bytes(), &places).is_ok());
+    refused("Kronecker product", &kronecker, &targets, &["not finite"]);
+    assert!(read(large(1e15, 1e15).bytes(), &targets).is_ok());
 }
 
 #[test]
 fn layers_that_are_there_twice_are_refused() {
-    let (places, other) = (tiny(), |layer: &str, shape| pair(layer, KOHYA, shape, 2, DType::F32));
+    let (targets, other) = (tiny(), |layer: &str, shape| pair(layer, KOHYA, shape, 2, DType::F32));
     for (layer, shape) in [
         (FLAT, [768, 256]),
         ("double_blocks.0.img_attn.qkv", [768, 256]),
@@ -163,17 +163,17 @@ fn layers_that_are_there_twice_are_refused() {
     ] {
         let mut file = good();
         file.tensors.extend(other(layer, shape));
-        refused(layer, &file, &places, &["are for the same layer", layer, QKV]);
+        refused(layer, &file, &targets, &["are for the same layer", layer, QKV]);
     }
     // Queries and keys of one layer do not meet.
     let mut file = File::of(other(QUERY, [256, 256]));
     file.tensors.extend(other("transformer.transformer_blocks.0.attn.to_k", [256, 256]));
-    assert_eq!(read(file.bytes(), &places).unwrap().layers.len(), 2);
+    assert_eq!(read(file.bytes(), &targets).unwrap().layers.len(), 2);
 }
 
 #[test]
 fn adapters_of_other_models_are_refused_by_name() {
-    let klein = places_of(&TransformerConfig::klein_4b(), &TextConfig::klein_4b());
+    let klein = targets_of(&TransformerConfig::klein_4b(), &TextConfig::klein_4b());
     let one = |layer: &str, shape| File::of(pair(layer, KOHYA, shape, 1, DType::Bf16));
     let qkv = |h: usize| one(FLAT, [3 * h, h]);
     assert!(read(qkv(3072).bytes(), &klein).is_ok());
@@ -195,9 +195,9 @@ fn adapters_of_other_models_are_refused_by_name() {
 
 #[test]
 fn damaged_files_are_refused() {
-    let (places, whole) = (tiny(), good().bytes());
+    let (targets, whole) = (tiny(), good().bytes());
     for cut in (0..whole.len()).step_by(37) {
-        assert!(read(whole[..cut].to_vec(), &places).is_err(), "{cut}");
+        assert!(read(whole[..cut].to_vec(), &targets).is_err(), "{cut}");
     }
     let changed = |from: &str, to: &str| {
         let header = good().header().replacen(from, to, 1);
@@ -212,26 +212,26 @@ fn damaged_files_are_refused() {
         ("BF16", "BF61", "unknown dtype"),
         ("lora_B", "lora_A", "is there twice"),
     ] {
-        let error = read(changed(from, to), &places).map(|_| ()).expect_err(from);
+        let error = read(changed(from, to), &targets).map(|_| ()).expect_err(from);
         assert!(error.to_string().contains(says), "{error}: {says}");
     }
     // Many keys, each of them good.
     let many = (0..100_000).map(|i| raw(&format!("lora_unet_x{i}.lora_down.weight"), "F32", &[0, 1], 0));
     let file = File::of(many);
-    refused("100,000 keys", &file, &places, &["limit 4,194,304"]);
+    refused("100,000 keys", &file, &targets, &["limit 4,194,304"]);
     let many = (0..5000).map(|i| raw(&format!("x{i}.lora_down.weight"), "F32", &[0, 1], 0));
-    refused("5,000 keys", &File::of(many), &places, &["more than 4096 tensors"]);
+    refused("5,000 keys", &File::of(many), &targets, &["more than 4096 tensors"]);
     // As many as a file can have, of which the model has none.
     let none = (0..2048).flat_map(|i| pair(&format!("lora_unet_double_blocks_{i}_img_attn_q"), KOHYA, [2, 2], 1, DType::F32));
-    refused("4,096 keys of another model", &File::of(none), &places, &["and 2045 more", "near is"]);
+    refused("4,096 keys of another model", &File::of(none), &targets, &["and 2045 more", "near is"]);
 }
 
 #[test]
 fn settings_in_the_metadata_may_be_anything() {
-    let places = tiny();
+    let targets = tiny();
     let with = |text: &str| File::of(pair(QUERY, PEFT, [256, 256], 4, DType::F32)).with_metadata("lora_adapter_metadata", text);
     for text in ["", "[", "7", "[]", "null", "\"x\"", "{]", "{\"transformer.r\": ", "\u{0}", "NaN"] {
-        refused(text, &with(text), &places, &["the settings of this adapter are not readable"]);
+        refused(text, &with(text), &targets, &["the settings of this adapter are not readable"]);
     }
     for text in [
         r#"{"transformer.lora_alpha": "8"}"#,
@@ -240,11 +240,11 @@ fn settings_in_the_metadata_may_be_anything() {
         r#"{"transformer.alpha_pattern": [1]}"#,
         r#"{"transformer.alpha_pattern": {"x": {}}}"#,
     ] {
-        refused(text, &with(text), &places, &["the settings of this adapter are not readable"]);
+        refused(text, &with(text), &targets, &["the settings of this adapter are not readable"]);
     }
     for pattern in ["^transformer_blocks", r"attn\\.to_q", "to_[qk]", "(", "to_q|to_k", "attn.*"] {
         let text = format!(r#"{{"transformer.alpha_pattern": {{"{pattern}": 1}}}}"#);
-        refused(pattern, &with(&text), &places, &["not readable", "alpha_pattern is not the name of a layer"]);
+        refused(pattern, &with(&text), &targets, &["not readable", "alpha_pattern is not the name of a layer"]);
     }
     for (text, says) in [
         (r#"{"transformer.lora_alpha": 0}"#, "alpha of 0"),
@@ -253,34 +253,34 @@ fn settings_in_the_metadata_may_be_anything() {
         (r#"{"transformer.lora_alpha": 1e-300}"#, "alpha of 0"),
         (r#"{"transformer.lora_alpha": 8, "transformer.alpha_pattern": {"attn.to_q": 0}}"#, "alpha of 0"),
     ] {
-        refused(text, &with(text), &places, &[says]);
+        refused(text, &with(text), &targets, &[says]);
     }
-    refused("deep", &with(&"[".repeat(100_000)), &places, &["not readable"]);
-    refused("long", &with(&format!("{{{}", " ".repeat(3_000_000))), &places, &["not readable"]);
-    refused("longer than a header may be", &with(&" ".repeat(5_000_000)), &places, &["limit 4,194,304"]);
+    refused("deep", &with(&"[".repeat(100_000)), &targets, &["not readable"]);
+    refused("long", &with(&format!("{{{}", " ".repeat(3_000_000))), &targets, &["not readable"]);
+    refused("longer than a header may be", &with(&" ".repeat(5_000_000)), &targets, &["limit 4,194,304"]);
     let many: Vec<String> = (0..50_000).map(|i| format!("\"layer{i}\":1")).collect();
     let text = format!(r#"{{"transformer.lora_alpha": 2, "transformer.alpha_pattern": {{{}}}}}"#, many.join(","));
-    assert_eq!(soon("many", || read(with(&text).bytes(), &places)).unwrap().layers[0].term.scale, 0.5);
+    assert_eq!(soon("many", || read(with(&text).bytes(), &targets)).unwrap().layers[0].term.scale, 0.5);
     // The text encoder has settings of its own.
     let text = "text_encoder.model.layers.3.self_attn.q_proj";
     let mut both = with(r#"{"transformer.lora_alpha": 2, "text_encoder.lora_alpha": 8}"#);
     both.tensors.extend(pair(text, PEFT, [512, 128], 4, DType::F32));
-    let scales = read(both.bytes(), &places).unwrap().layers.into_iter().map(|layer| (layer.name, layer.term.scale));
+    let scales = read(both.bytes(), &targets).unwrap().layers.into_iter().map(|layer| (layer.name, layer.term.scale));
     assert_eq!(scales.collect::<Vec<_>>(), [(text.to_owned(), 2.0), (QUERY.to_owned(), 0.5)]);
     // What is no setting of a scale does not matter.
     let text = r#"{"transformer.lora_alpha": 2, "transformer.target_modules": [["x"], 7], "unknown": null}"#;
-    assert_eq!(read(with(text).bytes(), &places).unwrap().layers[0].term.scale, 0.5);
+    assert_eq!(read(with(text).bytes(), &targets).unwrap().layers[0].term.scale, 0.5);
 }
 
 #[test]
 fn settings_beside_the_file_may_be_anything() {
-    let (places, file) =
+    let (targets, file) =
         (tiny(), File::of(pair("base_model.model.transformer_blocks.0.attn.to_q", PEFT, [256, 256], 4, DType::F32)));
     let open = |prepare: &dyn Fn(&Scratch)| {
         let folder = Scratch::new();
         let path = folder.write("adapter_model.safetensors", file.bytes());
         prepare(&folder);
-        Adapter::open(&path, &places).map(|adapter| adapter.layers[0].term.scale)
+        Adapter::open(&path, &targets).map(|adapter| adapter.layers[0].term.scale)
     };
     let with = |text: &str| open(&|folder| drop(folder.write("adapter_config.json", text)));
     assert_eq!(open(&|_| ()).unwrap(), 1.0);

@@ -6,7 +6,7 @@ use common::header::safetensors;
 use common::lora::{File, Tensor, pair};
 use common::random::{Random, cases};
 use kiln::error::Error;
-use kiln::internals::adapter::{Adapter, KroneckerFactor, Matrix, Places, Product, Term};
+use kiln::internals::adapter::{Adapter, KroneckerFactor, LayerTargets, Matrix, Product, Term};
 use kiln::internals::tensor::DType;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -125,7 +125,7 @@ fn check(adapter: &Adapter, random: &mut Random) {
     assert!(!adapter.layers.is_empty());
     for layer in &adapter.layers {
         let [rows, cols] = layer.term.shape();
-        assert_eq!([rows, cols], [layer.place.len(), layer.place.cols], "{}", layer.name);
+        assert_eq!([rows, cols], [layer.target.len(), layer.target.cols], "{}", layer.name);
         assert!(layer.term.scale.is_finite() && layer.term.scale != 0.0, "{}", layer.name);
         let mut added = vec![0.0; rows * cols];
         layer.term.add_to(1.0, &mut added);
@@ -139,10 +139,10 @@ fn check(adapter: &Adapter, random: &mut Random) {
 
 #[test]
 fn files_with_faults_are_refused_or_right() {
-    let (places, accepted): (Places, AtomicUsize) = (tiny(), AtomicUsize::new(0));
+    let (targets, accepted): (LayerTargets, AtomicUsize) = (tiny(), AtomicUsize::new(0));
     cases("adapter files with faults", 2000, 200_000, |random| {
         let bytes = mutated(random);
-        match read(bytes, &places) {
+        match read(bytes, &targets) {
             Ok(adapter) => {
                 accepted.fetch_add(1, Ordering::Relaxed);
                 check(&adapter, random);

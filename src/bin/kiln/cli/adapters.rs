@@ -4,7 +4,7 @@ use super::args::{LoraArg, LoraArgs};
 use crate::terminal::Terminal;
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
-use kiln::lora::{Adapter, AdapterMode, Adapters, Places, Product};
+use kiln::lora::{Adapter, AdapterMode, Adapters, LayerTargets, Product};
 use kiln::progress::Progress;
 use kiln::text::shown;
 use kiln::{AdapterUse, Formats};
@@ -29,19 +29,19 @@ impl AdapterFiles {
     }
 
     /// Opens the files for a model with these layers.
-    pub fn open(&self, places: impl FnOnce() -> Places) -> Result<Adapters> {
+    pub fn open(&self, targets: impl FnOnce() -> LayerTargets) -> Result<Adapters> {
         if self.files.is_empty() {
             return Ok(Adapters::default());
         }
-        let places = places();
-        let open = |(path, scale): &(PathBuf, f32)| Ok((open_adapter(path, self.partial, &places)?, *scale));
+        let targets = targets();
+        let open = |(path, scale): &(PathBuf, f32)| Ok((open_adapter(path, self.partial, &targets)?, *scale));
         self.files.iter().map(open).collect::<Result<_>>().map(Adapters)
     }
 }
 
 /// Opens a file, all of which has to fit unless `partial` allows less.
-pub fn open_adapter(path: &Path, partial: bool, places: &Places) -> Result<Adapter> {
-    if partial { Adapter::open(path, places) } else { Adapter::open_whole(path, places) }
+pub fn open_adapter(path: &Path, partial: bool, targets: &LayerTargets) -> Result<Adapter> {
+    if partial { Adapter::open(path, targets) } else { Adapter::open_whole(path, targets) }
 }
 
 /// An adapter as images and JSON tell of it.
@@ -110,10 +110,10 @@ pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String
     let left_out = if unmatched.is_empty() { "" } else { "; the model does not have the others" };
     let line = format!("{method} {}: {} of {all} layers, {ranks}, scale {scale}, {how}{left_out}", file_name(path), layers.len());
     let place = |layer: &kiln::lora::Layer| {
-        let place = &layer.place;
-        let rows: Vec<String> = place.rows.iter().map(|rows| format!("{}..{}", rows.start, rows.end)).collect();
+        let target = &layer.target;
+        let rows: Vec<String> = target.rows.iter().map(|rows| format!("{}..{}", rows.start, rows.end)).collect();
         let rank = layer.term.rank().map_or_else(|| "whole".into(), |rank| format!("rank {rank}"));
-        let (part, name, rows) = (place.id.component(), place.id, rows.join(" and "));
+        let (part, name, rows) = (target.id.component(), target.id, rows.join(" and "));
         format!("  {} -> {part} {name} rows {rows}, {rank}, scale {}", shown(&layer.name), layer.term.scale)
     };
     let missing = |name: &String| format!("  {} is left out: the model has no such layer", shown(name));

@@ -21,7 +21,7 @@ use crate::terminal::{Seconds, Terminal, Verbosity};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
 use kiln::locate::{Environment, Found};
-use kiln::lora::{AdapterMode, Places};
+use kiln::lora::{AdapterMode, LayerTargets};
 use kiln::output::save_new;
 use kiln::progress::{Phase, Progress};
 use kiln::service::{Event, Service, Ticket};
@@ -138,14 +138,14 @@ impl Known {
 pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Terminal>, out: &mut dyn Write) -> Result<()> {
     let BatchRequest { source, file, setup, usual, defaults, environment, lora_partial, .. } = request;
     let (own_stop, own_terminal) = (stop.clone(), terminal.clone());
-    let (service, (known, places)) = Service::start(move || {
+    let (service, (known, targets)) = Service::start(move || {
         let found = setup.found.clone();
         let mut session = Session::open(setup, &own_stop, &own_terminal)?;
         let profile = session.profile();
         let job = Settings::resolve(usual, &profile).job;
         session.fit(&job, &own_terminal)?;
         let known = Known { profile, backend: session.backend.name, found };
-        let places: Places = session.model.places();
+        let targets: LayerTargets = session.model.layer_targets();
         let on_gpu = session.backend.device.is_some();
         let mut engine = session.load(&*own_terminal)?;
         // On a CPU these would take memory from everything else.
@@ -153,7 +153,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
             let more = if known.profile.variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
             engine.keep_results(KEPT_BYTES + more, &job)?;
         }
-        Ok((engine, (known, places)))
+        Ok((engine, (known, targets)))
     })?;
     terminal.say(&format!("{}, ready for lines", known.profile.name));
     let lines = read_lines(source)?;
@@ -162,7 +162,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         service,
         known,
         model_id,
-        library: Library::new(places, environment, lora_partial),
+        library: Library::new(targets, environment, lora_partial),
         defaults,
         file,
         lines: Some(lines),

@@ -53,10 +53,10 @@ struct Fit {
 
 impl Fit {
     fn new(contents: &Contents, model: &OpenModel) -> Self {
-        let places = model.places();
+        let targets = model.layer_targets();
         let names = contents.layers.iter().map(|layer| layer.name.clone());
-        let (matched, unmatched): (Vec<String>, Vec<String>) = names.partition(|name| places.find(name).is_some());
-        let error = Adapter::open_whole(&contents.path, &places).err().map(|error| message(&error));
+        let (matched, unmatched): (Vec<String>, Vec<String>) = names.partition(|name| targets.find(name).is_some());
+        let error = Adapter::open_whole(&contents.path, &targets).err().map(|error| message(&error));
         Self { model: model.name.clone(), fits: error.is_none(), matched: matched.len(), unmatched, error }
     }
 }

@@ -179,7 +179,7 @@ impl PlannedModel {
         if named && args.klein.is_none() && !args.dev {
             let found: Found = locate(&m.request(environment))?;
             let mut model = OpenModel::open(&found, variant)?;
-            model.adapters = adapters.open(|| model.places())?;
+            model.adapters = adapters.open(|| model.layer_targets())?;
             return Ok(Self {
                 name: model.name.clone(),
                 variant: model.variant,
@@ -194,7 +194,7 @@ impl PlannedModel {
             KleinArg::NineB => (Configs::klein_9b(), Variant::Distilled),
         };
         let variant = variant.unwrap_or(usual);
-        let adapters = adapters.open(|| configs.places())?;
+        let adapters = adapters.open(|| configs.layer_targets())?;
         Ok(Self {
             name: display_name(&configs.transformer, variant),
             variant,

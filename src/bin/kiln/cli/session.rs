@@ -39,7 +39,7 @@ impl Session {
                 true => OpenModel::open_and_read_ahead(&found, variant)?,
                 false => OpenModel::open(&found, variant)?,
             };
-            model.adapters = adapters.open(|| model.places())?;
+            model.adapters = adapters.open(|| model.layer_targets())?;
             Ok(model)
         };
         let (backend, model) = threads::join(select, open);

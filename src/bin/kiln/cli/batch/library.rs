@@ -4,7 +4,7 @@ use super::super::adapters::{BESIDE, describe, open_adapter};
 use super::super::args::LoraArg;
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
-use kiln::lora::{Adapter, Adapters, Places};
+use kiln::lora::{Adapter, Adapters, LayerTargets};
 use kiln::quantize::Identity;
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ const KEPT: usize = 32;
 
 /// Open adapters of one model.
 pub struct Library {
-    places: Places,
+    targets: LayerTargets,
     environment: Environment,
     /// Whether layers that the model does not have are left out.
     partial: bool,
@@ -22,8 +22,8 @@ pub struct Library {
 }
 
 impl Library {
-    pub fn new(places: Places, environment: Environment, partial: bool) -> Self {
-        Self { places, environment, partial, open: Vec::new() }
+    pub fn new(targets: LayerTargets, environment: Environment, partial: bool) -> Self {
+        Self { targets, environment, partial, open: Vec::new() }
     }
 
     /// The adapters of a line. A line of text about each that was not open yet goes to `tell`.
@@ -39,7 +39,7 @@ impl Library {
         let entry = match kept {
             Some(at) => self.open.remove(at),
             None => {
-                let adapter = open_adapter(&path, self.partial, &self.places)?;
+                let adapter = open_adapter(&path, self.partial, &self.targets)?;
                 tell(&describe(&adapter, lora.scale, BESIDE).0);
                 // What is left of an earlier version of the file is of no use.
                 self.open.retain(|(kept, _)| kept.path != identity.path);

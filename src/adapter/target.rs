@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// A layer of a model, or rows of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct LayerTarget {
     /// The layer.
     pub id: LayerId,
     /// The rows of that weight that the rows of an adapter's layer are added to, in order.
@@ -18,7 +18,7 @@ pub struct Place {
     pub cols: usize,
 }
 
-impl Place {
+impl LayerTarget {
     /// Number of rows.
     pub fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum()
@@ -47,27 +47,27 @@ const FLAT_TEXT_PREFIXES: [&str; 4] = ["lora_te_", "lora_te1_", "lora_text_encod
 
 /// All layers of a model by their spellings.
 #[derive(Debug, Default)]
-pub struct Places {
+pub struct LayerTargets {
     /// By names with dots and without a prefix.
-    dotted: HashMap<(Part, String), Place>,
+    dotted: HashMap<(Part, String), LayerTarget>,
     /// By the same with underscores.
-    flat: HashMap<(Part, String), Place>,
+    flat: HashMap<(Part, String), LayerTarget>,
 }
 
-impl Places {
+impl LayerTargets {
     /// The linear layers among the tensors of these manifests.
     pub fn new<'a>(manifests: impl IntoIterator<Item = &'a TensorSpec>) -> Self {
-        let mut places = Self::default();
-        manifests.into_iter().for_each(|spec| places.add(spec));
-        places
+        let mut targets = Self::default();
+        manifests.into_iter().for_each(|spec| targets.add(spec));
+        targets
     }
 
     fn add(&mut self, spec: &TensorSpec) {
         let ([rows, cols], Some(id)) = (&spec.shape[..], spec.layer) else { return };
         let layer = spec.name.trim_end_matches(".weight");
-        let place = |rows: Vec<Range<usize>>| Place { id, rows, cols: *cols };
+        let target = |rows: Vec<Range<usize>>| LayerTarget { id, rows, cols: *cols };
         let all = || std::iter::once(0..*rows).collect();
-        self.spell(layer, place(all()));
+        self.spell(layer, target(all()));
         for layout in [Layout::Diffusers, Layout::Bfl] {
             let names = names::spell(id.component(), layout, &spec.name);
             for (piece, name) in names.iter().enumerate() {
@@ -78,12 +78,12 @@ impl Places {
                     _ if names.len() == 1 => all(),
                     _ => vec![piece_of(&spec.stack, piece)],
                 };
-                self.spell(name.trim_end_matches(".weight"), place(rows));
+                self.spell(name.trim_end_matches(".weight"), target(rows));
             }
         }
         // The last layer of a single block is called like that of FLUX.1 by some.
         if let (LayerRole::Linear2, Some(block)) = (id.role, id.block) {
-            self.spell(&format!("single_transformer_blocks.{block}.proj_out"), place(all()));
+            self.spell(&format!("single_transformer_blocks.{block}.proj_out"), target(all()));
         }
         // Queries, keys and values of a layer that computes them all, one by one, as some trainers have them.
         let stack: Vec<usize> = match id.role {
@@ -92,7 +92,7 @@ impl Places {
             _ => return,
         };
         for piece in 0..stack.len() {
-            let rows = place(vec![piece_of(&stack, piece)]);
+            let rows = target(vec![piece_of(&stack, piece)]);
             self.spell(&format!("{layer}.{piece}"), rows.clone());
             if let (LayerRole::Linear1, Some(block)) = (id.role, id.block) {
                 let name = ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"][piece];
@@ -101,14 +101,14 @@ impl Places {
         }
     }
 
-    fn spell(&mut self, layer: &str, place: Place) {
-        let part = place.id.component();
-        self.flat.insert((part, layer.replace('.', "_")), place.clone());
-        self.dotted.insert((part, layer.to_owned()), place);
+    fn spell(&mut self, layer: &str, target: LayerTarget) {
+        let part = target.id.component();
+        self.flat.insert((part, layer.replace('.', "_")), target.clone());
+        self.dotted.insert((part, layer.to_owned()), target);
     }
 
-    /// The place of a layer of an adapter, however it is spelled.
-    pub fn find(&self, layer: &str) -> Option<&Place> {
+    /// The target of an adapter's layer, however it is spelled.
+    pub fn find(&self, layer: &str) -> Option<&LayerTarget> {
         let of = |part: Part, prefixes: &[&str], flat: &[&str]| {
             let bare = without(layer, prefixes);
             // A converter cut off the beginning of this word, another put an underscore where a dot belongs.
@@ -150,14 +150,14 @@ mod tests {
     use crate::config::{TextConfig, TransformerConfig};
     use crate::model::{text_manifest, transformer_manifest};
 
-    fn places() -> Places {
+    fn targets() -> LayerTargets {
         let (transformer, text) = (transformer_manifest(&TransformerConfig::klein_4b()), text_manifest(&TextConfig::klein_4b()));
-        Places::new(transformer.iter().chain(&text))
+        LayerTargets::new(transformer.iter().chain(&text))
     }
 
     #[test]
     fn every_spelling_is_found() {
-        let places = places();
+        let targets = targets();
         let h = 3072;
         let qkv = "double_blocks.0.img_attn.qkv.weight";
         let linear1 = "single_blocks.7.linear1.weight";
@@ -187,11 +187,11 @@ mod tests {
             ("text_encoder.model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.qkv_proj.weight", 0..4096),
             ("lora_te_model_layers_3_mlp_up_proj", "model.layers.3.mlp.gate_up_proj.weight", 9728..2 * 9728),
         ] {
-            let place = places.find(layer).unwrap_or_else(|| panic!("{layer}"));
-            assert_eq!((place.id.canonical().as_str(), &place.rows[..]), (name, &[rows][..]), "{layer}");
+            let target = targets.find(layer).unwrap_or_else(|| panic!("{layer}"));
+            assert_eq!((target.id.canonical().as_str(), &target.rows[..]), (name, &[rows][..]), "{layer}");
         }
         // diffusers has scale before shift there.
-        let swapped = places.find("transformer.norm_out.linear").unwrap();
+        let swapped = targets.find("transformer.norm_out.linear").unwrap();
         assert_eq!(swapped.rows, [h..2 * h, 0..h]);
         for layer in [
             "double_blocks.5.img_attn.qkv",
@@ -199,15 +199,15 @@ mod tests {
             "lora_unet_single_blocks_20_linear1",
             "",
         ] {
-            assert_eq!(places.find(layer), None, "{layer}");
+            assert_eq!(targets.find(layer), None, "{layer}");
         }
     }
 
     #[test]
     fn underscored_names_are_unambiguous() {
-        let places = places();
-        for ((part, name), place) in &places.dotted {
-            assert_eq!(places.flat.get(&(*part, name.replace('.', "_"))), Some(place), "{name}");
+        let targets = targets();
+        for ((part, name), target) in &targets.dotted {
+            assert_eq!(targets.flat.get(&(*part, name.replace('.', "_"))), Some(target), "{name}");
         }
     }
 }
