@@ -189,10 +189,10 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias`, `gate` and `reduced` may be absent. `w` are matrices of the weight, and `first` are the rows of them with which the GEMM begins; for
- * KL_SWIGLU those of gates, then those of ups. `reduced` and `up` as in KlGemmStream, `up` from the first of these rows on. */
+/* `bias`, `gate` and `down_out` may be absent. `w` are matrices of the weight, and `first` are the rows of them with which the GEMM begins; for
+ * KL_SWIGLU those of gates, then those of ups. `down_out` and `up` as in KlGemmStream, `up` from the first of these rows on. */
 typedef struct {
-  KlMat out, x, w[2], bias, gate, reduced, up[2];
+  KlMat out, x, w[2], bias, gate, down_out, up[2];
   uint64_t saturated;
   uint32_t first[2];
   uint32_t epilogue;
@@ -309,10 +309,10 @@ typedef struct {
 
 #define KL_GEMM_PARTS 4u
 
-/* `w` are the matrices that the weight consists of, one below the other. A LoRA branch, `up down`, is added to them: `reduced`, if
+/* `w` are the matrices that the weight consists of, one below the other. A LoRA branch, `up down`, is added to them: `down_out`, if
  * present, is x times the transpose of `down`, and `up` has a row for each row of the weight. Both are KL_BF16. */
 typedef struct {
-  KlMat x, w[KL_GEMM_PARTS], bias, table, reduced, up;
+  KlMat x, w[KL_GEMM_PARTS], bias, table, down_out, up;
   KlOutputRange part[KL_GEMM_PARTS];
   uint32_t row_tiles;
   uint32_t col_tiles;
@@ -406,11 +406,11 @@ typedef struct {
 } KlExpansion;
 
 /* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
- * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual, `reduced` and
+ * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual, `down_out` and
  * `up` those of the LoRA branch. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS][KL_GEMM_PARTS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
-  KlTensorMap reduced[KL_STREAMS], up[KL_STREAMS];
+  KlTensorMap down_out[KL_STREAMS], up[KL_STREAMS];
   KlGemmStream stream[KL_STREAMS];
   KlExpansion expansion;
   uint32_t group[KL_STREAMS];

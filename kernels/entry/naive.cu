@@ -124,9 +124,9 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
 #pragma unroll
         for (int j = 0; j < kGemms; j++) sum[j] *= inside ? scale(j, col) : 1.0f;
       });
-      const auto reduced = [&](uint64_t row, uint32_t i) { return load_any(p.reduced, row, i); };
+      const auto down_out = [&](uint64_t row, uint32_t i) { return load_any(p.down_out, row, i); };
       const auto up = [&](int j, uint32_t col, uint32_t i) { return load_any(p.up[j], col, i); };
-      tile_gemm(a_tile, b_tile, acc, m, n, p.reduced.cols, reduced, up);
+      tile_gemm(a_tile, b_tile, acc, m, n, p.down_out.cols, down_out, up);
     };
     if (p.epilogue == KL_SWIGLU) {
       Patch<2> acc = {};

@@ -132,8 +132,8 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
   __device__ __forceinline__ void add_lora() const {
     const bool swiglu = part.epilogue == KL_SWIGLU, half_split = part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT;
     tile.add_product(
-        shared, s.reduced.cols,
-        [&](uint32_t row) { return row_of<const bf16>(s.reduced, min(static_cast<uint32_t>(this->row0) + row, s.reduced.rows - 1)); },
+        shared, s.down_out.cols,
+        [&](uint32_t row) { return row_of<const bf16>(s.down_out, min(static_cast<uint32_t>(this->row0) + row, s.down_out.rows - 1)); },
         [&](uint32_t col) {
           const uint32_t within = swiglu || half_split ? interleaved_column(col, half_split ? 64 : 0) : col;
           const uint32_t first = part.first_col + (swiglu && col / 8 % 2 ? out.cols : 0);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const Kl
   const uint32_t width = part.epilogue == KL_SWIGLU ? Tile::kBlockN / 2 : Tile::kBlockN;
   const GemmEpilogue<Tile> epilogue(s, part, saturated, tile, shared, row_tile, col_tile, width);
   epilogue.apply_scales();
-  if (s.reduced.data) epilogue.add_lora();
+  if (s.down_out.data) epilogue.add_lora();
   if (part.epilogue == KL_SWIGLU) {
     epilogue.swiglu();
   } else if (part.epilogue == KL_QK_NORM_ROPE) {

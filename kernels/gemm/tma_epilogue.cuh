@@ -126,7 +126,7 @@ struct GemmEpilogue {
   // What is left to multiply accumulators by, gate columns of SwiGLU or its up columns: the scales of the operands, unless a LoRA branch
   // was added to the product of both.
   __device__ __forceinline__ float alpha(int half = 0) const {
-    if constexpr (kScaled) return s.reduced.data ? 1.0f : part.w[half].alpha;
+    if constexpr (kScaled) return s.down_out.data ? 1.0f : part.w[half].alpha;
     return 1.0f;
   }
 
@@ -173,8 +173,8 @@ struct GemmEpilogue {
       }
     }
     constexpr uint32_t kStep = 16;  // of K, in an MMA of bf16
-    for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLoraCols, pipe.advance()) {
-      const uint32_t steps = ceil_div(min(s.reduced.cols - col, Config::kLoraCols), kStep);
+    for (uint32_t col = 0; col < s.down_out.cols; col += Config::kLoraCols, pipe.advance()) {
+      const uint32_t steps = ceil_div(min(s.down_out.cols - col, Config::kLoraCols), kStep);
       mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
       add_lora_block<Config>(acc, first_row(thread), lane(), pipe.a(pipe.stage), steps);
       // All warps that release the stage together have read it.
@@ -350,7 +350,7 @@ struct GemmEpilogue {
     if (lane() == 0) tma_store_wait<0>();  // the stores of the previous tile have read the staging buffers
     apply_row_scales();
     if constexpr (Config::kLora) {
-      if (s.reduced.data) add_lora(pipe);
+      if (s.down_out.data) add_lora(pipe);
     }
     if (part.epilogue == KL_GATE_RESIDUAL) {
       apply_gate(add_bias());

@@ -69,7 +69,7 @@ __device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, ty
 // Split-K: a warpgroup whose rows the peer finishes has no use for the LoRA branch, but the stages of it are also its to release.
 template <class Config>
 __device__ __forceinline__ void skip_lora(const KlGemmStream& s, Pipeline<Config>& pipe, uint32_t group) {
-  for (uint32_t col = 0; col < s.reduced.cols; col += Config::kLoraCols, pipe.advance()) {
+  for (uint32_t col = 0; col < s.down_out.cols; col += Config::kLoraCols, pipe.advance()) {
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
     // A warp that has not seen this phase when the stage is filled twice more would take the second for it, and wait forever.
     warpgroup_sync(kWarpgroupBarrier + group);
@@ -98,10 +98,10 @@ __device__ __forceinline__ void produce_residual(const typename Config::Params& 
 template <class Config>
 __device__ __forceinline__ void produce_lora(const typename Config::Params& p, Pipeline<Config>& pipe, const TileCoord<Config>& at,
                                                  uint32_t rank) {
-  const uint32_t cols = p.stream[at.stream].reduced.cols;
+  const uint32_t cols = p.stream[at.stream].down_out.cols;
   RowsA::Loader<Config> a(p, at, rank);
   CopiedB::Loader<Config> b(p, at, rank);
-  a.map = &p.reduced[at.stream];
+  a.map = &p.down_out[at.stream];
   b.first.point_at_up(p, at, CopiedB::Loader<Config>::kMulticast ? rank : 0), b.second.point_at_up(p, at, 1);
   for (uint32_t col = 0; col < cols; col += Config::kLoraCols, pipe.advance()) {
     const uint32_t full = pipe.full(pipe.stage);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
     }
     if (!is_finished<Config>(p, work)) continue;
     if constexpr (Config::kLora) {
-      if (p.stream[at.stream].reduced.data) produce_lora(p, pipe, at, rank);
+      if (p.stream[at.stream].down_out.data) produce_lora(p, pipe, at, rank);
     }
     if (p.stream[at.stream].part[at.part].epilogue == KL_GATE_RESIDUAL) produce_residual(p, pipe, at, rank);
   }

@@ -61,13 +61,13 @@ pub struct LowRank {
 
 impl LowRank {
     /// The type in which a GPU holds the product of an input and the first matrix: that of the second matrix, unless the input has more places.
-    pub fn reduced_type(self, x: Tensor) -> DType {
+    pub fn down_out_type(self, x: Tensor) -> DType {
         if x.dtype == DType::F32 || self.up.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
     }
 
     /// Bytes of that product.
-    pub fn reduced_bytes(self, x: Tensor) -> u64 {
-        (self.reduced_type(x).bytes(x.rows * self.down.rows) as u64).next_multiple_of(ALIGN)
+    pub fn down_out_bytes(self, x: Tensor) -> u64 {
+        (self.down_out_type(x).bytes(x.rows * self.down.rows) as u64).next_multiple_of(ALIGN)
     }
 }
 
@@ -483,7 +483,7 @@ impl Op<'_> {
             let is_expanded = |part: &&Tensor| formats.expands && part.dtype.is_quantised() && !w.input.dtype.is_quantised();
             let parts = w.weight.parts().iter().filter(is_expanded);
             bytes += parts.map(|part| (DType::Bf16.bytes(part.len()) as u64).next_multiple_of(ALIGN)).sum::<u64>();
-            bytes += w.low_rank.map_or(0, |term| term.reduced_bytes(x));
+            bytes += w.low_rank.map_or(0, |term| term.down_out_bytes(x));
         });
         bytes
     }

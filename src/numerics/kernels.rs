@@ -203,7 +203,7 @@ pub struct Layer<'a> {
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
     a: Strided<'a>,
-    reduced: Option<Strided<'a>>,
+    down_out: Option<Strided<'a>>,
 }
 
 /// One tile: `a` times the transpose of a range of the rows of the weight, which are decoded into `b` unless they can be read in
@@ -220,8 +220,8 @@ fn tile_nt(inputs: Inputs<'_>, layer: &Layer<'_>, range: Range<usize>, b: &mut V
         matmul(out, a, b.transposed(), accumulate);
     };
     add(inputs.a, &layer.weight, false);
-    if let (Some(reduced), Some((_, up))) = (inputs.reduced, &layer.low_rank) {
-        add(reduced, up, true);
+    if let (Some(down_out), Some((_, up))) = (inputs.down_out, &layer.low_rank) {
+        add(down_out, up, true);
     }
 }
 
@@ -231,7 +231,7 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows,
     let WeightRows { first, up, unit } = weight_rows;
     let step = (TILE_N / unit).max(1) * unit;
     let chunk = (MAX_DECODED_A / x.cols.max(1) / TILE_M).max(1) * TILE_M;
-    let (mut decoded, mut reduced) = (Vec::new(), Vec::new());
+    let (mut decoded, mut down_out) = (Vec::new(), Vec::new());
     for start in (0..x.rows).step_by(chunk) {
         let rows = start..(start + chunk).min(x.rows);
         if x.strided(rows.clone(), 0..x.cols).is_none() {
@@ -245,8 +245,8 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows,
             decode(down, 0..down.rows, &mut b);
             let b = Strided::new(&b, down.rows, down.cols).transposed();
             let a = x.strided(rows.clone(), 0..x.cols);
-            reduced.resize(rows.len() * down.rows, 0.0);
-            matmul(&mut reduced, a.unwrap_or_else(|| Strided::new(&decoded, rows.len(), x.cols)), b, false);
+            down_out.resize(rows.len() * down.rows, 0.0);
+            matmul(&mut down_out, a.unwrap_or_else(|| Strided::new(&decoded, rows.len(), x.cols)), b, false);
         }
         // Tiles of equal height, so that the last one is not much smaller than the others.
         let height = rows.len().div_ceil(rows.len().div_ceil(TILE_M));
@@ -259,7 +259,7 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows,
                 None => Strided::new(&decoded[r * x.cols..], out.rows, x.cols),
             };
             let rank = w.low_rank.as_ref().map(|(down, _)| down.rows);
-            let inputs = Inputs { a, reduced: rank.map(|rank| Strided::new(&reduced[r * rank..], out.rows, rank)) };
+            let inputs = Inputs { a, down_out: rank.map(|rank| Strided::new(&down_out[r * rank..], out.rows, rank)) };
             let range = first + c..first + c + out.cols;
             tile_nt(inputs, w, range.clone(), &mut s.b, &mut s.values);
             match up {

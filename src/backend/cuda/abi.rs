@@ -272,14 +272,14 @@ pub struct KlNaiveGemm {
     pub w: [KlMat; 2usize],
     pub bias: KlMat,
     pub gate: KlMat,
-    pub reduced: KlMat,
+    pub down_out: KlMat,
     pub up: [KlMat; 2usize],
     pub saturated: u64,
     pub first: [u32; 2usize],
     pub epilogue: u32,
     pub unused: u32,
 }
-layout!(KlNaiveGemm: 384 bytes, aligned to 8; out at 0, x at 40, w at 80, bias at 160, gate at 200, reduced at 240, up at 280,
+layout!(KlNaiveGemm: 384 bytes, aligned to 8; out at 0, x at 40, w at 80, bias at 160, gate at 200, down_out at 240, up at 280,
     saturated at 360, first at 368, epilogue at 376, unused at 380);
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -369,7 +369,7 @@ pub struct KlGemmStream {
     pub w: [KlMat; 4usize],
     pub bias: KlMat,
     pub table: KlMat,
-    pub reduced: KlMat,
+    pub down_out: KlMat,
     pub up: KlMat,
     pub part: [KlOutputRange; 4usize],
     pub row_tiles: u32,
@@ -377,7 +377,7 @@ pub struct KlGemmStream {
     pub rope: u32,
     pub eps: f32,
 }
-layout!(KlGemmStream: 888 bytes, aligned to 8; x at 0, w at 40, bias at 200, table at 240, reduced at 280, up at 320,
+layout!(KlGemmStream: 888 bytes, aligned to 8; x at 0, w at 40, bias at 200, table at 240, down_out at 280, up at 320,
     part at 360, row_tiles at 872, col_tiles at 876, rope at 880, eps at 884);
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -437,7 +437,7 @@ pub struct KlGemmTma {
     pub w: [[KlTensorMap; 4usize]; 2usize],
     pub out: [[KlTensorMap; 4usize]; 2usize],
     pub residual: [KlTensorMap; 2usize],
-    pub reduced: [KlTensorMap; 2usize],
+    pub down_out: [KlTensorMap; 2usize],
     pub up: [KlTensorMap; 2usize],
     pub stream: [KlGemmStream; 2usize],
     pub expansion: KlExpansion,
@@ -446,7 +446,7 @@ pub struct KlGemmTma {
     pub saturated: u64,
     pub unused: [u64; 18usize],
 }
-layout!(KlGemmTma: 5120 bytes, aligned to 128; x at 0, w at 256, out at 1280, residual at 2304, reduced at 2560, up at 2816,
+layout!(KlGemmTma: 5120 bytes, aligned to 128; x at 0, w at 256, out at 1280, residual at 2304, down_out at 2560, up at 2816,
     stream at 3072, expansion at 4848, group at 4928, schedule at 4936, saturated at 4968, unused at 4976);
 #[repr(C)]
 #[repr(align(128))]

@@ -199,7 +199,7 @@ impl<'a> ConvGemm<'a> {
                 w: [NO_MAPS; _],
                 out: [NO_MAPS; _],
                 residual: [NO_MAP; _],
-                reduced: [NO_MAP; _],
+                down_out: [NO_MAP; _],
                 up: [NO_MAP; _],
                 stream: [stream, NO_STREAM],
                 expansion: abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 },

@@ -79,7 +79,7 @@ pub const NO_STREAM: KlGemmStream = KlGemmStream {
     w: [NONE; abi::KL_GEMM_PARTS as usize],
     bias: NONE,
     table: NONE,
-    reduced: NONE,
+    down_out: NONE,
     up: NONE,
     part: [NO_PART; abi::KL_GEMM_PARTS as usize],
     row_tiles: 0,
@@ -291,7 +291,7 @@ fn stream_of(
     let Some(parts) = split_parts(w, &x, parts).filter(|parts| parts.len() <= abi::KL_GEMM_PARTS as usize) else {
         return Ok(None);
     };
-    let mut stream = KlGemmStream { x, reduced: term.reduced, up: term.up, ..NO_STREAM };
+    let mut stream = KlGemmStream { x, down_out: term.down_out, up: term.up, ..NO_STREAM };
     stream.w[..w.mats.len()].copy_from_slice(&w.mats);
     for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
         let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
@@ -330,7 +330,7 @@ fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, term:
             w: rows.map(|rows| w.mats[rows.matrix as usize]),
             bias: cx.mat_if(bias, op)?,
             gate: cx.mat_if(part.extra, op)?,
-            reduced: term.reduced,
+            down_out: term.down_out,
             // With SwiGLU as many up rows follow.
             up: [0, if part.epilogue == abi::KL_SWIGLU { part.rows.len() } else { 0 }]
                 .map(|row| term.up_from(part.rows.start + row)),
@@ -402,7 +402,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         w: maps,
         out: maps,
         residual: no_map,
-        reduced: no_map,
+        down_out: no_map,
         up: no_map,
         stream,
         expansion,
@@ -420,9 +420,9 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         for ((map, w), &to) in p.w[i].iter_mut().zip(&s.w).zip(&expansion.to[i]).filter(|((_, w), _)| w.data != 0) {
             *map = cx.tensor_map(&if to == 0 { *w } else { in_bf16(w, to) }, [k_cols, block_n / 2])?;
         }
-        if s.reduced.data != 0 {
+        if s.down_out.data != 0 {
             let cols = plan.tile.low_rank_cols();
-            p.reduced[i] = cx.tensor_map(&s.reduced, [cols, a_rows])?;
+            p.down_out[i] = cx.tensor_map(&s.down_out, [cols, a_rows])?;
             p.up[i] = cx.tensor_map(&s.up, [cols, block_n / 2])?;
         }
         if s.part[0].epilogue == abi::KL_GATE_RESIDUAL {

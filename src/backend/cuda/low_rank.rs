@@ -17,23 +17,23 @@ pub fn kernels() -> [Kernel; 2] {
 /// The term of low rank of a layer as GEMMs take it: the first product, and the second matrix. Both are absent if the layer has none.
 #[derive(Clone, Copy)]
 pub struct Term {
-    pub reduced: KlMat,
+    pub down_out: KlMat,
     pub up: KlMat,
 }
 
 impl Term {
-    pub const NONE: Self = Self { reduced: NONE, up: NONE };
+    pub const NONE: Self = Self { down_out: NONE, up: NONE };
 
     /// Whether the layer has one.
     pub const fn exists(&self) -> bool {
-        self.reduced.data != 0
+        self.down_out.data != 0
     }
 
     /// Whether tensor cores multiply it.
     pub fn is_multiplied(&self) -> bool {
         let step = abi::KL_LORA_DOWN_STEP;
         let fits = |m: &KlMat| is_async_copyable(m, abi::KL_BF16) && m.cols.is_multiple_of(step);
-        !self.exists() || fits(&self.reduced) && fits(&self.up)
+        !self.exists() || fits(&self.down_out) && fits(&self.up)
     }
 
     /// The second matrix from row `first` on.
@@ -46,7 +46,7 @@ impl Term {
 /// Computes the first products of the layers of an op that have such a term.
 pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item = (Tensor, &'a Linear)>) -> Result<Vec<Term>> {
     let layers: Vec<(Tensor, Option<LowRank>)> = layers.map(|(x, layer)| (x, layer.low_rank)).collect();
-    let sizes = layers.iter().map(|(x, term)| term.map_or(0, |term| term.reduced_bytes(*x)));
+    let sizes = layers.iter().map(|(x, term)| term.map_or(0, |term| term.down_out_bytes(*x)));
     let (needed, (begin, room)) = (sizes.sum::<u64>(), cx.memory.op_scratch());
     if needed > room {
         return Err(Error::Op { op, what: format!("{needed} bytes of products of low rank") });
@@ -59,12 +59,12 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
             continue;
         };
         let cols = term.down.rows as u32;
-        let dtype = dtype_code(term.reduced_type(x));
+        let dtype = dtype_code(term.down_out_type(x));
         let (x_mat, down) = (cx.mat(x, op)?, cx.mat(term.down, op)?);
-        let reduced = KlMat { data: next, scales: 0, stride: u64::from(cols), rows: x_mat.rows, cols, dtype, scale: 1.0 };
-        next += term.reduced_bytes(x);
-        terms.push(Term { reduced, up: cx.mat(term.up, op)? });
-        reductions.push(KlReduction { out: reduced, x: x_mat, down });
+        let down_out = KlMat { data: next, scales: 0, stride: u64::from(cols), rows: x_mat.rows, cols, dtype, scale: 1.0 };
+        next += term.down_out_bytes(x);
+        terms.push(Term { down_out, up: cx.mat(term.up, op)? });
+        reductions.push(KlReduction { out: down_out, x: x_mat, down });
     }
     // Streams of one kernel share a launch.
     for group in reductions.chunk_by(|a, b| is_multiplied(cx, a) == is_multiplied(cx, b)) {
@@ -105,7 +105,7 @@ fn naive(cx: &OpContext, &KlReduction { out, x, down }: &KlReduction) -> Result<
         w: [down; 2],
         bias: NONE,
         gate: NONE,
-        reduced: NONE,
+        down_out: NONE,
         up: [NONE; 2],
         saturated: cx.memory.saturated(),
         first: [0; 2],

@@ -122,13 +122,13 @@ fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     let x: Vec<Vec<R>> = (0..x.rows).map(|r| x.row(r)).collect();
     let mut out = product_nt(&x, w, rows.clone());
     if let Some((down, up)) = w.low_rank.as_deref() {
-        let mut reduced: Vec<R> = product_nt(&x, down, 0..down.rows);
+        let mut down_out: Vec<R> = product_nt(&x, down, 0..down.rows);
         // Tensor cores multiply what the kernel before has stored.
         if down.rows.is_multiple_of(16) {
-            reduced.iter_mut().for_each(|value| *value = value.through_bf16());
+            down_out.iter_mut().for_each(|value| *value = value.through_bf16());
         }
-        let reduced: Vec<Vec<R>> = reduced.chunks_exact(down.rows).map(<[R]>::to_vec).collect();
-        let added: Vec<R> = product_nt(&reduced, up, rows);
+        let down_out: Vec<Vec<R>> = down_out.chunks_exact(down.rows).map(<[R]>::to_vec).collect();
+        let added: Vec<R> = product_nt(&down_out, up, rows);
         out.iter_mut().zip(added).for_each(|(sum, term)| *sum += term);
     }
     out

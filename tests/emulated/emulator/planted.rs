@@ -302,7 +302,7 @@ pub const BUGS: &[Planted] = planted! {
     "gemm_fp8_sm90", "128, 192, 128, 2, 4, MulticastB, 0,", "GemmFp8_128x192" {
         // The LoRA branch is multiplied by the scales of the weight.
         low_rank_scaled: Report(LOW_RANK_FP8, WRONG), "gemm/tma_epilogue.cuh",
-        "return s.reduced.data ? 1.0f : part.w[half].alpha;" => "return part.w[half].alpha;";
+        "return s.down_out.data ? 1.0f : part.w[half].alpha;" => "return part.w[half].alpha;";
     }
     "lora_down", "", "GemmSm90_128x192" {
         // Warps add up their sums of a product of low rank before all have stored them.
