@@ -6,6 +6,7 @@
 //! parameter, `mu`.
 
 use crate::error::{Error, Result};
+use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
 
@@ -31,7 +32,7 @@ pub fn mu(steps: usize, tokens: usize) -> f64 {
 }
 
 /// Noise levels before each step, which the shift of a schedule is applied to in place of even ones.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Sigmas(Vec<f64>);
 
 impl Sigmas {

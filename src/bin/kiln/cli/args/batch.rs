@@ -53,7 +53,7 @@ pub struct BatchArgs {
 
 /// The help on the file of prompts, with the names of all fields.
 fn file_help() -> String {
-    let names: Vec<String> = fields().filter(|name| *name != "prompt").map(|name| format!("`{name}`")).collect();
+    let names: Vec<String> = fields().iter().filter(|name| *name != "prompt").map(|name| format!("`{name}`")).collect();
     format!(
         "The file of prompts, one on each line; `-` is standard input\n\n\
          A line is a prompt, or a JSON object with `prompt` and any of {}. `size` is \"WxH\", `references` a list of files, `sigmas` \

@@ -7,7 +7,7 @@ use clap::Args;
 use kiln::error::{Error, Result};
 use kiln::{Padding, Pixels, Sigmas};
 use serde::de::Error as _;
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;
 
 /// What decides how an image is generated and what it takes. A field is a flag, and a field of a line of `kiln run` if serde does not
 /// skip it.
-#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq)]
+#[derive(Args, Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
 pub struct ImageOptions {
     /// Reference image to edit or to combine; may be given several times

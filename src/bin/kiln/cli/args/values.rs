@@ -6,7 +6,7 @@ use kiln::lora::AdapterMode;
 use kiln::predict::{CARDS, Card};
 use kiln::quantize::{QuantisedFormat, WeightLayout};
 use kiln::{AttentionFormat, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Part, Precision, Variant};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
@@ -47,7 +47,7 @@ choice! {
 
 choice! {
     /// Values of `--padding`.
-    #[derive(Deserialize)]
+    #[derive(Deserialize, Serialize)]
     #[serde(rename_all = "kebab-case")]
     PaddingArg for Padding {
         /// Padding tokens before the prompt, which attend to nothing

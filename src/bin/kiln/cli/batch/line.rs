@@ -5,17 +5,21 @@ use super::super::request::{ImageRequest, check_nul};
 use kiln::error::{Error, Result};
 use kiln::text::{misspelled, shown};
 use kiln::{Conventions, Grid, Noise, NoiseKind, PreparedReference, SequencePlan, check_length};
-use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor, value};
-use serde::{Deserialize, forward_to_deserialize_any};
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::fmt;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// The most bytes of a line. Two prompts of the largest size fit, even if every byte of them is escaped.
 pub const MAX_LINE_BYTES: usize = 1 << 20;
 
+/// The hint for a line that cannot be read.
+const FIELDS: &str = "a line that begins with { is JSON; `kiln run --help` lists its fields";
+
 /// What a line asks for; what it leaves open is decided by flags, and then by the model.
-#[derive(Debug, Default, Deserialize, PartialEq)]
+#[derive(Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Line {
     pub prompt: String,
     pub size: Option<String>,
@@ -41,7 +45,13 @@ impl Line {
         if !text.trim_start().starts_with('{') {
             return Ok(Some(Self { prompt: text.into(), ..Self::default() }));
         }
-        let KnownFields = read(text)?;
+        let fields = fields();
+        let given: BTreeMap<String, IgnoredAny> = read(text)?;
+        if let Some(name) = given.keys().find(|name| !fields.contains(name)) {
+            let hint = misspelled(name, fields.iter().map(String::as_str)).map(|meant| format!("did you mean `{meant}`?"));
+            let hint = hint.unwrap_or_else(|| FIELDS.into());
+            return Err(Error::usage(format!("the line is not what was expected: unknown field `{}`", shown(name)), hint));
+        }
         let mut line = Self { options: read(text)?, ..read(text)? };
         line.split_size()?;
         line.options.check()?;
@@ -119,80 +129,14 @@ fn read<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T> {
     serde_json::from_str(text).map_err(|error| {
         // A line is all there is, so its number would only confuse.
         let what = error.to_string().replace(" at line 1 column", " at column");
-        let hint = "a line that begins with { is JSON; `kiln run --help` lists its fields";
-        Error::usage(format!("the line is not what was expected: {what}"), hint)
+        Error::usage(format!("the line is not what was expected: {what}"), FIELDS)
     })
 }
 
 /// The names of all fields.
-pub fn fields() -> impl Iterator<Item = &'static str> {
-    FieldNames::of::<Line>().iter().chain(FieldNames::of::<ImageOptions>()).copied()
-}
-
-/// Notes the names of the fields that a struct is read from.
-struct FieldNames<'a>(&'a mut &'static [&'static str]);
-
-impl FieldNames<'_> {
-    fn of<'de, T: Deserialize<'de>>() -> &'static [&'static str] {
-        let mut names: &[&str] = &[];
-        // It is not read at all.
-        let _ = T::deserialize(FieldNames(&mut names));
-        names
-    }
-}
-
-impl<'de> Deserializer<'de> for FieldNames<'_> {
-    type Error = value::Error;
-
-    fn deserialize_struct<V: Visitor<'de>>(
-        self,
-        _: &'static str,
-        fields: &'static [&'static str],
-        visitor: V,
-    ) -> Result<V::Value, Self::Error> {
-        *self.0 = fields;
-        self.deserialize_any(visitor)
-    }
-
-    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Self::Error> {
-        Err(value::Error::custom("there is nothing to read"))
-    }
-
-    forward_to_deserialize_any! {
-        bool i8 i16 i32 i64 u8 u16 u32 u64 f32 f64 char str string bytes byte_buf option unit unit_struct newtype_struct seq tuple
-        tuple_struct map enum identifier ignored_any
-    }
-}
-
-/// A line that has no other fields than [`fields`].
-struct KnownFields;
-
-impl<'de> Deserialize<'de> for KnownFields {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(Self)
-    }
-}
-
-impl<'de> Visitor<'de> for KnownFields {
-    type Value = Self;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self, A::Error> {
-        while let Some(name) = map.next_key::<String>()? {
-            if !fields().any(|field| field == name) {
-                let expected = match misspelled(&name, fields()) {
-                    Some(meant) => format!("did you mean `{meant}`?"),
-                    None => format!("expected one of `{}`", fields().collect::<Vec<_>>().join("`, `")),
-                };
-                return Err(A::Error::custom(format!("unknown field `{name}`, {expected}")));
-            }
-            map.next_value::<IgnoredAny>()?;
-        }
-        Ok(self)
-    }
+pub fn fields() -> Vec<String> {
+    let all = [serde_json::to_value(Line::default()), serde_json::to_value(ImageOptions::default())];
+    all.iter().flatten().filter_map(Value::as_object).flat_map(|fields| fields.keys().cloned()).collect()
 }
 
 #[cfg(test)]
@@ -229,8 +173,7 @@ mod tests {
         }
         for (wrong, why) in [
             (r#"{"prompt": "x", "count": 2}"#, "unknown field `count`"),
-            (r#"{"prompt": "x", "guidence": 2}"#, "unknown field `guidence`, did you mean `guidance`? at column"),
-            (r#"{"prompt": "x", "vae_tiling": true}"#, "unknown field `vae_tiling`, expected one of `prompt`, "),
+            (r#"{"prompt": "x", "vae_tiling": true}"#, "unknown field `vae_tiling`"),
             (r#"{"prompt": "x", "steps": "2"}"#, "invalid type: string \"2\", expected usize at column 28"),
             (r#"{"prompt": "x", "padding": "top"}"#, "unknown variant `top`, expected one of `left`, `right`"),
             (r#"{"prompt": "x", "sigmas": [0.5, 1]}"#, "noise levels have to fall"),
@@ -253,6 +196,9 @@ mod tests {
             let error = Line::parse(wrong.as_bytes()).unwrap_err();
             assert!(error.to_string().contains(why) && error.exit_code() == 2, "{wrong}: {error}");
         }
+        let hint = |text: &str| Line::parse(text.as_bytes()).unwrap_err().hint().unwrap();
+        assert_eq!(hint(r#"{"prompt": "x", "guidence": 2}"#), "did you mean `guidance`?");
+        assert_eq!(hint(r#"{"prompt": "x", "count": 2}"#), FIELDS);
         assert!(Line::parse(b"a\xff").unwrap_err().to_string().contains("at byte 1"));
     }
 
@@ -330,7 +276,7 @@ mod tests {
         let page = include_str!("../../../../../docs/cli.md");
         let (_, table) = page.split_once("\n| field | meaning |\n").unwrap();
         let (table, _) = table.split_once("\n\n").unwrap();
-        fields().for_each(|name| assert!(table.contains(&format!("`{name}`")), "{name}"));
-        assert_eq!(fields().count(), 13);
+        fields().iter().for_each(|name| assert!(table.contains(&format!("`{name}`")), "{name}"));
+        assert_eq!(fields().len(), 13);
     }
 }
