@@ -5,9 +5,10 @@ use clap::CommandFactory;
 use common::alone::alone;
 use common::random::{Random, cases};
 use kiln::locate::Environment;
-use kiln_program::cli::args::{Cli, Command};
-use kiln_program::cli::{self, BatchRequest, BenchRequest, GenerateRequest};
-use kiln_program::terminal::{Terminal, Verbosity};
+use kiln_program::cli::batch::BatchRequest;
+use kiln_program::cli::bench::BenchRequest;
+use kiln_program::cli::generate::GenerateRequest;
+use kiln_program::cli::{self, Cli, Command, Process, Signals};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -148,16 +149,12 @@ fn outcome(args: Vec<OsString>) -> Option<u8> {
         Ok(Command::Generate(args)) => GenerateRequest::new(*args, Environment::default(), &mut &b"a fox"[..], 1).err(),
         Ok(Command::Bench(args)) => BenchRequest::new(*args, Environment::default(), &mut &b"a fox"[..]).err(),
         Ok(Command::Run(args)) => BatchRequest::new(*args, Environment::default()).err(),
-        Ok(Command::Plan(args)) => {
-            cli::plan(*args, Environment::default(), &Terminal::new(Verbosity::Quiet), &mut Vec::new()).err()
+        Ok(command @ (Command::Plan(_) | Command::Lora(_) | Command::Completions(_) | Command::Man(_))) => {
+            let (environment, signals) = (Environment::default(), &Signals::default());
+            command.subcommand().run(Process { environment, signals, out: &mut Vec::new() }).err()
         }
-        Ok(Command::Lora(command)) => cli::lora(command, Environment::default(), &mut Vec::new()).err(),
-        // This command would open the GPU driver.
-        Ok(Command::Doctor(_) | Command::Selftest(_)) => None,
-        // These commands would write files.
-        Ok(Command::Tiny(_) | Command::Quantize(_)) => None,
-        Ok(Command::Completions(args)) => cli::completions(&args, &mut Vec::new()).err(),
-        Ok(Command::Man(args)) => cli::man(&args, &mut Vec::new()).err(),
+        // Others would open the GPU driver or write files.
+        Ok(_) => None,
     };
     error.map(|error| {
         assert!(!error.to_string().is_empty());

@@ -2,7 +2,7 @@
 
 use clap::CommandFactory;
 use common::sandbox::Sandbox;
-use kiln_program::cli::args::Cli;
+use kiln_program::cli::Cli;
 use std::process::Command;
 
 /// Every command with its long flags.
@@ -86,4 +86,7 @@ fn man_pages_describe_every_flag() {
         }
     }
     assert_eq!(sandbox.run(["man", "fox"]).code, Some(2));
+    let list = page(&["--list"]);
+    assert!(commands().iter().all(|(command, _)| list.lines().any(|line| line == command)), "{list}");
+    assert!(list.lines().any(|line| line == "lora-inspect") && page(&["lora-inspect"]).contains(".TH kiln-lora-inspect 1 "));
 }

@@ -9,8 +9,7 @@ use kiln::internals::backend::cuda::driver::{MapSpec, Swizzle};
 use kiln::internals::backend::cuda::{Cuda, Kernel};
 use kiln::selftest::{self, Extent, Gate, Key, Line, Outcome, Records, Shape, Size, Verdict, gate};
 use kiln_emulator::planted::{self, Expect};
-use kiln_program::cli::args::SelftestArgs;
-use kiln_program::cli::selftest::test as selftest_on;
+use kiln_program::cli::selftest::{SelftestArgs, test as selftest_on};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 

@@ -1,18 +1,15 @@
 //! The program: parses the flags, runs the command, prints an error and what to do about it, and returns the exit code of its kind.
 
-use crate::cli::args::Command;
-use crate::cli::{self, BatchRequest, BenchRequest, GenerateRequest, TraceFile};
-use crate::terminal::{Terminal, Verbosity};
+use crate::cli::{self, Process, Signals};
 use kiln::error::{Error, Result};
 use kiln::locate::{Embedded, Environment};
-use kiln::progress::Progress;
 use kiln::text::{shown_line, shown_text};
 use kiln::threads;
 use std::error::Error as _;
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::panic::{self, UnwindSafe};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The model that is part of this program.
@@ -70,13 +67,16 @@ fn program(args: Vec<OsString>) -> u8 {
                 };
             }
         };
-        // The thread pool has to exist before its first use.
+        let command = command.subcommand();
+        // The thread pool has to exist before its first use. Zero threads mean one per core.
+        let count = command.threads().unwrap_or(0);
         if command.shares_pool() {
-            threads::start_shared(command.threads())?;
+            threads::start_shared(count)?;
         } else {
-            threads::start(command.threads());
+            threads::start(count);
         }
-        execute(command, &signals).map(|()| 0)
+        let (environment, out) = (Environment::of_process(BUILT_IN), &mut io::stdout());
+        command.run(Process { environment, signals: &signals, out }).map(|()| 0)
     }) {
         Ok(code) => return code,
         Err(failure) => failure,
@@ -96,84 +96,6 @@ fn code(failure: &Failure, signals: &Signals) -> u8 {
         Failure::Error(Error::Interrupted) if signals.terminated.load(Ordering::Relaxed) => 143,
         Failure::Error(error) => error.exit_code(),
         Failure::Panic(_) => 70,
-    }
-}
-
-fn execute(command: Command, signals: &Signals) -> Result<()> {
-    let (environment, out) = (Environment::of_process(BUILT_IN), &mut io::stdout());
-    match command {
-        Command::Doctor(args) => {
-            let terminal = terminal(Verbosity::Normal, signals);
-            cli::doctor(*args, environment, &signals.stop, &terminal, out)
-        }
-        Command::Lora(command) => cli::lora(command, environment, out),
-        Command::Plan(args) => cli::plan(*args, environment, &Terminal::new(Verbosity::Normal), out),
-        Command::Tiny(args) => {
-            terminal(Verbosity::Normal, signals);
-            cli::tiny(&args, &signals.stop, out)
-        }
-        Command::Generate(args) => {
-            let trace = TraceFile::start(&args.run, "kiln generate", Some(args.file.force))?;
-            let GenerateRequest { images, setup, outputs, verbosity } =
-                GenerateRequest::new(*args, environment, &mut io::stdin(), cli::random_seed())?;
-            trace.end(cli::generate(images, setup, outputs, &signals.stop, &terminal(verbosity, signals), out))
-        }
-        Command::Run(args) => {
-            let trace = TraceFile::start(&args.run, "kiln run", Some(args.image_file.force))?;
-            let request = BatchRequest::new(*args, environment)?;
-            let terminal = Arc::new(terminal(request.verbosity, signals));
-            trace.end(cli::batch(request, &signals.stop, &terminal, out))
-        }
-        Command::Bench(args) => {
-            let trace = TraceFile::start(&args.run, "kiln bench", None)?;
-            let request = BenchRequest::new(*args, environment, &mut io::stdin())?;
-            let terminal = terminal(request.verbosity, signals);
-            trace.end(cli::bench(request, &signals.stop, &terminal, &mut io::stdin().lock(), out))
-        }
-        Command::Selftest(args) => {
-            terminal(Verbosity::Normal, signals);
-            cli::selftest(&args, &environment, &signals.stop, out)
-        }
-        Command::Quantize(args) => {
-            let terminal = terminal(Verbosity::new(args.quiet, args.verbose), signals);
-            cli::quantize(*args, environment, &signals.stop, &terminal, out)
-        }
-        Command::Completions(args) => cli::completions(&args, out),
-        Command::Man(args) => cli::man(&args, out),
-    }
-}
-
-/// Creates the terminal of a command that checks the stop flag, and installs the signal handlers that set it. Other commands keep
-/// the default handlers, which end the process at once.
-fn terminal(verbosity: Verbosity, signals: &Signals) -> Terminal {
-    let terminal = Terminal::new(verbosity);
-    if let Err(error) = signals.listen() {
-        terminal.warn(&format!("signals end this run at once: {error}"));
-    }
-    terminal
-}
-
-/// Flags that the signal handlers set.
-#[derive(Clone, Default)]
-struct Signals {
-    /// Set by SIGINT and SIGTERM.
-    stop: Arc<AtomicBool>,
-    /// Set by SIGTERM only, which has an exit code of its own.
-    terminated: Arc<AtomicBool>,
-}
-
-impl Signals {
-    /// Turns the first signal into a flag, which ends the run at the next op. The second ends the process at once.
-    fn listen(&self) -> io::Result<()> {
-        use signal_hook::consts::{SIGINT, SIGTERM};
-        use signal_hook::flag::{register, register_conditional_shutdown};
-        for (signal, code) in [(SIGINT, 130), (SIGTERM, 143)] {
-            // Handlers run in the order of registration, so the first signal finds the flag still unset.
-            register_conditional_shutdown(signal, code, self.stop.clone())?;
-            register(signal, self.stop.clone())?;
-        }
-        register(SIGTERM, self.terminated.clone())?;
-        Ok(())
     }
 }
 

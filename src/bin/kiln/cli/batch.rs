@@ -4,10 +4,14 @@
 //! Three threads: one reads lines, one owns the engine ([`Service`]), and this one plans, writes and answers. Only the last of them
 //! has state, and it never waits for a line that may not come while an answer is due.
 
+mod args;
 mod library;
 mod line;
 
-use super::args::{BatchArgs, FileArgs, GenerateArgs, ImageOptions, LoraArg, PromptArgs};
+pub use args::BatchArgs;
+
+use super::args::{FileArgs, ImageOptions, LoraArg, PromptArgs};
+use super::generate::GenerateArgs;
 use super::hint::{hint, message};
 use super::names::{Target, content_name};
 use super::outputs::{Outputs, extension, file_format, image_text};
@@ -16,7 +20,9 @@ use super::request::{ImageRequest, Setup};
 use super::session::Session;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{DASH, json_line, print};
+use super::trace::TraceFile;
 use super::writer::ImageLine;
+use super::{Process, Subcommand};
 use crate::terminal::{Seconds, Terminal, Verbosity};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
@@ -28,7 +34,6 @@ use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
 use kiln::{GeneratedImage, Variant, threads};
 use library::Library;
-pub use line::fields;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -57,6 +62,23 @@ const KEPT_KEY_VALUES: u64 = 4 << 30;
 
 /// How long it may take until a signal is noticed while no line comes.
 const PATIENCE: Duration = Duration::from_millis(50);
+
+impl Subcommand for BatchArgs {
+    fn threads(&self) -> Option<usize> {
+        self.run.threads
+    }
+
+    fn shares_pool(&self) -> bool {
+        true
+    }
+
+    fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
+        let trace = TraceFile::start(&self.run, "kiln run", Some(self.image_file.force))?;
+        let request = BatchRequest::new(*self, environment)?;
+        let terminal = Arc::new(signals.terminal(request.verbosity));
+        trace.end(batch(request, &signals.stop, &terminal, out))
+    }
+}
 
 /// What `kiln run` was asked for.
 pub struct BatchRequest {

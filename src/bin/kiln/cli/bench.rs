@@ -5,12 +5,16 @@ mod images;
 mod kernels;
 mod share;
 
-use super::args::{BenchArgs, GenerateArgs, RunArgs};
+use super::args::{ImageOptions, LoraArgs, ModelArgs, PromptArgs, RunArgs, within};
+use super::generate::GenerateArgs;
 use super::outputs::refuse_same;
 use super::request::{ImageRequest, Setup};
 use super::stdout::{DASH, json_line, line_of, print};
+use super::trace::TraceFile;
+use super::{Process, Subcommand};
 use crate::terminal::{Terminal, Verbosity};
 use chart::Recorded;
+use clap::Args;
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
 use kiln::output::{Planned, check_writable, save_new};
@@ -27,6 +31,154 @@ use std::time::Instant;
 
 /// The default prompt. Prompts are padded to the same length, so the choice does not affect the timing.
 const PROMPT: &str = "a red fox in the snow";
+
+/// The end of `kiln bench -h`.
+const EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10";
+
+/// The end of `kiln bench --help`.
+const EXAMPLES: &str = "\
+Examples:
+  kiln bench
+      The model that `kiln PROMPT` would use, with its own size and steps: one picture cold, five warm.
+
+  kiln bench --model ~/models/FLUX.2-klein-4B --width 1024 --height 1024 --runs 10
+  kiln bench \"make it night\" --reference photo.jpg --steps 8
+      Everything that decides how long a picture takes is given as for a picture.
+
+  kiln bench --json | jq .warm_s[].total
+  kiln bench --json=times.json
+      JSON with every single time: on standard output, or in a new file beside the table.
+
+  kiln bench --runs 10 --json=times.json --svg times.svg
+  kiln bench --from times.json --svg beside.svg --beside diffusers.json
+      A chart of the stages; later, without measuring again, beside that of another engine.
+
+  kiln bench --runs 1 --trace run.json
+      What ran when, thread by thread and kernel by kernel, for ui.perfetto.dev.
+
+  kiln bench --model ~/models/FLUX.2-klein-4B --share
+      The table, and a block to paste into an issue: card, driver, figures and predictions.
+
+  kiln bench --kernels
+  kiln bench --kernels=attention --json=attention.json
+      Single ops at klein 4B's shapes: time, rate, share of the ceiling. Needs no model.
+
+Close other programs that use the GPU: they take its time, and what they do to its memory is counted too.";
+
+/// Benchmark: a cold picture and warm ones stage by stage, or single kernels
+///
+/// Loads the model, generates a picture cold and several warm, writes none of them, and prints the time of each stage and the
+/// memory that was planned and used. Cold is the first of this process; its files may still be in the page cache.
+#[derive(Args, Debug)]
+#[command(override_usage = "kiln bench [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
+#[command(allow_negative_numbers = true)]
+pub struct BenchArgs {
+    /// What the pictures show; any prompt takes the same time
+    #[command(flatten)]
+    pub prompt: PromptArgs,
+
+    /// Which model
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Adapters of the model
+    #[command(flatten)]
+    pub lora: LoraArgs,
+
+    /// Time single ops at klein 4B's shapes instead of pictures; with NAME, those whose name contains it
+    ///
+    /// Needs no model. Each row tells how much of the ceiling is reached: memory-bound ops against a copy of as many bytes in the
+    /// same run; GEMM, convolution and attention on a GPU against the peak of its tensor cores. The CPU gets smaller shapes.
+    #[arg(
+        long,
+        value_name = "NAME",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "",
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ImageOptions", "runs", "low_memory", "attention", "trace"],
+        help_heading = "Measuring"
+    )]
+    pub kernels: Option<String>,
+
+    /// Only show that every op can be timed: tiny shapes, few batches, figures that mean nothing
+    #[arg(long, requires = "kernels", help_heading = "Measuring")]
+    pub quick: bool,
+
+    /// How many warm pictures
+    #[arg(long, value_name = "N", value_parser = within(1usize..=1000), default_value = "5", help_heading = "Measuring")]
+    pub runs: usize,
+
+    /// Print JSON instead of a table, or write it to a new file beside the table
+    ///
+    /// With every single time. bench/README.md in the sources describes the fields.
+    #[arg(
+        long,
+        value_name = "FILE",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "-",
+        help_heading = "Measuring"
+    )]
+    pub json: Option<PathBuf>,
+
+    /// Draw the results to a new SVG file: pictures stage by stage, or kernels below their ceilings
+    #[arg(long, value_name = "FILE", help_heading = "Measuring")]
+    pub svg: Option<PathBuf>,
+
+    /// Draw the pictures of another engine or run beside; may be given several times
+    ///
+    /// A file of tools/bench_beside_diffusers.py, or of --json. Size and steps have to be the same.
+    #[arg(long, value_name = "FILE", requires = "svg", conflicts_with = "kernels", help_heading = "Measuring")]
+    pub beside: Vec<PathBuf>,
+
+    /// Draw what a file of --json has, and measure nothing
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "svg",
+        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ImageOptions", "runs", "kernels", "json", "share", "trace"],
+        help_heading = "Measuring"
+    )]
+    pub from: Option<PathBuf>,
+
+    /// Generate a picture for each line of standard input, `SEED PROMPT`, and print its times as JSON
+    ///
+    /// So that another program can take turns with kiln. The first line of output is the JSON of a cold picture, whose prompt and seed
+    /// are those of other runs; each line after it has the times of one picture, prompt to PNG.
+    #[arg(
+        long,
+        conflicts_with_all = ["kernels", "json", "share", "svg", "runs"],
+        help_heading = "Measuring"
+    )]
+    pub on_request: bool,
+
+    /// Also print a block to paste into an issue: card, driver, figures, and what was predicted
+    ///
+    /// It has no paths, no prompt and no name of the machine or its user.
+    #[arg(long, conflicts_with = "kernels", help_heading = "Measuring")]
+    pub share: bool,
+
+    /// What the pictures are made from and how large
+    #[command(flatten)]
+    pub image: ImageOptions,
+
+    /// Where and how to compute
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+impl Subcommand for BenchArgs {
+    fn threads(&self) -> Option<usize> {
+        self.run.threads
+    }
+
+    fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
+        let trace = TraceFile::start(&self.run, "kiln bench", None)?;
+        let request = BenchRequest::new(*self, environment, &mut io::stdin())?;
+        let terminal = signals.terminal(request.verbosity);
+        trace.end(bench(request, &signals.stop, &terminal, &mut io::stdin().lock(), out))
+    }
+}
 
 /// What to measure.
 #[derive(Debug)]

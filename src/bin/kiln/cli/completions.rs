@@ -1,38 +1,81 @@
 //! `kiln completions` and `kiln man`: shell completions and man pages, generated from the same definition as `--help`.
 
-use super::args::{Cli, CompletionsArgs, ManArgs};
 use super::stdout::{STDOUT, print};
-use clap::CommandFactory;
+use super::{Cli, Process, Subcommand};
+use clap::builder::PossibleValuesParser;
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, roman};
 use kiln::error::{Error, Result};
-use std::io::{self, Write};
+use std::io;
+use std::sync::LazyLock;
 
-/// Writes the completion script of a shell to `out`.
-pub fn completions(args: &CompletionsArgs, out: &mut dyn Write) -> Result<()> {
-    let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut Cli::command(), "kiln", &mut script);
-    print(out, &script)
+/// Print the completion script of a shell
+///
+/// For bash: kiln completions bash > ~/.local/share/bash-completion/completions/kiln
+#[derive(Args, Debug)]
+#[command(override_usage = "kiln completions <SHELL>")]
+pub struct CompletionsArgs {
+    /// The shell that reads the script
+    #[arg(value_enum)]
+    pub shell: Shell,
 }
 
-/// Writes the man page of `kiln`, or of one of its commands, to `out`.
-pub fn man(args: &ManArgs, out: &mut dyn Write) -> Result<()> {
-    let mut kiln = Cli::command().disable_help_subcommand(true);
-    // Only a built command knows the full names of its subcommands.
-    kiln.build();
-    let command = match &args.command {
-        Some(name) => {
-            let (outer, inner) = name.split_once('-').map_or((name.as_str(), None), |(outer, inner)| (outer, Some(inner)));
-            let found = kiln.find_subcommand(outer).and_then(|outer| match inner {
-                Some(inner) => outer.find_subcommand(inner),
-                None => Some(outer),
-            });
-            found.cloned().ok_or_else(|| Error::usage("there is no such command", "see --help"))?
+/// Print a man page, of kiln or of one of its commands
+///
+/// To read it: kiln man | man -l -
+#[derive(Args, Debug)]
+#[command(override_usage = "kiln man [COMMAND]")]
+pub struct ManArgs {
+    /// The command to describe, instead of kiln as a whole
+    pub command: Option<String>,
+
+    /// Print the names of the commands that have a page
+    #[arg(long, conflicts_with = "command")]
+    pub list: bool,
+}
+
+impl Subcommand for CompletionsArgs {
+    fn run(self: Box<Self>, Process { out, .. }: Process<'_>) -> Result<()> {
+        let mut script = Vec::new();
+        clap_complete::generate(self.shell, &mut definition(), "kiln", &mut script);
+        print(out, &script)
+    }
+}
+
+impl Subcommand for ManArgs {
+    fn run(self: Box<Self>, Process { out, .. }: Process<'_>) -> Result<()> {
+        let mut kiln = Cli::command().disable_help_subcommand(true);
+        // Only a built command knows the full names of its subcommands.
+        kiln.build();
+        if self.list {
+            return print(out, format!("{}\n", PAGES.join("\n")).as_bytes());
         }
-        None => kiln,
-    };
-    let page = page(command).map_err(|source| Error::Write { path: STDOUT.into(), source })?;
-    print(out, &page)
+        let named = self.command.and_then(|name| pages(&kiln).into_iter().find(|(page, _)| *page == name));
+        let command = named.map_or(&kiln, |(_, command)| command).clone();
+        let page = page(command).map_err(|source| Error::Write { path: STDOUT.into(), source })?;
+        print(out, &page)
+    }
+}
+
+/// The names of all man pages.
+static PAGES: LazyLock<Vec<String>> = LazyLock::new(|| pages(&Cli::command()).into_iter().map(|(name, _)| name).collect());
+
+/// The definition of all flags, where `kiln man` takes the names of all commands.
+pub fn definition() -> clap::Command {
+    let names = PossibleValuesParser::new(PAGES.iter().map(String::as_str));
+    Cli::command().mut_subcommand("man", |man| man.mut_arg("command", |arg| arg.value_parser(names)))
+}
+
+/// Every command with the name of its man page: one of a command's own comes after it and a hyphen.
+fn pages(kiln: &clap::Command) -> Vec<(String, &clap::Command)> {
+    let mut pages = Vec::new();
+    for outer in kiln.get_subcommands() {
+        pages.push((outer.get_name().to_owned(), outer));
+        pages.extend(outer.get_subcommands().map(|inner| (format!("{}-{}", outer.get_name(), inner.get_name()), inner)));
+    }
+    pages
 }
 
 /// Renders a man page. This is `Man::render` except for the text after the options: clap_mangen would fill examples into a

@@ -2,13 +2,15 @@
 
 mod checks;
 
-use super::args::DoctorArgs;
+use super::args::{ModelArgs, card};
 use super::formats::format_lines;
 use super::hint::{describe, hint, message};
 use super::stdout::print;
 use super::support::support;
-use crate::terminal::Terminal;
+use super::{Process, Subcommand};
+use crate::terminal::Verbosity;
 use checks::{Checks, Device, check};
+use clap::Args;
 use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, Kernel, OpKind, Tile, fp8_accumulate};
 use kiln::error::{Error, Result};
 use kiln::locate::{BUILT_IN, Environment, Found, TINY, locate};
@@ -17,132 +19,154 @@ use kiln::selftest::{Key, Line, Outcome, Records, Verdict, run_launches};
 use kiln::text::{gib, shown_line, shown_text};
 use kiln::{Formats, LoadOptions, OpenModel, Variant, threads};
 use std::fmt::Write as _;
-use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
-/// Writes what this program can use on this machine to `out`. If a model is named by flags it is checked, and it is an error if it
-/// cannot be opened or fails a check.
-pub fn doctor(
-    args: DoctorArgs,
-    environment: Environment,
-    stop: &Arc<AtomicBool>,
-    terminal: &Terminal,
-    out: &mut dyn Write,
-) -> Result<()> {
-    let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
-    let mut row = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<9} {}", shown_line(&value));
-    };
-    let kernels = match cuda::NVCC {
-        "" => "none: built without nvcc".into(),
-        nvcc => format!("{} (nvcc {nvcc})", cuda::ARCHS.join(" ")),
-    };
-    row("kernels", kernels);
-    row("cpu", format!("{} threads", threads::cores()));
-    let records = Records::below(environment.caches().as_deref());
-    // The first usable GPU, or the card that was asked for: its name, its GEMMs, and how these accumulate products of FP8.
-    let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
-    let mut gpu: Option<Device> = None;
-    let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
-    let how =
-        |formats, capability, arch| support(formats, capability, arch).map(|(what, how)| format!("{what}: {how}")).into_iter();
-    match (&args.card, cuda::devices()) {
-        (Some(card), _) => {
-            let Card { name, capability: (major, minor), multiprocessors, memory, .. } = card;
-            let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
-            row("card", format!("{what}; asked for, and not looked for on this machine"));
-            if *major == 12 {
-                row(
-                    "",
-                    "self-test: its own kernels, which the lines below are about, are used once it has passed on the GPU".into(),
-                );
-            }
-            how(card.gemm_formats(), card.capability, card.arch()).for_each(|line| row("", line));
-            device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
-        }
-        (None, Err(error)) => {
-            row("driver", error.to_string());
-            // The full hint would name `--backend`, which `kiln doctor` does not have.
-            let advice = match &error {
-                Error::NoGpu { hint, .. } => Some(shown_text(&describe(hint))),
-                other => hint(other),
-            };
-            row("", advice.unwrap_or_default());
-        }
-        (None, Ok(devices)) => {
-            for (i, d) in devices.iter().enumerate() {
-                if i == 0 {
-                    row("driver", format!("CUDA {}.{}", d.driver.0, d.driver.1));
+/// Print what kiln can use on this machine: GPUs, driver, kernels, models; check a model
+///
+/// With --model, or a flag that names a part, the model is checked: whether its files are known ones, by the names, dtypes and
+/// shapes of their tensors; whether every value is finite, and no part of a matrix was never written; and whether the text encoder,
+/// if it is Qwen3-4B, gives the values that were published for it. The files are read once. If a check fails, the exit code is 1,
+/// and a block says what to send us. A file that is not known is no failure.
+#[derive(Args, Debug)]
+#[command(override_usage = "kiln doctor [OPTIONS]")]
+pub struct DoctorArgs {
+    /// Which model to look for
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Say what would run how on a GPU that is not here: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200
+    #[arg(long, value_name = "NAME", value_parser = card)]
+    pub card: Option<Card>,
+
+    /// Also hash the model's files, and say whether their SHA-256 was published
+    #[arg(long, conflicts_with = "card")]
+    pub full: bool,
+
+    /// List every kernel of each op, not only the kernel files
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+impl Subcommand for DoctorArgs {
+    /// Writes what this program can use on this machine to `out`. If a model is named by flags it is checked, and it is an error if it
+    /// cannot be opened or fails a check.
+    fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
+        let (terminal, stop) = (&signals.terminal(Verbosity::Normal), &signals.stop);
+        let mut text = format!("kiln      {}\n", env!("CARGO_PKG_VERSION"));
+        let mut row = |name: &str, value: String| {
+            let _ = writeln!(text, "{name:<9} {}", shown_line(&value));
+        };
+        let kernels = match cuda::NVCC {
+            "" => "none: built without nvcc".into(),
+            nvcc => format!("{} (nvcc {nvcc})", cuda::ARCHS.join(" ")),
+        };
+        row("kernels", kernels);
+        row("cpu", format!("{} threads", threads::cores()));
+        let records = Records::below(environment.caches().as_deref());
+        // The first usable GPU, or the card that was asked for: its name, its GEMMs, and how these accumulate products of FP8.
+        let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
+        let mut gpu: Option<Device> = None;
+        let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
+        let how = |formats, capability, arch| {
+            support(formats, capability, arch).map(|(what, how)| format!("{what}: {how}")).into_iter()
+        };
+        match (&self.card, cuda::devices()) {
+            (Some(card), _) => {
+                let Card { name, capability: (major, minor), multiprocessors, memory, .. } = card;
+                let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
+                row("card", format!("{what}; asked for, and not looked for on this machine"));
+                if *major == 12 {
+                    row(
+                        "",
+                        "self-test: its own kernels, which the lines below are about, are used once it has passed on the GPU"
+                            .into(),
+                    );
                 }
-                let ((major, minor), memory) = (d.capability, gib(d.memory));
-                let what = format!("{}, compute {major}.{minor}, {} multiprocessors, {memory}", d.name, d.multiprocessors);
-                row(&format!("gpu {}", d.index), what);
-                let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
-                    let free = cuda.available()?.unwrap_or(0);
-                    let tried = tried(&run_launches(&mut cuda)?)?;
-                    let record = records.find(&Key::of(&cuda));
-                    cuda.enable_gated(record == Some(Verdict::Passed));
-                    let formats = cuda.gemm_formats();
-                    let name = format!("GPU {}", d.index);
-                    device.get_or_insert_with(|| (name.clone(), formats, accumulate(d.capability)));
-                    let usable = format!("usable, {} free; tried: {tried}", gib(free));
-                    let recorded = recorded(record.as_ref(), cuda.has_gated_kernels());
-                    let how = how(formats, d.capability, cuda.arch());
-                    gpu.get_or_insert_with(|| (name, Box::new(cuda)));
-                    Ok([usable, recorded].into_iter().chain(how).collect::<Vec<_>>())
-                });
-                state.unwrap_or_else(|error| vec![error.to_string()]).into_iter().for_each(|line| row("", line));
+                how(card.gemm_formats(), card.capability, card.arch()).for_each(|line| row("", line));
+                device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
             }
-        }
-    }
-    // Only tensor cores have a choice how to accumulate.
-    let cpu = || Cpu::shared(stop.clone());
-    let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), cpu().gemm_formats(), None));
-    // What was asked about a card is answered without the model's values.
-    let is_checked = args.model.names_files() && args.card.is_none();
-    let (mut checks, mut failure) = (Checks::default(), None);
-    let (lines, formats) = match model_lines(&args, environment, gemms) {
-        Ok((lines, formats, model)) => {
-            match model.filter(|_| is_checked) {
-                Some(model) => {
-                    let device = gpu.unwrap_or_else(|| ("the CPU".into(), Box::new(cpu())));
-                    checks = check(&model, device, args.full, stop, terminal)?;
+            (None, Err(error)) => {
+                row("driver", error.to_string());
+                // The full hint would name `--backend`, which `kiln doctor` does not have.
+                let advice = match &error {
+                    Error::NoGpu { hint, .. } => Some(shown_text(&describe(hint))),
+                    other => hint(other),
+                };
+                row("", advice.unwrap_or_default());
+            }
+            (None, Ok(devices)) => {
+                for (i, d) in devices.iter().enumerate() {
+                    if i == 0 {
+                        row("driver", format!("CUDA {}.{}", d.driver.0, d.driver.1));
+                    }
+                    let ((major, minor), memory) = (d.capability, gib(d.memory));
+                    let what = format!("{}, compute {major}.{minor}, {} multiprocessors, {memory}", d.name, d.multiprocessors);
+                    row(&format!("gpu {}", d.index), what);
+                    let state = Cuda::open(d.index, stop.clone()).and_then(|mut cuda| {
+                        let free = cuda.available()?.unwrap_or(0);
+                        let tried = tried(&run_launches(&mut cuda)?)?;
+                        let record = records.find(&Key::of(&cuda));
+                        cuda.enable_gated(record == Some(Verdict::Passed));
+                        let formats = cuda.gemm_formats();
+                        let name = format!("GPU {}", d.index);
+                        device.get_or_insert_with(|| (name.clone(), formats, accumulate(d.capability)));
+                        let usable = format!("usable, {} free; tried: {tried}", gib(free));
+                        let recorded = recorded(record.as_ref(), cuda.has_gated_kernels());
+                        let how = how(formats, d.capability, cuda.arch());
+                        gpu.get_or_insert_with(|| (name, Box::new(cuda)));
+                        Ok([usable, recorded].into_iter().chain(how).collect::<Vec<_>>())
+                    });
+                    state.unwrap_or_else(|error| vec![error.to_string()]).into_iter().for_each(|line| row("", line));
                 }
-                None if formats.is_some() => checks.rows.push(("values", UNCHECKED.into())),
-                None => {}
             }
-            (lines, formats.unwrap_or_default())
         }
-        Err(error) => {
-            let lines = [message(&error)].into_iter().chain(hint(&error)).collect();
-            failure = is_checked.then_some(error);
-            (lines, Formats::default())
+        // Only tensor cores have a choice how to accumulate.
+        let cpu = || Cpu::shared(stop.clone());
+        let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), cpu().gemm_formats(), None));
+        // What was asked about a card is answered without the model's values.
+        let is_checked = self.model.names_files() && self.card.is_none();
+        let (mut checks, mut failure) = (Checks::default(), None);
+        let (lines, formats) = match model_lines(&self, environment, gemms) {
+            Ok((lines, formats, model)) => {
+                match model.filter(|_| is_checked) {
+                    Some(model) => {
+                        let device = gpu.unwrap_or_else(|| ("the CPU".into(), Box::new(cpu())));
+                        checks = check(&model, device, self.full, stop, terminal)?;
+                    }
+                    None if formats.is_some() => checks.rows.push(("values", UNCHECKED.into())),
+                    None => {}
+                }
+                (lines, formats.unwrap_or_default())
+            }
+            Err(error) => {
+                let lines = [message(&error)].into_iter().chain(hint(&error)).collect();
+                failure = is_checked.then_some(error);
+                (lines, Formats::default())
+            }
+        };
+        let mut formats = format_lines(&Formats { accumulate, ..formats });
+        match &mut *formats {
+            [] => {}
+            [only] => *only += &format!(" on {device}"),
+            _ => formats.insert(0, format!("on {device}:")),
         }
-    };
-    let mut formats = format_lines(&Formats { accumulate, ..formats });
-    match &mut *formats {
-        [] => {}
-        [only] => *only += &format!(" on {device}"),
-        _ => formats.insert(0, format!("on {device}:")),
-    }
-    for (name, lines) in [("model", lines), ("formats", formats)] {
-        for (i, line) in lines.into_iter().enumerate() {
-            row(if i == 0 { name } else { "" }, line);
+        for (name, lines) in [("model", lines), ("formats", formats)] {
+            for (i, line) in lines.into_iter().enumerate() {
+                row(if i == 0 { name } else { "" }, line);
+            }
         }
+        checks.rows.iter().for_each(|(name, line)| row(name, line.clone()));
+        let _ = writeln!(text, "\n{:<21} kernels", "op");
+        for &op in OpKind::ALL {
+            let kernels = if self.verbose { kernel_symbols(op) } else { kernel_files(op) };
+            let _ = writeln!(text, "{:<21} {kernels}", op.name());
+        }
+        if let Some((block, error)) = checks.failure() {
+            let _ = write!(text, "\n{block}");
+            failure = Some(error);
+        }
+        print(out, text.as_bytes())?;
+        failure.map_or(Ok(()), Err)
     }
-    checks.rows.iter().for_each(|(name, line)| row(name, line.clone()));
-    let _ = writeln!(text, "\n{:<21} kernels", "op");
-    for &op in OpKind::ALL {
-        let kernels = if args.verbose { kernel_symbols(op) } else { kernel_files(op) };
-        let _ = writeln!(text, "{:<21} {kernels}", op.name());
-    }
-    if let Some((block, error)) = checks.failure() {
-        let _ = write!(text, "\n{block}");
-        failure = Some(error);
-    }
-    print(out, text.as_bytes())?;
-    failure.map_or(Ok(()), Err)
 }
 
 /// What is said of a model that was found and not named.

@@ -1,40 +1,84 @@
 //! `kiln lora inspect`: what the file of an adapter has, and which of its layers a model has.
 
 use super::adapters::ranks;
-use super::args::{InspectArgs, LoraCommand};
+use super::args::ModelArgs;
 use super::hint::message;
 use super::stdout::{json_line, print};
+use super::{Process, Subcommand};
+use clap::Args;
 use kiln::error::Result;
-use kiln::locate::{Environment, locate, locate_adapter};
+use kiln::locate::{locate, locate_adapter};
 use kiln::lora::{Adapter, Contents, LayerContents};
 use kiln::text::{amount, grouped, shown, shown_line, shown_path};
 use kiln::{OpenModel, Variant};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::Write;
+use std::path::PathBuf;
 
-/// Runs a command about adapters.
-pub fn lora(command: LoraCommand, environment: Environment, out: &mut dyn Write) -> Result<()> {
-    let LoraCommand::Inspect(args) = command;
-    inspect(*args, environment, out)
+/// The end of `kiln lora --help` and `kiln lora inspect --help`.
+const EXAMPLES: &str = "\
+Examples:
+  kiln lora inspect watercolour.safetensors
+      Layers by kind with their ranks, their spelling, the model they are for, trigger words.
+
+  kiln lora inspect owner/repository --model ~/models/FLUX.2-klein-4B
+      An adapter in the Hugging Face cache, and which of its layers a model has.
+
+  kiln lora inspect watercolour.safetensors --json | jq .trigger_words
+      Every layer and all metadata, for programs.";
+
+/// Look into the files of LoRA and LoKr adapters
+///
+/// Pictures take them with --lora.
+#[derive(Debug, clap::Subcommand)]
+#[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
+pub enum LoraCommand {
+    /// Print what an adapter's file has: layers, ranks, spelling, base model, trigger words
+    ///
+    /// No model is needed. With --model, or a flag that names a part, it says which layers that model has. Methods that kiln does
+    /// not support, such as DoRA and LoHa, are listed as well.
+    #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
+    Inspect(Box<InspectArgs>),
 }
 
-/// Writes what a file has to `out`.
-fn inspect(args: InspectArgs, environment: Environment, out: &mut dyn Write) -> Result<()> {
-    let path = locate_adapter(&args.file, &environment)?;
-    let contents = Contents::open(&path)?;
-    let fit = if args.model.names_files() {
-        let model = OpenModel::open(&locate(&args.model.request(environment))?, args.model.variant.map(Variant::from))?;
-        Some(Fit::new(&contents, &model))
-    } else {
-        None
-    };
-    let text = match args.json {
-        true => json_line(&Report::new(&contents, fit.as_ref()))?,
-        false => table(&contents, fit.as_ref(), args.verbose).into_bytes(),
-    };
-    print(out, &text)
+/// Flags of `kiln lora inspect`.
+#[derive(Args, Debug)]
+pub struct InspectArgs {
+    /// A safetensors file, a folder with one, or `owner/name` in the Hugging Face cache
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Which model to compare it with
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Print a JSON object with every layer and all metadata instead of a table
+    #[arg(long)]
+    pub json: bool,
+
+    /// List every layer, not only kinds of layers
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+impl Subcommand for LoraCommand {
+    fn run(self: Box<Self>, Process { environment, out, .. }: Process<'_>) -> Result<()> {
+        let Self::Inspect(args) = *self;
+        let path = locate_adapter(&args.file, &environment)?;
+        let contents = Contents::open(&path)?;
+        let fit = if args.model.names_files() {
+            let model = OpenModel::open(&locate(&args.model.request(environment))?, args.model.variant.map(Variant::from))?;
+            Some(Fit::new(&contents, &model))
+        } else {
+            None
+        };
+        let text = match args.json {
+            true => json_line(&Report::new(&contents, fit.as_ref()))?,
+            false => table(&contents, fit.as_ref(), args.verbose).into_bytes(),
+        };
+        print(out, &text)
+    }
 }
 
 /// How an adapter fits a model.

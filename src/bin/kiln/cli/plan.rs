@@ -7,7 +7,8 @@ use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
-use crate::terminal::Terminal;
+use super::{Process, Subcommand};
+use crate::terminal::{Terminal, Verbosity};
 use kiln::device::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use kiln::error::Result;
 use kiln::locate::{Environment, Found, locate};
@@ -125,6 +126,12 @@ impl AttentionReport {
     fn new(format: &AttentionFormatCount) -> Self {
         let AttentionFormatCount { blocks, heads, values, why } = *format;
         Self { blocks, heads: word(heads), values: word(values), reason: heads_reason(why) }
+    }
+}
+
+impl Subcommand for PlanArgs {
+    fn run(self: Box<Self>, Process { environment, out, .. }: Process<'_>) -> Result<()> {
+        plan(*self, environment, &Terminal::new(Verbosity::Normal), out)
     }
 }
 

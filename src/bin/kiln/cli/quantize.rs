@@ -1,9 +1,11 @@
 //! `kiln quantize`: writes a model in FP8 or NVFP4.
 
-use super::args::{BackendArg, FormatArg, QuantizeArgs, WeightLayoutArg};
+use super::args::{BackendArg, FormatArg, PartArg, STEPS, VariantArg, WeightLayoutArg, pixels, within};
 use super::device::{SelectedBackend, select_backend};
 use super::stdout::{json_line, line_of, print};
-use crate::terminal::Terminal;
+use super::{Process, Subcommand};
+use crate::terminal::{Terminal, Verbosity};
+use clap::Args;
 use kiln::device::Fp8Accumulate;
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, Found, LocateRequest, locate};
@@ -16,11 +18,149 @@ use kiln::text::{amount, shown_path};
 use kiln::{OpenModel, Part, PerPart, Pixels, Variant, check_length};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{ErrorKind, Write};
-use std::path::Path;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+
+/// The end of `kiln quantize --help`.
+const EXAMPLES: &str = "\
+Examples:
+  kiln quantize ~/models/FLUX.2-klein-4B ~/models/klein-4b-fp8 --to fp8
+      A folder that is a model: transformer and text encoder in FP8, everything else copied.
+      kiln \"a red fox\" --model ~/models/klein-4b-fp8 uses it.
+
+  kiln quantize black-forest-labs/FLUX.2-klein-4B klein-4b-nvfp4.safetensors --to nvfp4
+  kiln quantize ~/ComfyUI/models qwen-fp8.safetensors --to fp8 --part text-encoder
+      One part as a single file, for ComfyUI as well.
+
+  kiln quantize klein.safetensors klein-fp8.safetensors --to fp8 --no-calibration
+      A single file without the rest of its model: inputs are scaled by constants.
+
+  kiln quantize ~/models/FLUX.2-klein-4B out --to nvfp4 --keep 'single_blocks.0.*' --keep '*.proj'
+      Some layers stay in BF16.";
+
+/// Write the model in FP8 or NVFP4, to files as they are published
+///
+/// A run that was stopped is continued by the same command.
+#[derive(Args, Debug)]
+#[command(override_usage = "kiln quantize [OPTIONS] --to <FORMAT> <IN> <OUT>", after_long_help = EXAMPLES)]
+pub struct QuantizeArgs {
+    /// Model folder, repository id in the Hugging Face cache, or the safetensors file of one part
+    ///
+    /// As --model of `kiln generate`, `builtin` and `tiny` included; weights in BF16, F16 or F32. A file is the part that --part
+    /// says.
+    #[arg(value_name = "IN")]
+    pub input: PathBuf,
+
+    /// The folder to write, or with the ending .safetensors the file of one part
+    ///
+    /// A folder holds a whole model: what is not quantised is copied. While it is written it is called OUT.part, and OUT.part.json
+    /// beside it says how far that is.
+    #[arg(value_name = "OUT")]
+    pub output: PathBuf,
+
+    /// Format of the quantised layers
+    ///
+    /// The layers of the transformer are those that the official files quantise: those of the blocks, for some models without a few.
+    /// In the text encoder they are all projections, and with nvfp4 those of attention are FP8.
+    #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Format")]
+    pub to: FormatArg,
+
+    /// Which programs the transformer is laid out for, besides kiln
+    ///
+    /// No file serves both, and kiln reads either without a flag. diffusers has it from `from_single_file` with a
+    /// `BFLQuantizationConfig`; NVFP4 for it needs calibration. It reads no quantised text encoders: those are always laid out for
+    /// ComfyUI.
+    #[arg(long, value_enum, value_name = "PROGRAM", default_value = "comfy", help_heading = "Format")]
+    pub layout: WeightLayoutArg,
+
+    /// Which part to quantise [default: both in a folder, the transformer in a file]
+    #[arg(long, value_enum, value_name = "PART", help_heading = "Format")]
+    pub part: Option<PartArg>,
+
+    /// Keep layers in BF16, by name; may be given several times
+    ///
+    /// `*` stands for any characters and `?` for one, as in 'single_blocks.0.*'. Names are those of the file that is written,
+    /// without `.weight`; -v lists them.
+    #[arg(long, value_name = "PATTERN", help_heading = "Format")]
+    pub keep: Vec<String>,
+
+    /// Prompts to calibrate with, one per line of a file [default: a built-in list]
+    ///
+    /// Calibration runs the model and measures the largest input of every layer, from which its `input_scale` follows, with two
+    /// octaves of head room.
+    #[arg(long, value_name = "FILE", help_heading = "Calibration")]
+    pub prompts: Option<PathBuf>,
+
+    /// Width and height of the pictures of the calibration [default: 512, on the CPU 128]
+    #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Calibration")]
+    pub calibration_size: Option<usize>,
+
+    /// Denoising steps of the calibration [default: the model's own, on the CPU at most 2]
+    #[arg(long, value_name = "N", value_parser = within(STEPS), help_heading = "Calibration")]
+    pub calibration_steps: Option<usize>,
+
+    /// Scale the inputs of layers by constants, and run nothing
+    ///
+    /// FP8 files then have input scales of 1, or of 8 behind a SwiGLU, which leaves room enough for any klein; NVFP4 files have
+    /// none, and kiln multiplies their layers by bf16.
+    #[arg(
+        long,
+        conflicts_with_all = ["prompts", "calibration_size", "calibration_steps", "backend", "device"],
+        help_heading = "Calibration"
+    )]
+    pub no_calibration: bool,
+
+    /// Backend to calibrate on [default: auto]
+    #[arg(long, value_enum, value_name = "WHERE", help_heading = "Calibration")]
+    pub backend: Option<BackendArg>,
+
+    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    #[arg(long, value_name = "N", value_parser = within(0usize..=1023), help_heading = "Calibration")]
+    pub device: Option<usize>,
+
+    /// Text encoder to calibrate with or to copy, instead of the model's
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub text_encoder: Option<PathBuf>,
+
+    /// VAE to copy, instead of the model's
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub vae: Option<PathBuf>,
+
+    /// The tokenizer.json to use instead of the model's
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub tokenizer: Option<PathBuf>,
+
+    /// Variant of the model, where names do not tell; it decides which layers stay in BF16
+    #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
+    pub variant: Option<VariantArg>,
+
+    /// Replace a file that exists; a folder that holds something never is
+    #[arg(long, help_heading = "Output")]
+    pub force: bool,
+
+    /// Discard what an earlier run left unfinished
+    #[arg(long, help_heading = "Output")]
+    pub restart: bool,
+
+    /// Print a JSON object with every layer instead of the path
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+
+    /// CPU threads, at most one per core [default: one per core]
+    #[arg(long, value_name = "N", value_parser = within(1usize..=1024), help_heading = "Run")]
+    pub threads: Option<usize>,
+
+    /// Print nothing but errors
+    #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]
+    pub quiet: bool,
+
+    /// Print more: the error of every layer
+    #[arg(short, long, help_heading = "Run")]
+    pub verbose: bool,
+}
 
 /// What is quantised.
 struct Source {
@@ -29,78 +169,80 @@ struct Source {
     model: Option<(Found, OpenModel)>,
 }
 
-/// Quantises a model, and writes the path of the result to `out`, or a JSON object about it. Setting `stop` interrupts it.
-pub fn quantize(
-    args: QuantizeArgs,
-    environment: Environment,
-    stop: &Arc<AtomicBool>,
-    terminal: &Terminal,
-    out: &mut dyn Write,
-) -> Result<()> {
-    let start = Instant::now();
-    let is_file = args.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"));
-    let parts: Vec<Part> = match args.part.map(Part::from) {
-        Some(part) => vec![part],
-        None if is_file => vec![Part::Transformer],
-        None => vec![Part::Transformer, Part::TextEncoder],
-    };
-    let for_diffusers = args.layout == WeightLayoutArg::Diffusers;
-    if for_diffusers {
-        check_diffusers(&args, &parts)?;
+impl Subcommand for QuantizeArgs {
+    fn threads(&self) -> Option<usize> {
+        self.threads
     }
-    let calibrates = !args.no_calibration && parts.contains(&Part::Transformer);
-    let runs = if calibrates { Some(Runs::new(&args)?) } else { None };
-    let records = Records::below(environment.caches().as_deref());
-    let source = open(&args, &parts, !is_file || calibrates, environment)?;
-    let calibration = runs.as_ref().map(|runs| format!("{runs:?}"));
-    let copied = match &source.model {
-        Some((found, model)) if !is_file => copies(found, model.weights(), &parts, model.variant)?,
-        _ => Vec::new(),
-    };
-    let read = match &source.model {
-        Some((found, model)) if calibrates => calibration_inputs(found, model.weights(), &parts, model.variant)?,
-        _ => Vec::new(),
-    };
-    let options = Options { format: args.to.into(), layout: args.layout.into(), keep: args.keep.clone(), calibration };
-    let plan = Plan::new(&source.parts, copied, &options)?.calibrated_by(read);
-    source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
-    let asked = args.prompts.is_some() || args.calibration_size.is_some() || args.calibration_steps.is_some();
-    if asked && !calibrates {
-        terminal.warn("text encoders have no input scales, so nothing is calibrated");
-    }
-    if for_diffusers && parts.contains(&Part::TextEncoder) {
-        terminal.say("note: diffusers reads no quantised text encoders; this one is as kiln and ComfyUI read it");
-    }
-    if plan.narrowed() > 0 {
-        terminal.say(&format!("note: {} tensors that are not quantised are rounded to bf16", plan.narrowed()));
-    }
-    let target = Target {
-        path: args.output.clone(),
-        is_folder: !is_file,
-        force: args.force,
-        restart: args.restart,
-        checkpoint_bytes: CHECKPOINT_BYTES,
-    };
-    let mut model = source.model.map(|(_, model)| model);
-    let mut calibrate = || match (model.take(), &runs) {
-        (Some(model), Some(runs)) => runs.measure(model, &plan.measured(), &args, &records, stop, terminal),
-        _ => Err(Error::Op { op: "calibrate", what: "there is no model to run".into() }),
-    };
-    let report = plan.write(&target, &mut calibrate, terminal, stop).inspect_err(|error| {
-        let (path, journal) = (Staged::path_of(&target.path), Staged::journal_of(&target.path));
-        if matches!(error, Error::Interrupted) && path.exists() {
-            terminal.say("note: the same command continues from here; with --restart it begins anew");
-        } else if is_taken(error) && path.exists() && journal.exists() {
-            let [path, journal] = [&path, &journal].map(|path| shown_path(path));
-            terminal.say(&format!("note: `{path}` and `{journal}` stay: the same command continues them once OUT is moved away"));
+
+    fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
+        let terminal = &signals.terminal(Verbosity::new(self.quiet, self.verbose));
+        let stop = &signals.stop;
+        let start = Instant::now();
+        let is_file = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"));
+        let parts: Vec<Part> = match self.part.map(Part::from) {
+            Some(part) => vec![part],
+            None if is_file => vec![Part::Transformer],
+            None => vec![Part::Transformer, Part::TextEncoder],
+        };
+        let for_diffusers = self.layout == WeightLayoutArg::Diffusers;
+        if for_diffusers {
+            check_diffusers(&self, &parts)?;
         }
-    })?;
-    report.files.iter().flat_map(table).for_each(|line| terminal.say(&line));
-    if args.json {
-        let seconds = start.elapsed().as_secs_f64();
-        return print(out, &json_line(&description(&report, &args.output, seconds))?);
+        let calibrates = !self.no_calibration && parts.contains(&Part::Transformer);
+        let runs = if calibrates { Some(Runs::new(&self)?) } else { None };
+        let records = Records::below(environment.caches().as_deref());
+        let source = open(&self, &parts, !is_file || calibrates, environment)?;
+        let calibration = runs.as_ref().map(|runs| format!("{runs:?}"));
+        let copied = match &source.model {
+            Some((found, model)) if !is_file => copies(found, model.weights(), &parts, model.variant)?,
+            _ => Vec::new(),
+        };
+        let read = match &source.model {
+            Some((found, model)) if calibrates => calibration_inputs(found, model.weights(), &parts, model.variant)?,
+            _ => Vec::new(),
+        };
+        let options = Options { format: self.to.into(), layout: self.layout.into(), keep: self.keep.clone(), calibration };
+        let plan = Plan::new(&source.parts, copied, &options)?.calibrated_by(read);
+        source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
+        let asked = self.prompts.is_some() || self.calibration_size.is_some() || self.calibration_steps.is_some();
+        if asked && !calibrates {
+            terminal.warn("text encoders have no input scales, so nothing is calibrated");
+        }
+        if for_diffusers && parts.contains(&Part::TextEncoder) {
+            terminal.say("note: diffusers reads no quantised text encoders; this one is as kiln and ComfyUI read it");
+        }
+        if plan.narrowed() > 0 {
+            terminal.say(&format!("note: {} tensors that are not quantised are rounded to bf16", plan.narrowed()));
+        }
+        let target = Target {
+            path: self.output.clone(),
+            is_folder: !is_file,
+            force: self.force,
+            restart: self.restart,
+            checkpoint_bytes: CHECKPOINT_BYTES,
+        };
+        let mut model = source.model.map(|(_, model)| model);
+        let mut calibrate = || match (model.take(), &runs) {
+            (Some(model), Some(runs)) => runs.measure(model, &plan.measured(), &self, &records, stop, terminal),
+            _ => Err(Error::Op { op: "calibrate", what: "there is no model to run".into() }),
+        };
+        let report = plan.write(&target, &mut calibrate, terminal, stop).inspect_err(|error| {
+            let (path, journal) = (Staged::path_of(&target.path), Staged::journal_of(&target.path));
+            if matches!(error, Error::Interrupted) && path.exists() {
+                terminal.say("note: the same command continues from here; with --restart it begins anew");
+            } else if is_taken(error) && path.exists() && journal.exists() {
+                let [path, journal] = [&path, &journal].map(|path| shown_path(path));
+                terminal
+                    .say(&format!("note: `{path}` and `{journal}` stay: the same command continues them once OUT is moved away"));
+            }
+        })?;
+        report.files.iter().flat_map(table).for_each(|line| terminal.say(&line));
+        if self.json {
+            let seconds = start.elapsed().as_secs_f64();
+            return print(out, &json_line(&description(&report, &self.output, seconds))?);
+        }
+        print(out, &line_of(&self.output))
     }
-    print(out, &line_of(&args.output))
 }
 
 /// Whether an output has failed because there is something of its name.

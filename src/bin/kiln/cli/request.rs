@@ -1,7 +1,8 @@
 //! Requests: the values of the flags, checked as far as possible before a model is opened.
 
 use super::adapters::AdapterFiles;
-use super::args::{BackendArg, GenerateArgs, ImageOptions, NoiseArg, PromptArgs, QuantisedArgs};
+use super::args::{BackendArg, ImageOptions, NoiseArg, PromptArgs, QuantisedArgs};
+use super::generate::GenerateArgs;
 use super::stdout::DASH;
 use kiln::device::Fp8Accumulate;
 use kiln::error::{Error, Result};
@@ -271,8 +272,7 @@ pub fn check_nul(text: &str, what: &str, file: Option<&str>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::args::Command;
-    use super::super::parse;
+    use super::super::{Command, parse};
     use super::*;
     use kiln::{AttentionFormat, Nvfp4Math, Precision};
     use std::ffi::OsString;

@@ -1,18 +1,54 @@
 //! `kiln selftest`: checks a GPU and prints a line for each check, between marks that make it a block to paste into an issue.
 
-use super::args::SelftestArgs;
+use super::args::within;
 use super::device::describe_gpu;
 use super::stdout::{json_line, print};
+use super::{Process, Subcommand};
+use crate::terminal::Verbosity;
+use clap::Args;
 use kiln::device::{Cuda, DeviceInfo, NVCC, driver_release};
 use kiln::error::{Error, Result};
-use kiln::locate::Environment;
 use kiln::selftest::{Extent, Line, Outcome, Records, record};
 use kiln::text::shown_line;
 use serde::Serialize;
 use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Instant;
+
+/// The end of `kiln selftest --help`.
+const EXAMPLES: &str = "\
+Examples:
+  kiln selftest
+      One line for each check: ok, FAILED with what is wrong, or not on this GPU. Everything between
+      the marks is a block to paste into an issue; it has nothing of yours in it.
+
+  kiln selftest --quick --device 1
+      A second, on the second GPU.
+
+  kiln selftest --json | jq '.checks[] | select(.outcome == \"failed\")'
+      What failed, for programs.";
+
+/// Check that a GPU computes what kiln asks of it, line by line
+///
+/// Copies, single instructions element by element, and whole GEMMs and attention against naive kernels, then how fast they are.
+/// Takes less than a minute and no model. A check that this GPU has no kernels for says so; one that fails makes the exit code 1.
+/// On GPUs whose own kernels need it (compute capability 12.x) kiln makes the quick checks by itself before it uses these kernels
+/// for the first time, and remembers what came of it for this GPU, driver and build of kiln; this command refreshes that.
+#[derive(Args, Debug, Default)]
+#[command(override_usage = "kiln selftest [OPTIONS]", after_help = EXAMPLES)]
+#[command(allow_negative_numbers = true)]
+pub struct SelftestArgs {
+    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    #[arg(long, value_name = "N", value_parser = within(0usize..=1023))]
+    pub device: Option<usize>,
+
+    /// Only what takes less than a second: no large GEMM, no rates
+    #[arg(long)]
+    pub quick: bool,
+
+    /// Print a JSON object instead of lines
+    #[arg(long)]
+    pub json: bool,
+}
 
 /// Width of the names of checks.
 const WIDTH: usize = 50;
@@ -67,18 +103,21 @@ fn write_line(out: &mut dyn Write, text: &str) -> Result<()> {
     print(out, format!("{}\n", shown_line(text)).as_bytes())
 }
 
-/// Checks a GPU. A check that fails is an error, after all others were made.
-pub fn selftest(args: &SelftestArgs, environment: &Environment, stop: &Arc<AtomicBool>, out: &mut dyn Write) -> Result<()> {
-    let cuda = Cuda::open(args.device.unwrap_or(0), stop.clone()).map_err(|error| match error {
-        Error::NoGpu { what, hint } => Error::NoGpuToTest { what, hint },
-        other => other,
-    })?;
-    let records = Records::below(environment.caches().as_deref());
-    let extent = if args.quick { Extent::QUICK } else { Extent::FULL };
-    test(cuda, args, &extent, &records, driver_release(), out)
+impl Subcommand for SelftestArgs {
+    /// Checks a GPU. A check that fails is an error, after all others were made.
+    fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
+        signals.terminal(Verbosity::Normal);
+        let cuda = Cuda::open(self.device.unwrap_or(0), signals.stop.clone()).map_err(|error| match error {
+            Error::NoGpu { what, hint } => Error::NoGpuToTest { what, hint },
+            other => other,
+        })?;
+        let records = Records::below(environment.caches().as_deref());
+        let extent = if self.quick { Extent::QUICK } else { Extent::FULL };
+        test(cuda, &self, &extent, &records, driver_release(), out)
+    }
 }
 
-/// The same on an open GPU, with checks of this extent.
+/// Makes checks of this extent on an open GPU.
 pub fn test(
     mut cuda: Cuda,
     args: &SelftestArgs,

@@ -1,23 +1,45 @@
 //! `kiln tiny`: writes the tiny random model in a layout in which real models are published.
 
-use super::args::TinyArgs;
+use super::args::{DTypeArg, LayoutArg};
 use super::stdout::{line_of, print};
+use super::{Process, Subcommand};
+use crate::terminal::Verbosity;
+use clap::Args;
 use kiln::error::{Error, Result};
-use std::io::{self, ErrorKind, Write};
-use std::sync::atomic::AtomicBool;
+use std::io::{self, ErrorKind};
+use std::path::PathBuf;
 
-/// Writes the tiny model to a new folder and the folder's path to `out`. Setting `stop` interrupts it.
-pub fn tiny(args: &TinyArgs, stop: &AtomicBool, out: &mut dyn Write) -> Result<()> {
-    let folder = &args.folder;
-    let refused = |source| Error::Write { path: folder.clone(), source };
-    let occupied = match std::fs::read_dir(folder) {
-        Ok(mut entries) => entries.next().is_some(),
-        Err(error) if error.kind() == ErrorKind::NotFound => false,
-        Err(error) => return Err(refused(error)),
-    };
-    if occupied {
-        return Err(refused(io::Error::new(ErrorKind::DirectoryNotEmpty, "the folder is not empty")));
+/// Write the tiny random model to a new folder, as real models are published
+#[derive(Args, Debug)]
+#[command(override_usage = "kiln tiny [OPTIONS] <DIR>")]
+pub struct TinyArgs {
+    /// The folder to write; it must not hold anything yet
+    #[arg(value_name = "DIR")]
+    pub folder: PathBuf,
+
+    /// How files and tensors are named
+    #[arg(long, value_enum, default_value = "diffusers")]
+    pub layout: LayoutArg,
+
+    /// Dtype of the weights
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub dtype: DTypeArg,
+}
+
+impl Subcommand for TinyArgs {
+    fn run(self: Box<Self>, Process { signals, out, .. }: Process<'_>) -> Result<()> {
+        signals.terminal(Verbosity::Normal);
+        let folder = &self.folder;
+        let refused = |source| Error::Write { path: folder.clone(), source };
+        let occupied = match std::fs::read_dir(folder) {
+            Ok(mut entries) => entries.next().is_some(),
+            Err(error) if error.kind() == ErrorKind::NotFound => false,
+            Err(error) => return Err(refused(error)),
+        };
+        if occupied {
+            return Err(refused(io::Error::new(ErrorKind::DirectoryNotEmpty, "the folder is not empty")));
+        }
+        kiln::write_tiny_model(folder, self.layout.into(), self.dtype.into(), &signals.stop)?;
+        print(out, &line_of(folder))
     }
-    kiln::write_tiny_model(folder, args.layout.into(), args.dtype.into(), stop)?;
-    print(out, &line_of(folder))
 }

@@ -13,7 +13,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 /// How many denoising steps there may be.
-pub(super) const STEPS: RangeInclusive<usize> = 1..=1000;
+pub const STEPS: RangeInclusive<usize> = 1..=1000;
 
 /// The guidance scales that there may be.
 const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;

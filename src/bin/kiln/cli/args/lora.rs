@@ -1,9 +1,8 @@
-//! The flags for adapters, and those of `kiln lora`.
+//! The flags for adapters.
 
-use super::help::INSPECT_EXAMPLES;
-use super::{LoraModeArg, ModelArgs};
+use super::LoraModeArg;
+use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use clap::{Args, Subcommand};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -93,37 +92,6 @@ impl<'de> Deserialize<'de> for LoraArg {
         };
         lora.map_err(serde::de::Error::custom)
     }
-}
-
-/// What can be done with the files of adapters.
-#[derive(Debug, Subcommand)]
-pub enum LoraCommand {
-    /// Print what an adapter's file has: layers, ranks, spelling, base model, trigger words
-    ///
-    /// No model is needed. With --model, or a flag that names a part, it says which layers that model has. Methods that kiln does
-    /// not support, such as DoRA and LoHa, are listed as well.
-    #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = INSPECT_EXAMPLES)]
-    Inspect(Box<InspectArgs>),
-}
-
-/// Flags of `kiln lora inspect`.
-#[derive(Args, Debug)]
-pub struct InspectArgs {
-    /// A safetensors file, a folder with one, or `owner/name` in the Hugging Face cache
-    #[arg(value_name = "FILE")]
-    pub file: PathBuf,
-
-    /// Which model to compare it with
-    #[command(flatten)]
-    pub model: ModelArgs,
-
-    /// Print a JSON object with every layer and all metadata instead of a table
-    #[arg(long)]
-    pub json: bool,
-
-    /// List every layer, not only kinds of layers
-    #[arg(short, long)]
-    pub verbose: bool,
 }
 
 #[cfg(test)]

@@ -5,8 +5,13 @@ use super::{ImageOptions, KleinArg, LoraArgs, ModelArgs, QuantisedArgs};
 use clap::Args;
 use kiln::predict::Card;
 
-/// Flags of `kiln plan`.
+/// Print what a picture would take, without computing anything
+///
+/// For klein 4B, or for the model that is named, by its files' headers: tokens of each part, the schedule, floating-point
+/// operations of each stage, the formats of its layers, bytes of weights and of workspace. Formats and bytes are those on a
+/// GPU: quantised weights that it has no kernels for are counted as they are expanded.
 #[derive(Args, Debug)]
+#[command(override_usage = "kiln plan [OPTIONS]")]
 #[command(allow_negative_numbers = true)]
 pub struct PlanArgs {
     /// Which model

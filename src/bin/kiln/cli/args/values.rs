@@ -241,22 +241,22 @@ pub enum BackendArg {
 }
 
 /// Parses a number of pixels. Whether it is legal depends on the other side of the image as well, so that is checked later.
-pub(super) fn pixels(text: &str) -> Result<usize, String> {
+pub fn pixels(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())
 }
 
 /// What a parser of whole numbers expects.
-pub(super) fn a_whole_number(range: &RangeInclusive<impl Display>) -> String {
+pub fn a_whole_number(range: &RangeInclusive<impl Display>) -> String {
     format!("expected a whole number from {} to {}", range.start(), range.end())
 }
 
 /// What a parser of numbers expects.
-pub(super) fn a_number(range: &RangeInclusive<f32>) -> String {
+pub fn a_number(range: &RangeInclusive<f32>) -> String {
     format!("expected a number from {} to {}", range.start(), range.end())
 }
 
 /// A parser of whole numbers within limits.
-pub(super) fn within<T>(range: RangeInclusive<T>) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
+pub fn within<T>(range: RangeInclusive<T>) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static
 where
     T: FromStr + PartialOrd + Display + Clone + Send + Sync + 'static,
 {
@@ -264,13 +264,13 @@ where
 }
 
 /// Parses the name of a GPU of the table.
-pub(super) fn card(text: &str) -> Result<Card, String> {
+pub fn card(text: &str) -> Result<Card, String> {
     let names: Vec<&str> = CARDS.iter().map(|card| card.name.trim_start_matches("GeForce ")).collect();
     Card::named(text).cloned().ok_or_else(|| format!("expected one of {}", names.join(", ")))
 }
 
 /// A parser of numbers within limits.
-pub(super) fn number(range: RangeInclusive<f32>) -> impl Fn(&str) -> Result<f32, String> + Clone + Send + Sync + 'static {
+pub fn number(range: RangeInclusive<f32>) -> impl Fn(&str) -> Result<f32, String> + Clone + Send + Sync + 'static {
     // NaN is not contained in any range.
     move |text| text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| a_number(&range))
 }

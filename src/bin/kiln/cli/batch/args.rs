@@ -1,12 +1,33 @@
 //! The flags of `kiln run`.
 
-use super::super::batch::fields;
-use super::{FileArgs, ImageOptions, LoraArgs, ModelArgs, RunArgs};
+use super::super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, RunArgs};
+use super::line::fields;
 use clap::Args;
 use std::path::PathBuf;
 
-/// Flags of `kiln run`.
+/// The end of `kiln run --help`.
+const EXAMPLES: &str = "\
+Examples:
+  kiln run prompts.txt -o pictures
+      A picture for each line. Seeds and names follow from the lines, so the same file gives the same
+      pictures under the same names.
+
+  kiln run prompts.txt -o pictures --skip-existing
+      Continues where a run was stopped.
+
+  echo '{\"prompt\": \"a red star\", \"seed\": 7, \"output\": \"star.png\"}' | kiln run | jq .path
+      Settings of its own for a line. Another program may keep the pipe open and wait for each answer.
+
+  {\"prompt\": \"a fox\", \"lora\": [\"ink.safetensors\", {\"file\": \"owner/repository\", \"scale\": 0.5}]}
+      A line with adapters of its own, in place of those of --lora. The model is not loaded again.";
+
+/// Generate a picture for each line of a file or of standard input, with a model that is loaded once
+///
+/// Every line is answered with a line of JSON on standard output, in order and as soon as it is done: the fields of `kiln
+/// generate --json` and the number of the line, or an `error` with its `hint` and `code`. Errors of a line do not end the run;
+/// the exit code is 1 if there were any.
 #[derive(Args, Debug)]
+#[command(override_usage = "kiln run [OPTIONS] [FILE]", after_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
 pub struct BatchArgs {
     /// The file of prompts, one on each line; `-` is standard input

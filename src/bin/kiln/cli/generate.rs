@@ -1,0 +1,205 @@
+//! `kiln generate`: its request, and the run that carries it out.
+
+use super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, NoiseArg, PromptArgs, RunArgs, within};
+use super::help::{EXAMPLE, EXAMPLES};
+use super::names::Target;
+use super::outputs::{Outputs, extension, file_format, image_text};
+use super::report::{announce_run, list_kernels, unknown_words_note};
+use super::request::{ImageRequest, Setup, random_seed};
+use super::session::Session;
+use super::settings::Settings;
+use super::trace::TraceFile;
+use super::writer::{Pending, Place, Writer};
+use super::{Cli, Process, Subcommand};
+use crate::terminal::{Terminal, Verbosity};
+use clap::{Args, Parser};
+use kiln::error::{Error, Result};
+use kiln::locate::Environment;
+use kiln::trace;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+/// Generate pictures; the same as giving only a prompt
+#[derive(Args, Debug)]
+#[command(override_usage = "kiln generate [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
+// With this the error for `--seed -1` says what a seed is, and not that there is no option `-1`.
+#[command(allow_negative_numbers = true)]
+pub struct GenerateArgs {
+    /// What the picture shows
+    #[command(flatten)]
+    pub prompt: PromptArgs,
+
+    /// Which model
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Adapters of the model
+    #[command(flatten)]
+    pub lora: LoraArgs,
+
+    /// The image file to write: .png, .jpg, .jpeg or .webp [default: PROMPT-SEED.png]
+    ///
+    /// The default name is made from the prompt's words. With --count, `out.png` becomes `out-1.png`, `out-2.png` and so on. `-`
+    /// writes the picture itself to standard output.
+    #[arg(short, long, value_name = "PATH", help_heading = "Output")]
+    pub output: Option<PathBuf>,
+
+    /// How files are written
+    #[command(flatten)]
+    pub file: FileArgs,
+
+    /// Write intermediate values to a safetensors file
+    ///
+    /// Its tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the
+    /// picture before it is rounded; with references also `reference.1.tokens` onwards, with guidance `negative_prompt_embeds`.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub dump: Option<PathBuf>,
+
+    /// Print a JSON object per picture instead of its path
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+
+    /// What the picture is made from and how large
+    #[command(flatten)]
+    pub image: ImageOptions,
+
+    /// Negative prompt: what the picture should not show; base models only
+    #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
+    pub negative: Option<String>,
+
+    /// Seed of the noise [default: random]
+    ///
+    /// The same seed gives the same picture. A random one is printed.
+    #[arg(long, value_name = "N", value_parser = within(0..=u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
+    pub seed: Option<u64>,
+
+    /// How many pictures, with consecutive seeds
+    #[arg(long, value_name = "N", value_parser = within(1usize..=10_000), default_value = "1", help_heading = "Sampling")]
+    pub count: usize,
+
+    /// Generator of the noise [default: torch-cuda]
+    #[arg(long, value_enum, value_name = "KIND", conflicts_with = "noise", help_heading = "Sampling")]
+    pub noise_kind: Option<NoiseArg>,
+
+    /// SMs (multiprocessors) of the GPU that torch-cuda reproduces [default: 132]
+    #[arg(long, value_name = "N", value_parser = within(1u32..=1024), conflicts_with = "noise", help_heading = "Sampling")]
+    pub noise_sms: Option<u32>,
+
+    /// Resident threads per SM of that GPU [default: 2048]
+    #[arg(long, value_name = "N", value_parser = within(256u32..=4096), conflicts_with = "noise", help_heading = "Sampling")]
+    pub noise_threads: Option<u32>,
+
+    /// Read the initial noise from a safetensors file
+    ///
+    /// Its tensor `noise` has to be F32, with one row of 128 values for each 16 x 16 pixels. Files of --dump have one.
+    #[arg(long, value_name = "FILE", help_heading = "Sampling")]
+    pub noise: Option<PathBuf>,
+
+    /// Where and how to compute
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+impl GenerateArgs {
+    /// One image with seed 0 for a command that decides itself what becomes of it.
+    pub fn without_files(
+        prompt: PromptArgs,
+        model: ModelArgs,
+        lora: LoraArgs,
+        image: ImageOptions,
+        negative: Option<String>,
+        run: RunArgs,
+    ) -> Self {
+        let usual = Cli::parse_from(["kiln", "--seed", "0"]).generate;
+        Self { prompt, model, lora, image, negative, run, ..usual }
+    }
+}
+
+impl Subcommand for GenerateArgs {
+    fn threads(&self) -> Option<usize> {
+        self.run.threads
+    }
+
+    fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
+        let trace = TraceFile::start(&self.run, "kiln generate", Some(self.file.force))?;
+        let GenerateRequest { images, setup, outputs, verbosity } =
+            GenerateRequest::new(*self, environment, &mut io::stdin(), random_seed())?;
+        trace.end(generate(images, setup, outputs, &signals.stop, &signals.terminal(verbosity), out))
+    }
+}
+
+/// What `kiln generate` was asked for, split by the module that uses each piece.
+#[derive(Debug)]
+pub struct GenerateRequest {
+    /// What to generate.
+    pub images: ImageRequest,
+    /// Which model to use, and on which device.
+    pub setup: Setup,
+    /// The files to write.
+    pub outputs: Outputs,
+    /// How much to print.
+    pub verbosity: Verbosity,
+}
+
+impl GenerateRequest {
+    /// Checks flags against each other, the environment and the file system. `stdin` is read if the prompt comes from there;
+    /// `random` is the seed to use if none is given.
+    pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
+        let _span = trace::span("read the request");
+        let (images, mut setup) = ImageRequest::from_args(&args, environment, stdin, random)?;
+        let format = file_format(args.file.format, args.file.quality, args.output.as_deref())?;
+        let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
+        let trace = args.run.trace.trace.as_deref();
+        let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.file.force, args.json)?;
+        setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.conventions));
+        Ok(Self { images, setup, outputs, verbosity: args.run.verbosity() })
+    }
+}
+
+/// Generates the images of a request. Each is saved, and its path or JSON object written to `out`, as soon as it is done, while the
+/// next one is computed. Once `stop` is set no further image is saved.
+pub fn generate(
+    request: ImageRequest,
+    setup: Setup,
+    mut outputs: Outputs,
+    stop: &Arc<AtomicBool>,
+    terminal: &Terminal,
+    out: &mut (dyn Write + Send),
+) -> Result<()> {
+    let mut session = Session::open(setup, stop, terminal)?;
+    let settings = Settings::resolve(request, &session.profile());
+    // The largest seed makes the longest text.
+    outputs.format.check_text(&image_text(&settings, u64::MAX))?;
+    announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
+    // A dump holds the prompt embeddings, whose width is known only now that the model is open.
+    if outputs.dump().is_some() {
+        let encoder = &session.model.configs.text_encoder;
+        outputs.check(settings.prompts() * encoder.max_tokens * encoder.features())?;
+    }
+    session.fit(&settings.job, terminal)?;
+    let backend = session.backend.name;
+    let mut engine = session.load(terminal)?;
+    let Outputs { format, force, json, .. } = outputs;
+    let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
+    let place = Place { settings, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
+    thread::scope(|scope| {
+        let mut writer = Writer::start(scope, &place, settings.job.seeds.len());
+        let generated = engine.generate(&settings.job, terminal, &mut |image| {
+            if stop.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            writer.write(Pending { path: outputs.next_path(), image, seconds: terminal.seconds() })
+        });
+        writer.finish(generated)
+    })?;
+    list_kernels(&engine.launches(), terminal);
+    // The process ends here, and the system frees all memory at once in a third of the time that it takes piece by piece. A trace still
+    // has to collect when kernels ran.
+    if !trace::is_on() {
+        std::mem::forget(engine);
+    }
+    Ok(())
+}
