@@ -19,8 +19,8 @@ use kiln_numerics::up_conv;
 pub use lockstep::Lockstep;
 pub use observed::{Observed, Observer};
 pub use op::{
-    Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LowRank, Modulated, Op, OpKind, Projection, QkNorm,
-    Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
+    Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LoraBranch, Modulated, Op, OpKind, Projection,
+    QkNorm, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
 pub use plan::Plan;
 

@@ -250,7 +250,7 @@ impl Cpu {
         Ok(kernels::Layer {
             weight: In::stack(w.weight.parts().iter().map(|&part| read(part)).collect::<Result<_>>()?),
             bias: w.bias.map(read).transpose()?,
-            low_rank: w.low_rank.map(|l| Ok((read(l.down)?, read(l.up)?))).transpose()?,
+            lora: w.lora.map(|l| Ok((read(l.down)?, read(l.up)?))).transpose()?,
         })
     }
 

@@ -19,7 +19,7 @@ mod expansion;
 mod gemm;
 mod graph;
 mod launch;
-mod low_rank;
+mod lora;
 mod memory;
 mod norm;
 mod params;

@@ -29,14 +29,14 @@ pub struct Linear {
     pub bias: Option<Tensor>,
     /// How the op that produces the layer's input has to store it.
     pub input: Stored,
-    /// A term of low rank that is added to the weight, as LoRA has it (Hu et al. 2021).
-    pub low_rank: Option<LowRank>,
+    /// The LoRA branch that is added to the weight (Hu et al. 2021).
+    pub lora: Option<LoraBranch>,
 }
 
 impl Linear {
     /// A layer whose weight has one format, on plain bf16 inputs.
     pub const fn new(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Self { id: None, weight: Weight::new(weight), bias, input: Stored::plain(DType::Bf16), low_rank: None }
+        Self { id: None, weight: Weight::new(weight), bias, input: Stored::plain(DType::Bf16), lora: None }
     }
 
     /// The layer restricted to a range of its outputs.
@@ -44,22 +44,22 @@ impl Linear {
         Self {
             weight: self.weight.slice(range.clone()),
             bias: self.bias.map(|b| b.cols(range.clone())),
-            low_rank: self.low_rank.map(|l| LowRank { up: l.up.rows(range), ..l }),
+            lora: self.lora.map(|l| LoraBranch { up: l.up.rows(range), ..l }),
             ..self
         }
     }
 }
 
-/// The matrix `up down` of low rank.
+/// A branch beside a weight: the matrix `up down`, of low rank.
 #[derive(Clone, Copy, Debug)]
-pub struct LowRank {
+pub struct LoraBranch {
     /// `[rank, in]`.
     pub down: Tensor,
     /// `[out, rank]`.
     pub up: Tensor,
 }
 
-impl LowRank {
+impl LoraBranch {
     /// The type in which a GPU holds the product of an input and the first matrix: that of the second matrix, unless the input has more places.
     pub fn down_out_type(self, x: Tensor) -> DType {
         if x.dtype == DType::F32 || self.up.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
@@ -374,7 +374,7 @@ impl Op<'_> {
         let linear = |each: &mut dyn FnMut(Access, &[Tensor]), w: &Linear| {
             each(Read, w.weight.parts());
             each(Read, w.bias.as_slice());
-            w.low_rank.iter().for_each(|l| each(Read, &[l.down, l.up]));
+            w.lora.iter().for_each(|l| each(Read, &[l.down, l.up]));
         };
         match *self {
             Self::Copy { out, x } | Self::Silu { out, x } | Self::NonFinite { count: out, x } | Self::Pixels { out, x } => {
@@ -476,14 +476,14 @@ impl Op<'_> {
     }
 
     /// Bytes of working memory that a GPU with these GEMMs needs besides that of the operands: for quantised weights with plain inputs in bf16, if
-    /// it [expands](GemmFormats::expands) them, and for products of inputs with the first matrices of terms of low rank.
+    /// it [expands](GemmFormats::expands) them, and for products of inputs with the first matrices of LoRA branches.
     pub fn scratch_bytes(&self, formats: GemmFormats) -> u64 {
         let mut bytes = 0;
         self.layers(&mut |x, w| {
             let is_expanded = |part: &&Tensor| formats.expands && part.dtype.is_quantised() && !w.input.dtype.is_quantised();
             let parts = w.weight.parts().iter().filter(is_expanded);
             bytes += parts.map(|part| (DType::Bf16.bytes(part.len()) as u64).next_multiple_of(ALIGN)).sum::<u64>();
-            bytes += w.low_rank.map_or(0, |term| term.down_out_bytes(x));
+            bytes += w.lora.map_or(0, |lora| lora.down_out_bytes(x));
         });
         bytes
     }
@@ -493,8 +493,8 @@ impl Op<'_> {
     pub fn flops(&self) -> u64 {
         let mut gemms = 0;
         self.layers(&mut |x, w| {
-            let low_rank = w.low_rank.map_or(0, |l| l.down.len() + l.up.len());
-            gemms += 2 * (x.rows * (w.weight.len() + low_rank)) as u64;
+            let lora = w.lora.map_or(0, |l| l.down.len() + l.up.len());
+            gemms += 2 * (x.rows * (w.weight.len() + lora)) as u64;
         });
         match *self {
             // Attention is counted as dense, as in the usual formulas; a causal mask halves the actual work.

@@ -484,7 +484,7 @@ impl Upload<'_> {
             let parts = part_formats(parts, &weight);
             self.formats.push(LayerFormat { id, weight, parts, input: input.dtype, why, merged });
         }
-        Ok(Linear { id: spec.layer, weight, bias: None, input, low_rank: None })
+        Ok(Linear { id: spec.layer, weight, bias: None, input, lora: None })
     }
 
     /// Allocates a tensor and uploads the parts that it consists of.

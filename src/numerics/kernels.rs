@@ -195,11 +195,11 @@ pub struct Layer<'a> {
     pub weight: In<'a>,
     /// `[1, out]`.
     pub bias: Option<In<'a>>,
-    /// The matrices `[rank, in]` and `[out, rank]` of a term of low rank.
-    pub low_rank: Option<(In<'a>, In<'a>)>,
+    /// The matrices `[rank, in]` and `[out, rank]` of a LoRA branch.
+    pub lora: Option<(In<'a>, In<'a>)>,
 }
 
-/// Operand A of a tile, and its product with the first matrix of the term of low rank.
+/// Operand A of a tile, and its product with the first matrix of the LoRA branch.
 #[derive(Clone, Copy)]
 struct Inputs<'a> {
     a: Strided<'a>,
@@ -220,7 +220,7 @@ fn tile_nt(inputs: Inputs<'_>, layer: &Layer<'_>, range: Range<usize>, b: &mut V
         matmul(out, a, b.transposed(), accumulate);
     };
     add(inputs.a, &layer.weight, false);
-    if let (Some(down_out), Some((_, up))) = (inputs.down_out, &layer.low_rank) {
+    if let (Some(down_out), Some((_, up))) = (inputs.down_out, &layer.lora) {
         add(down_out, up, true);
     }
 }
@@ -240,7 +240,7 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows,
                 decode(x, rows.start + i * ROWS_PER_TASK..rows.end, to);
             });
         }
-        if let Some((down, _)) = &w.low_rank {
+        if let Some((down, _)) = &w.lora {
             let mut b = vec![0.0; down.rows * down.cols];
             decode(down, 0..down.rows, &mut b);
             let b = Strided::new(&b, down.rows, down.cols).transposed();
@@ -258,7 +258,7 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows,
                 Some(direct) => direct,
                 None => Strided::new(&decoded[r * x.cols..], out.rows, x.cols),
             };
-            let rank = w.low_rank.as_ref().map(|(down, _)| down.rows);
+            let rank = w.lora.as_ref().map(|(down, _)| down.rows);
             let inputs = Inputs { a, down_out: rank.map(|rank| Strided::new(&down_out[r * rank..], out.rows, rank)) };
             let range = first + c..first + c + out.cols;
             tile_nt(inputs, w, range.clone(), &mut s.b, &mut s.values);

@@ -5,7 +5,7 @@
 use super::formats::Formats;
 use super::kept::{Kept, Source};
 use crate::adapter::{AdapterSet, Adapters, MAX_RANK};
-use crate::backend::{Backend, Linear, LowRank, Role};
+use crate::backend::{Backend, Linear, LoraBranch, Role};
 use crate::error::{Error, Remedy, Result};
 use crate::model::LayerFormat;
 use crate::names::LayerId;
@@ -44,7 +44,7 @@ pub struct Branches {
     pub set: AdapterSet,
     pub ranks: Ranks,
     /// Where the matrices of each are.
-    places: Vec<LowRank>,
+    places: Vec<LoraBranch>,
     /// Bytes of all.
     pub branch_bytes: u64,
     /// The same with the room behind them for what is merged with a weight.
@@ -81,7 +81,7 @@ impl Branches {
                 return Err(Error::Usage { what, hint: Some(Remedy::MergeAdapters) });
             }
             let rank = Adapters::padded(rank);
-            places.push(LowRank { down: region.alloc(rank, cols, dtype)?, up: region.alloc(rows, rank, dtype)? });
+            places.push(LoraBranch { down: region.alloc(rank, cols, dtype)?, up: region.alloc(rows, rank, dtype)? });
             ranks.push((layer.id, rank));
         }
         let mut all = adapters.effective().flat_map(|(adapter, _)| &adapter.layers);
@@ -100,7 +100,7 @@ impl Branches {
         let mut bytes = vec![0; self.branch_bytes as usize];
         let mut pieces = Vec::with_capacity(self.places.len());
         let (mut rest, mut at) = (&mut bytes[..], 0);
-        for (&(id, rank), LowRank { down, up }) in self.ranks.iter().zip(&self.places) {
+        for (&(id, rank), LoraBranch { down, up }) in self.ranks.iter().zip(&self.places) {
             let [down, up] = [down, up].map(|tensor| {
                 let extent = tensor.extent();
                 let (own, after) =
@@ -124,7 +124,7 @@ impl Branches {
     pub fn attach<'a>(&self, layers: impl Iterator<Item = &'a mut Linear>) {
         for layer in layers {
             let found = self.ranks.iter().position(|(id, _)| Some(*id) == layer.id);
-            layer.low_rank = found.map(|at| self.places[at]);
+            layer.lora = found.map(|at| self.places[at]);
         }
     }
 }

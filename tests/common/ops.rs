@@ -18,7 +18,7 @@ mod fp8_gemms;
 pub mod fp8_sums;
 mod gemms;
 mod judge;
-mod low_rank_gemms;
+mod lora_gemms;
 pub mod mistakes;
 mod nvfp4_gemms;
 pub mod oracle;
@@ -50,12 +50,12 @@ pub struct Mat {
     pub cols: usize,
     pub data: Vec<f32>,
     /// The matrices `[rank, cols]` and `[rows, rank]` whose product is added to a weight.
-    pub low_rank: Option<Box<(Mat, Mat)>>,
+    pub lora: Option<Box<(Mat, Mat)>>,
 }
 
 impl Mat {
     fn new(rows: usize, cols: usize, data: Vec<f32>) -> Self {
-        Self { rows, cols, data, low_rank: None }
+        Self { rows, cols, data, lora: None }
     }
 
     pub fn at<R: Real>(&self, r: usize, c: usize) -> R {

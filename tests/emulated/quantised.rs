@@ -385,7 +385,7 @@ fn formats_without_kernels_are_refused() {
     let mut weights = Arena::new(Region::Weights);
     let weight = Weight::stack(&[weights.alloc_stored(8, 64, Stored::fp8(Scale::ONE)).unwrap()]).unwrap();
     cuda.reserve(Region::Weights, weights.peak()).unwrap();
-    let w = Linear { id: None, weight, bias: None, input: Stored::nvfp4(Scale::ONE), low_rank: None };
+    let w = Linear { id: None, weight, bias: None, input: Stored::nvfp4(Scale::ONE), lora: None };
     let product = what(cuda.run(Op::Linear(&[Gemm { out: out.cols(0..8), x: fp4, w: &w }])));
     assert!(product.contains("cannot be multiplied on the GPU"), "{product}");
 }

@@ -9,7 +9,7 @@ use common::wrapped;
 use kiln::error::Error;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{
-    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Lockstep, LowRank, Modulated, Op, OpKind,
+    Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Lockstep, LoraBranch, Modulated, Op, OpKind,
     Projection, Role, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
 use kiln::internals::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
@@ -259,7 +259,7 @@ fn mismatched_operands_are_rejected() {
         let (shortcut, stats) = (Some(Shortcut { x, w }), None);
         Op::Conv { out: a, x: b, w: &conv, width: 2, height: 2, sampling, residual, shortcut, stats }
     };
-    let low_rank = Linear { low_rank: Some(LowRank { down: short.cols(0..1), up: short.cols(0..1) }), ..w };
+    let lora = Linear { lora: Some(LoraBranch { down: short.cols(0..1), up: short.cols(0..1) }), ..w };
     let normed = |out, width, norm| Op::NormConv { out, x: b, norm, stats: None, w: &conv, width, height: 2 };
     let eight = GroupNorm { groups: 8, ..norm };
     let result = [a];
@@ -297,7 +297,7 @@ fn mismatched_operands_are_rejected() {
         ("a shortcut and a residual", beside(Some(c.rows(0..4)), c.rows(4..8), &w, same)),
         ("a shortcut of another size", beside(None, c.rows(4..7), &w, same)),
         ("a shortcut of other channels", beside(None, c.rows(4..8).cols(0..7), &w, same)),
-        ("a shortcut with a term of low rank", beside(None, c.rows(4..8), &low_rank, same)),
+        ("a shortcut with a LoRA branch", beside(None, c.rows(4..8), &lora, same)),
         ("a shortcut that is overwritten", beside(None, a, &w, same)),
         ("a norm with other groups", normed(a, 2, &norm)),
         ("another number of normalised pixels", normed(a, 3, &eight)),
@@ -342,9 +342,9 @@ fn quantised_operands_keep_their_rules() {
     let layer = |weight, input| Linear { input, ..Linear::new(weight, None) };
     let plain = Stored::plain(DType::Bf16);
     let (w8a8, w8a16, w4a4) = (layer(w8, fp8), layer(w8, plain), layer(w4, nvfp4));
-    let low_rank = |down, up| Linear { low_rank: Some(LowRank { down, up }), ..w8a8 };
-    let (good, short, long) = (low_rank(down, up), low_rank(down.cols(0..63), up), low_rank(down, up.rows(0..63)));
-    let (ranks, quantised) = (low_rank(down, up.cols(0..2)), [low_rank(down8, up), low_rank(down, up8)]);
+    let lora = |down, up| Linear { lora: Some(LoraBranch { down, up }), ..w8a8 };
+    let (good, short, long) = (lora(down, up), lora(down.cols(0..63), up), lora(down, up.rows(0..63)));
+    let (ranks, quantised) = (lora(down, up.cols(0..2)), [lora(down8, up), lora(down, up8)]);
     let other_scale = layer(w8, Stored::fp8(scale(0.75)));
     let halves = Linear { weight: Weight::stack(&[w8.rows(0..32), w8.rows(32..64)]).unwrap(), ..w8a8 };
     assert!(Weight::stack(&[w8, wide]).is_none(), "parts of different widths");

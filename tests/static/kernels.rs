@@ -155,7 +155,7 @@ fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
 }
 
 /// The shortest loop around an instruction that begins with `mma`, from where a branch goes back to up to the branch. Of several, the one that
-/// has most of them: terms of low rank are added by a loop of their own.
+/// has most of them: LoRA branches are added by a loop of their own.
 fn loop_around<'a>(codes: &[(u64, &'a str)], mma: &str) -> Vec<&'a str> {
     let loops = codes.iter().filter_map(|&(from, code)| {
         let to = code.strip_prefix("BRA")?.rsplit_once("0x").and_then(|(_, to)| u64::from_str_radix(to.trim_end(), 16).ok())?;

@@ -22,7 +22,7 @@ impl ShortcutMats {
     /// Its operands, if it is a plain layer: a matrix and a bias.
     pub fn new(cx: &OpContext, op: &'static str, Shortcut { x, w }: Shortcut<'_>) -> Result<Option<Self>> {
         match w.weight.parts() {
-            &[part] if w.low_rank.is_none() => {
+            &[part] if w.lora.is_none() => {
                 Ok(Some(Self { x: cx.mat(x, op)?, w: cx.mat(part, op)?, bias: cx.mat_if(w.bias, op)? }))
             }
             _ => Ok(None),

@@ -8,7 +8,7 @@ use super::arch::Arch;
 use super::context::{KernelChoice, OpContext};
 use super::expansion::{expand, expansion, in_bf16};
 use super::launch::Kernel;
-use super::low_rank::{self, Term};
+use super::lora::{self, LoraMats};
 use super::norm::{QkHeads, qk_norm_rope, rope_code};
 use super::params::{NO_MAP, NONE, box_cols, is_async_copyable, k_of, naive_grid, operands};
 use super::select::{ClusterMode, GemmOperands, GemmPlan, GemmShape, GroupedGemm, Tile, group_m};
@@ -24,13 +24,13 @@ fn gemm_tiles() -> impl Iterator<Item = &'static Tile> {
 
 /// The kernels of a GEMM with one part, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
-    gemm_tiles().map(|tile| tile.kernel).chain([Kernel::Expand]).chain(low_rank::kernels()).collect()
+    gemm_tiles().map(|tile| tile.kernel).chain([Kernel::Expand]).chain(lora::kernels()).collect()
 }
 
 /// The kernels of the fused projection, which needs tiles of whole heads.
 pub fn projection_kernels() -> Vec<Kernel> {
     let tiles = gemm_tiles().filter(|tile| tile.has_whole_heads());
-    tiles.map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::QkNormRope]).chain(low_rank::kernels()).collect()
+    tiles.map(|tile| tile.kernel).chain([Kernel::Expand, Kernel::QkNormRope]).chain(lora::kernels()).collect()
 }
 
 /// A GEMM whose columns all have one epilogue.
@@ -44,11 +44,11 @@ pub struct EpilogueGemm {
 
 impl EpilogueGemm {
     /// One GEMM for each matrix of the weight if there is a residual, which kernels read through one tensor map.
-    fn by_residual(self, term: Term) -> Vec<(Self, Term)> {
+    fn by_residual(self, lora: LoraMats) -> Vec<(Self, LoraMats)> {
         let Self { out, x, w, epilogue, gate } = self;
         let parts = w.weight.parts();
         if epilogue != abi::KL_GATE_RESIDUAL || parts.len() == 1 {
-            return vec![(self, term)];
+            return vec![(self, lora)];
         }
         let mut first = 0;
         let of_rows = |part: &Tensor| {
@@ -56,7 +56,7 @@ impl EpilogueGemm {
             first = rows.end;
             let gate = gate.map(|gate| gate.cols(rows.clone()));
             let gemm = Self { out: out.cols(rows.clone()), x, w: w.rows(rows.clone()), epilogue, gate };
-            (gemm, Term { up: term.up_from(rows.start), ..term })
+            (gemm, LoraMats { up: lora.up_from(rows.start), ..lora })
         };
         parts.iter().map(of_rows).collect()
     }
@@ -188,12 +188,12 @@ fn in_launches<T>(
 /// GEMMs with one part each.
 pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = EpilogueGemm>) -> Result<()> {
     let gemms: Vec<_> = gemms.collect();
-    let terms = low_rank::reduce(cx, op, gemms.iter().map(|gemm| (gemm.x, &gemm.w)))?;
-    let gemms: Vec<_> = gemms.into_iter().zip(terms).flat_map(|(gemm, term)| gemm.by_residual(term)).collect();
-    let naive = |group: &[(EpilogueGemm, Term)]| {
-        group.iter().try_for_each(|(gemm, term)| naive_gemm(cx, op, gemm.x, &gemm.w, term, gemm.part()))
+    let loras = lora::reduce(cx, op, gemms.iter().map(|gemm| (gemm.x, &gemm.w)))?;
+    let gemms: Vec<_> = gemms.into_iter().zip(loras).flat_map(|(gemm, lora)| gemm.by_residual(lora)).collect();
+    let naive = |group: &[(EpilogueGemm, LoraMats)]| {
+        group.iter().try_for_each(|(gemm, lora)| naive_gemm(cx, op, gemm.x, &gemm.w, lora, gemm.part()))
     };
-    in_launches(cx, &gemms, |(gemm, term)| linear_stream(cx, op, gemm, term), naive)
+    in_launches(cx, &gemms, |(gemm, lora)| linear_stream(cx, op, gemm, lora), naive)
 }
 
 fn unsupported(op: &'static str, layer: &Linear) -> Error {
@@ -282,16 +282,16 @@ fn stream_of(
     op: &'static str,
     x: KlMat,
     w: &Matrices,
-    term: &Term,
+    lora: &LoraMats,
     parts: Vec<Part>,
 ) -> Result<Option<KlGemmStream>> {
-    if cx.choice == KernelChoice::Naive || !w.are_multiplied_by(&x) || !term.is_multiplied() {
+    if cx.choice == KernelChoice::Naive || !w.are_multiplied_by(&x) || !lora.is_multiplied() {
         return Ok(None);
     }
     let Some(parts) = split_parts(w, &x, parts).filter(|parts| parts.len() <= abi::KL_GEMM_PARTS as usize) else {
         return Ok(None);
     };
-    let mut stream = KlGemmStream { x, down_out: term.down_out, up: term.up, ..NO_STREAM };
+    let mut stream = KlGemmStream { x, down_out: lora.down_out, up: lora.up, ..NO_STREAM };
     stream.w[..w.mats.len()].copy_from_slice(&w.mats);
     for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
         let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
@@ -310,17 +310,17 @@ fn stream_of(
 }
 
 /// The parameters of a GEMM on tensor cores, if its operands allow it.
-fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm, term: &Term) -> Result<Option<KlGemmStream>> {
+fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm, lora: &LoraMats) -> Result<Option<KlGemmStream>> {
     let (x, w) = (cx.mat(gemm.x, op)?, Matrices::new(cx, op, &gemm.w)?);
     if !matches!(gemm.out.dtype, DType::Bf16 | DType::F32 | DType::E4m3 | DType::E2m1) {
         return Ok(None);
     }
     let bias = cx.mat_if(gemm.w.bias, op)?;
-    Ok(stream_of(cx, op, x, &w, term, vec![gemm.part()])?.map(|stream| KlGemmStream { bias, ..stream }))
+    Ok(stream_of(cx, op, x, &w, lora, vec![gemm.part()])?.map(|stream| KlGemmStream { bias, ..stream }))
 }
 
 /// A part of a layer by the naive kernel, a launch for each matrix of the weight.
-fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, term: &Term, part: Part) -> Result<()> {
+fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, lora: &LoraMats, part: Part) -> Result<()> {
     let (x, w) = (cx.mat(x, op)?, Matrices::new(cx, op, layer)?);
     for (part, rows) in split_parts(&w, &x, vec![part]).ok_or_else(|| unsupported(op, layer))? {
         let bias = layer.bias.map(|bias| bias.cols(part.rows.clone()));
@@ -330,10 +330,10 @@ fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, term:
             w: rows.map(|rows| w.mats[rows.matrix as usize]),
             bias: cx.mat_if(bias, op)?,
             gate: cx.mat_if(part.extra, op)?,
-            down_out: term.down_out,
+            down_out: lora.down_out,
             // With SwiGLU as many up rows follow.
             up: [0, if part.epilogue == abi::KL_SWIGLU { part.rows.len() } else { 0 }]
-                .map(|row| term.up_from(part.rows.start + row)),
+                .map(|row| lora.up_from(part.rows.start + row)),
             saturated: cx.memory.saturated(),
             first: rows.map(|rows| rows.first),
             epilogue: part.epilogue,
@@ -421,7 +421,7 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
             *map = cx.tensor_map(&if to == 0 { *w } else { in_bf16(w, to) }, [k_cols, block_n / 2])?;
         }
         if s.down_out.data != 0 {
-            let cols = plan.tile.low_rank_cols();
+            let cols = plan.tile.lora_cols();
             p.down_out[i] = cx.tensor_map(&s.down_out, [cols, a_rows])?;
             p.up[i] = cx.tensor_map(&s.up, [cols, block_n / 2])?;
         }
@@ -442,13 +442,13 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
 /// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads. The epilogue always normalises, so heads
 /// without a norm are rotated by such a pass as well.
 pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
-    let terms = low_rank::reduce(cx, op, streams.iter().map(|s| (s.x, s.w)))?;
-    let streams: Vec<_> = streams.iter().zip(terms).collect();
+    let loras = lora::reduce(cx, op, streams.iter().map(|s| (s.x, s.w)))?;
+    let streams: Vec<_> = streams.iter().zip(loras).collect();
     for group in streams.chunk_by(|a, b| a.0.norm.is_some() == b.0.norm.is_some()) {
         // Whatever is refused is refused before a launch.
         let without_norm = group.iter().filter(|(s, _)| s.norm.is_none()).map(|(s, _)| heads_of(cx, op, s));
         let rotated = without_norm.collect::<Result<Vec<_>>>()?;
-        in_launches(cx, group, |(s, term)| projection_stream(cx, op, s, term), |group| projection_in_passes(cx, op, group))?;
+        in_launches(cx, group, |(s, lora)| projection_stream(cx, op, s, lora), |group| projection_in_passes(cx, op, group))?;
         rotated.iter().try_for_each(|heads| qk_norm_rope(cx, op, heads))?;
     }
     Ok(())
@@ -474,7 +474,7 @@ fn projection_parts(s: &Projection<'_>) -> Vec<Part> {
 }
 
 /// The parameters of a fused projection on tensor cores, if its operands allow it.
-fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, term: &Term) -> Result<Option<KlGemmStream>> {
+fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, lora: &LoraMats) -> Result<Option<KlGemmStream>> {
     let (x, w) = (cx.mat(s.x, op)?, Matrices::new(cx, op, s.w)?);
     let parts = projection_parts(s);
     let storable = parts.iter().all(|part| matches!(part.out.dtype, DType::Bf16 | DType::E4m3 | DType::E2m1));
@@ -483,7 +483,7 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, term:
         return Ok(None);
     }
     let (table, rope) = (cx.mat(s.rope.table, op)?, rope_code(s.rope.style));
-    let stream = stream_of(cx, op, x, &w, term, parts)?;
+    let stream = stream_of(cx, op, x, &w, lora, parts)?;
     let heads = |part: &KlOutputRange| part.epilogue != abi::KL_QK_NORM_ROPE || part.out.cols.is_multiple_of(abi::KL_MMA_COLS);
     let stream = stream.filter(|stream| stream.part.iter().all(heads));
     let eps = s.norm.map_or(0.0, |norm| norm.eps);
@@ -491,16 +491,16 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, term:
 }
 
 /// The projection by naive GEMMs, then the norm and rotation of queries and keys in place: in bf16 these are rounded once more.
-fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projection<'_>, Term)]) -> Result<()> {
+fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projection<'_>, LoraMats)]) -> Result<()> {
     let normed = streams.iter().filter(|(s, _)| s.norm.is_some());
     let heads = normed.map(|(s, _)| heads_of(cx, op, s)).collect::<Result<Vec<_>>>()?;
-    for (s, term) in streams {
+    for (s, lora) in streams {
         for part in projection_parts(s) {
             let part = match part.epilogue {
                 abi::KL_QK_NORM_ROPE => Part { epilogue: abi::KL_STORE, extra: None, ..part },
                 _ => part,
             };
-            naive_gemm(cx, op, s.x, s.w, term, part)?;
+            naive_gemm(cx, op, s.x, s.w, lora, part)?;
         }
     }
     qk_norm_rope(cx, op, &heads.into_iter().flatten().collect::<Vec<_>>())

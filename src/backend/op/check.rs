@@ -15,14 +15,14 @@ impl Op<'_> {
         let vector = |t: Tensor, cols: usize| row(t, cols) && t.dtype == DType::F32;
         let gemm = |x: Tensor, w: &Linear| {
             let parts = w.weight.parts().iter().all(|part| part.cols == x.cols && part.stride == part.cols);
-            let low_rank = w.low_rank.is_none_or(|l| {
+            let lora = w.lora.is_none_or(|l| {
                 let plain = !l.down.dtype.is_quantised() && !l.up.dtype.is_quantised();
                 l.down.cols == x.cols && l.up.rows == w.weight.rows() && l.up.cols == l.down.rows && plain
             });
             // What a layer multiplies has to be stored as the layer was loaded for. Plain values of any type can be multiplied.
             let quantised = x.dtype.is_quantised() || w.input.dtype.is_quantised();
             let stored = !quantised || x.stored() == w.input;
-            parts && low_rank && stored && w.bias.is_none_or(|b| vector(b, w.weight.rows()))
+            parts && lora && stored && w.bias.is_none_or(|b| vector(b, w.weight.rows()))
         };
         match *self {
             Self::Copy { out, x } | Self::Silu { out, x } => fits(same(out, x), "shapes")?,
@@ -99,7 +99,7 @@ impl Op<'_> {
                 let filters = sampling.phases() * sampling.taps();
                 fits(w.weight.cols == filters * x.cols && w.weight.rows == out.cols && vector(w.bias, out.cols), "channels")?;
                 if let Some(s) = shortcut {
-                    fits(residual.is_none() && sampling == Sampling::Same && s.w.low_rank.is_none(), "shortcut")?;
+                    fits(residual.is_none() && sampling == Sampling::Same && s.w.lora.is_none(), "shortcut")?;
                     let shapes = s.x.rows == out.rows && s.w.weight.rows() == out.cols;
                     fits(gemm(s.x, s.w) && shapes && !s.x.dtype.is_quantised(), "shortcut's shapes")?;
                 }

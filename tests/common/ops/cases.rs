@@ -4,7 +4,7 @@
 
 use super::attention::{self, Heads, Scores, attend};
 use super::convolutions::{self, Beside};
-use super::{Case, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, low_rank_gemms, nvfp4_gemms, quantised, want};
+use super::{Case, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, lora_gemms, nvfp4_gemms, quantised, want};
 use kiln::internals::backend::{GroupNorm, LatentStats, Modulated, Op, RopeStyle, Sampling, Seam};
 use kiln::internals::tensor::DType::{self, Bf16, F16, F32, U8};
 use kiln::internals::tensor::Stored;
@@ -62,7 +62,7 @@ fn awkward(table: &mut Table) {
     gemms::projections(table);
     fp8_gemms::all(table);
     nvfp4_gemms::all(table);
-    low_rank_gemms::all(table);
+    lora_gemms::all(table);
     attention::all(table);
     convolutions::all(table);
     group_norms(table);

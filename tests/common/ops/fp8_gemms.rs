@@ -4,7 +4,7 @@
 
 use super::cases::{Table, Variants};
 use super::formats::Filed;
-use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results, with_low_rank};
+use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results, with_lora};
 use super::{Fit, Mat, Rig, Sums, want};
 use kiln::internals::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
 use kiln::internals::tensor::DType::{Bf16, E2m1, E4m3};
@@ -30,11 +30,11 @@ pub struct Kind {
 }
 
 impl Kind {
-    /// A layer with its term of low rank.
+    /// A layer with its LoRA branch.
     fn layer(self, rig: &mut Rig<'_>, parts: &[(usize, Filed)], inner: usize, input: Stored) -> (Linear, Mat) {
         let layer = layer(rig, parts, inner, input);
         match self.rank {
-            Some(rank) => with_low_rank(rig, layer, rank),
+            Some(rank) => with_lora(rig, layer, rank),
             None => layer,
         }
     }

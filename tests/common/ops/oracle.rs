@@ -117,11 +117,11 @@ fn transposed<R: Real>(m: &Mat, rows: Range<usize>) -> Vec<R> {
     (0..m.cols).flat_map(|c| rows.clone().map(move |r| m.at(r, c))).collect()
 }
 
-/// `x w^T` for a range of the rows of `w`, with the term of low rank if it has one: `x (w + up down)^T`.
+/// `x w^T` for a range of the rows of `w`, with the LoRA branch if it has one: `x (w + up down)^T`.
 fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     let x: Vec<Vec<R>> = (0..x.rows).map(|r| x.row(r)).collect();
     let mut out = product_nt(&x, w, rows.clone());
-    if let Some((down, up)) = w.low_rank.as_deref() {
+    if let Some((down, up)) = w.lora.as_deref() {
         let mut down_out: Vec<R> = product_nt(&x, down, 0..down.rows);
         // Tensor cores multiply what the kernel before has stored.
         if down.rows.is_multiple_of(16) {

@@ -7,7 +7,7 @@ use super::cases::{ALL, EPS, TWO, Table, two_layer_norms};
 use super::formats::Filed;
 use super::oracle;
 use super::{Case, Check, Mat, Operand, Rig, Sums, want};
-use kiln::internals::backend::{GatedGemm, Gemm, Linear, LowRank, Op, Projection, QkNorm, Role, Rope, RopeStyle};
+use kiln::internals::backend::{GatedGemm, Gemm, Linear, LoraBranch, Op, Projection, QkNorm, Role, Rope, RopeStyle};
 use kiln::internals::tensor::DType::{Bf16, E4m3, E5m2, F32};
 use kiln::internals::tensor::{Nvfp4Layout, Scale, Stored};
 use std::ops::Range;
@@ -47,7 +47,7 @@ pub fn all() -> Vec<Case> {
     swiglu_in_one(&mut table);
     gate_residual(&mut table);
     qkv(&mut table);
-    low_rank(&mut table);
+    lora(&mut table);
     table.cases
 }
 
@@ -118,22 +118,22 @@ fn one() -> Stored {
 /// A layer whose weight keeps its formats, on inputs in this format.
 pub fn layer(rig: &mut Rig<'_>, parts: &[(usize, Filed)], cols: usize, input: Stored) -> (Linear, Mat) {
     let (weight, host) = rig.kept(parts, cols);
-    (Linear { id: None, weight, bias: None, input, low_rank: None }, host)
+    (Linear { id: None, weight, bias: None, input, lora: None }, host)
 }
 
-/// Adds a term of low rank to a layer: one that tensor cores multiply if the rank is a multiple of sixteen.
-pub fn with_low_rank(rig: &mut Rig<'_>, (linear, host): (Linear, Mat), rank: usize) -> (Linear, Mat) {
+/// Adds a LoRA branch to a layer: one that tensor cores multiply if the rank is a multiple of sixteen.
+pub fn with_lora(rig: &mut Rig<'_>, (linear, host): (Linear, Mat), rank: usize) -> (Linear, Mat) {
     let down = rig.weight(Role::Linear, &[rank], host.cols, Bf16, Bf16);
     let dtype = if rank.is_multiple_of(16) { Bf16 } else { F32 };
     let up = rig.weight(Role::Linear, &[host.rows], rank, dtype, dtype);
-    let linear = Linear { low_rank: Some(LowRank { down: down.t, up: up.t }), ..linear };
-    (linear, Mat { low_rank: Some(Box::new((down.host, up.host))), ..host })
+    let linear = Linear { lora: Some(LoraBranch { down: down.t, up: up.t }), ..linear };
+    (linear, Mat { lora: Some(Box::new((down.host, up.host))), ..host })
 }
 
-/// The rows of a weight and of its term of low rank.
+/// The rows of a weight and of its LoRA branch.
 fn host_rows(host: &Mat, rows: Range<usize>) -> Mat {
-    let low_rank = host.low_rank.as_deref().map(|(down, up)| Box::new((down.clone(), host_rows(up, rows.clone()))));
-    Mat { rows: rows.len(), cols: host.cols, data: host.data[rows.start * host.cols..rows.end * host.cols].to_vec(), low_rank }
+    let lora = host.lora.as_deref().map(|(down, up)| Box::new((down.clone(), host_rows(up, rows.clone()))));
+    Mat { rows: rows.len(), cols: host.cols, data: host.data[rows.start * host.cols..rows.end * host.cols].to_vec(), lora }
 }
 
 pub fn input(rig: &mut Rig<'_>, format: Option<Stored>, rows: usize, cols: usize) -> (Stored, Operand) {
@@ -324,7 +324,7 @@ pub fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
     };
     let mut all = layer(rig, &parts, inner, format);
     if let Some(rank) = case.rank {
-        all = with_low_rank(rig, all, rank);
+        all = with_lora(rig, all, rank);
     }
     let kept = if case.sliced { q_cols..q_cols + 2 * d } else { 0..all.1.rows };
     let (w, host) = (all.0.rows(kept.clone()), host_rows(&all.1, kept));
@@ -355,13 +355,13 @@ pub fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
     rig.run(Op::Qkv(&[stream]), &checks);
 }
 
-/// Terms of low rank, also of plain weights. Those of the fused projection are among its cases.
-fn low_rank(table: &mut Table) {
+/// LoRA branches, also of plain weights. Those of the fused projection are among its cases.
+fn lora(table: &mut Table) {
     for (name, format, input_format) in [("bf16", PLAIN, None), ("e4m3", FP8, inputs()[1].1), ("nvfp4", NVFP4, inputs()[2].1)] {
         let layer = move |rig: &mut Rig<'_>, rows: usize| {
             let (format_of_x, x) = input(rig, input_format, 21, 112);
             let layer = layer(rig, &[(96, format), (rows - 96, format)], 112, format_of_x);
-            (x, with_low_rank(rig, layer, 7))
+            (x, with_lora(rig, layer, 7))
         };
         table.add(format!("linear of {name} with low rank"), move |rig| {
             let ((x, (w, host)), out) = (layer(rig, 131), rig.output(21, 131));

@@ -41,7 +41,7 @@ fn run(weights: &Weights, layer: &Layer) -> Output {
         tensor
     };
     let parts: Vec<_> = weight.parts.iter().map(upload).collect();
-    let linear = Linear { id: None, weight: Weight::stack(&parts).unwrap(), bias: None, input: stored, low_rank: None };
+    let linear = Linear { id: None, weight: Weight::stack(&parts).unwrap(), bias: None, input: stored, lora: None };
     let x = ws.alloc_stored(ROWS, layer.cols, stored).unwrap();
     let out = ws.alloc(ROWS, layer.rows, DType::F32).unwrap();
     be.reserve(Region::Arena, ws.peak()).unwrap();

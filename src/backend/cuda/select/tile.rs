@@ -93,8 +93,8 @@ impl Tile {
         self.cluster.is_some()
     }
 
-    /// Columns of bf16 in a row of a pipeline stage, in which persistent kernels load a term of low rank.
-    pub const fn low_rank_cols(self) -> u32 {
+    /// Columns of bf16 in a row of a pipeline stage, in which persistent kernels load a LoRA branch.
+    pub const fn lora_cols(self) -> u32 {
         if matches!(self.arch, Arch::Sm120) { abi::KL_SM120_BOX_COLS } else { abi::KL_SM90_BOX_COLS }
     }
 

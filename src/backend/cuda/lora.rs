@@ -1,11 +1,11 @@
-//! Terms of low rank. A layer with weight `W + up down` is `x W^T + (x down^T) up^T`: the first product, which has few columns, is computed before
+//! LoRA branches. A layer with weight `W + up down` is `x W^T + (x down^T) up^T`: the first product, which has few columns, is computed before
 //! the GEMM, into memory that belongs to no tensor, and the GEMM adds the second one before its epilogue.
 
 use super::abi::{self, KlMat, KlReduction};
 use super::context::{KernelChoice, OpContext};
 use super::launch::Kernel;
 use super::params::{NONE, bytes, dtype_code, is_async_copyable, naive_grid};
-use crate::backend::{Linear, LowRank};
+use crate::backend::{Linear, LoraBranch};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
@@ -14,14 +14,14 @@ pub fn kernels() -> [Kernel; 2] {
     [Kernel::LoraDown, Kernel::NaiveGemm]
 }
 
-/// The term of low rank of a layer as GEMMs take it: the first product, and the second matrix. Both are absent if the layer has none.
+/// The LoRA branch of a layer as GEMMs take it: the first product, and the second matrix. Both are absent if the layer has none.
 #[derive(Clone, Copy)]
-pub struct Term {
+pub struct LoraMats {
     pub down_out: KlMat,
     pub up: KlMat,
 }
 
-impl Term {
+impl LoraMats {
     pub const NONE: Self = Self { down_out: NONE, up: NONE };
 
     /// Whether the layer has one.
@@ -43,27 +43,27 @@ impl Term {
     }
 }
 
-/// Computes the first products of the layers of an op that have such a term.
-pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item = (Tensor, &'a Linear)>) -> Result<Vec<Term>> {
-    let layers: Vec<(Tensor, Option<LowRank>)> = layers.map(|(x, layer)| (x, layer.low_rank)).collect();
-    let sizes = layers.iter().map(|(x, term)| term.map_or(0, |term| term.down_out_bytes(*x)));
+/// Computes the first products of the layers of an op that have a LoRA branch.
+pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item = (Tensor, &'a Linear)>) -> Result<Vec<LoraMats>> {
+    let layers: Vec<(Tensor, Option<LoraBranch>)> = layers.map(|(x, layer)| (x, layer.lora)).collect();
+    let sizes = layers.iter().map(|(x, lora)| lora.map_or(0, |lora| lora.down_out_bytes(*x)));
     let (needed, (begin, room)) = (sizes.sum::<u64>(), cx.memory.op_scratch());
     if needed > room {
         return Err(Error::Op { op, what: format!("{needed} bytes of products of low rank") });
     }
     let mut next = begin + room - needed;
-    let (mut terms, mut reductions) = (Vec::with_capacity(layers.len()), Vec::new());
-    for (x, term) in layers {
-        let Some(term) = term else {
-            terms.push(Term::NONE);
+    let (mut loras, mut reductions) = (Vec::with_capacity(layers.len()), Vec::new());
+    for (x, lora) in layers {
+        let Some(lora) = lora else {
+            loras.push(LoraMats::NONE);
             continue;
         };
-        let cols = term.down.rows as u32;
-        let dtype = dtype_code(term.down_out_type(x));
-        let (x_mat, down) = (cx.mat(x, op)?, cx.mat(term.down, op)?);
+        let cols = lora.down.rows as u32;
+        let dtype = dtype_code(lora.down_out_type(x));
+        let (x_mat, down) = (cx.mat(x, op)?, cx.mat(lora.down, op)?);
         let down_out = KlMat { data: next, scales: 0, stride: u64::from(cols), rows: x_mat.rows, cols, dtype, scale: 1.0 };
-        next += term.down_out_bytes(x);
-        terms.push(Term { down_out, up: cx.mat(term.up, op)? });
+        next += lora.down_out_bytes(x);
+        loras.push(LoraMats { down_out, up: cx.mat(lora.up, op)? });
         reductions.push(KlReduction { out: down_out, x: x_mat, down });
     }
     // Streams of one kernel share a launch.
@@ -74,7 +74,7 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
             group.iter().try_for_each(|reduction| naive(cx, reduction))?;
         }
     }
-    Ok(terms)
+    Ok(loras)
 }
 
 /// Whether tensor cores compute it.

@@ -1,4 +1,4 @@
-//! GEMMs with a term of low rank beside their weights, whatever those are: every epilogue, ranks that fill a pipeline stage in part, exactly and
+//! GEMMs with a LoRA branch beside their weights, whatever those are: every epilogue, ranks that fill a pipeline stage in part, exactly and
 //! several times, and matrices that begin within a tile.
 
 use super::Sums;
