@@ -1,26 +1,26 @@
 //! Adapters: small files that change a model, LoRA (Hu et al. 2021) and LoKr (Yeh et al. 2023), in every spelling that trainers write.
 //!
-//! `key` takes the names of tensors apart, `target` finds the layer of a model that a name stands for, and `term` is what is added to its
+//! `key` takes the names of tensors apart, `target` finds the layer of a model that a name stands for, and `delta` is what is added to its
 //! weight. A file of which a part finds no layer is an error, because an adapter that is applied in part, or not at all, gives an image
 //! without telling. `contents` lists what a file has without a model.
 
 mod base;
 mod branch;
 mod contents;
+mod delta;
 mod key;
 mod merge;
 mod metadata;
 mod notes;
 mod spelling;
 mod target;
-mod term;
 
 pub use contents::{Contents, LayerContents};
+pub use delta::{KroneckerFactor, Matrix, Product, WeightDelta};
 pub use merge::{AdapterMode, AdapterSet, Adapters, MAX_RANK, Merger};
 pub use notes::Notes;
 pub use spelling::Spelling;
 pub use target::{LayerTarget, LayerTargets};
-pub use term::{KroneckerFactor, Matrix, Product, Term};
 
 use crate::checkpoint::{Entry, Shard};
 use crate::error::{Error, Remedy, Result};
@@ -38,7 +38,7 @@ pub struct Layer {
     /// What it is added to.
     pub target: LayerTarget,
     /// What is added.
-    pub term: Term,
+    pub delta: WeightDelta,
 }
 
 /// An adapter for a model.
@@ -102,9 +102,9 @@ impl Adapter {
         let file = AdapterFile::new(shard)?.supported()?;
         let (mut layers, mut unmatched): (Vec<Layer>, Vec<String>) = Default::default();
         for (name, group) in &file.layers {
-            let term = file.term(name, group)?;
+            let delta = file.delta(name, group)?;
             match targets.find(name) {
-                Some(target) => layers.push(Layer { name: (*name).into(), target: target.clone(), term }),
+                Some(target) => layers.push(Layer { name: (*name).into(), target: target.clone(), delta }),
                 None => unmatched.push((*name).into()),
             }
         }
@@ -117,7 +117,7 @@ impl Adapter {
             return Err(file.refused(no_layer()));
         }
         for layer in &layers {
-            let (got, want) = (layer.term.shape(), [layer.target.len(), layer.target.cols]);
+            let (got, want) = (layer.delta.shape(), [layer.target.len(), layer.target.cols]);
             if got != want {
                 return Err(file.refused(format!(
                     "`{}` is for a layer of {got:?}, the model's has {want:?}{}",
@@ -132,7 +132,7 @@ impl Adapter {
             return Err(file.refused(detail).with_hint(Remedy::PartOfAdapter));
         }
         file.refuse_twice(&layers)?;
-        if let Some(layer) = layers.iter().find(|layer| !layer.term.is_finite()) {
+        if let Some(layer) = layers.iter().find(|layer| !layer.delta.is_finite()) {
             return Err(file.refused(format!("`{}` has values that are not finite", layer.name)));
         }
         Ok(Self { path: shard.path().into(), layers, unmatched, digest: String::new(), file: Some(shard.clone()) })
@@ -211,7 +211,7 @@ impl<'a> AdapterFile<'a> {
     }
 
     /// What a layer adds.
-    fn term(&self, layer: &str, Group(factors): &Group<'_>) -> Result<Term> {
+    fn delta(&self, layer: &str, Group(factors): &Group<'_>) -> Result<WeightDelta> {
         let get = |factor| factors.get(&factor).map(|found| self.matrix(*found)).transpose();
         let incomplete = || self.refused(format!("`{layer}` lacks a factor: it has {}", first_three(&named(factors))));
         let alpha = factors.get(&Factor::Alpha).map(|found| self.alpha(*found)).transpose()?;
@@ -223,7 +223,7 @@ impl<'a> AdapterFile<'a> {
                 return Err(self.refused(format!("`{layer}` has rank {} in one factor and {} in the other", down.rows, up.cols)));
             }
             let scale = self.lora_scale(layer, alpha, down.rows)?;
-            return Ok(Term { product: Product::LowRank { down, up }, scale });
+            return Ok(WeightDelta { product: Product::Lora { down, up }, scale });
         }
         let factor = |whole, a, b| -> Result<Option<KroneckerFactor>> {
             match (get(whole)?, get(a)?, get(b)?) {
@@ -244,7 +244,7 @@ impl<'a> AdapterFile<'a> {
             Some(rank) => alpha.map_or(Ok(1.0), |alpha| self.divided(layer, alpha, rank as f32))?,
             None => 1.0,
         };
-        Ok(Term { product: Product::Kronecker(w1, w2), scale })
+        Ok(WeightDelta { product: Product::Kronecker(w1, w2), scale })
     }
 
     /// The value of a tensor of one element.
@@ -291,8 +291,8 @@ impl<'a> AdapterFile<'a> {
 
     /// The model that the layers seem to be for.
     fn likely_base(&self) -> Option<String> {
-        let terms = self.layers.iter().filter_map(|(name, group)| Some((*name, self.term(name, group).ok()?.shape())));
-        base::likely(terms)
+        let deltas = self.layers.iter().filter_map(|(name, group)| Some((*name, self.delta(name, group).ok()?.shape())));
+        base::likely(deltas)
     }
 }
 
@@ -369,9 +369,9 @@ mod tests {
     const KOHYA: [&str; 2] = [".lora_down.weight", ".lora_up.weight"];
 
     fn delta(adapter: &Adapter, layer: usize) -> Vec<f32> {
-        let term = &adapter.layers[layer].term;
-        let mut to = vec![0.0; term.shape().iter().product()];
-        term.add_to(1.0, &mut to);
+        let delta = &adapter.layers[layer].delta;
+        let mut to = vec![0.0; delta.shape().iter().product()];
+        delta.add_to(1.0, &mut to);
         to
     }
 
@@ -398,7 +398,7 @@ mod tests {
         let tensors = pair("transformer.transformer_blocks.0.attn.to_k", PEFT, [128, 128], 4);
         let scale = |settings: &str| {
             let shard = shard_with(&tensors, Some(("lora_adapter_metadata", settings)));
-            Adapter::read(&shard, &targets()).map(|adapter| adapter.layers[0].term.scale)
+            Adapter::read(&shard, &targets()).map(|adapter| adapter.layers[0].delta.scale)
         };
         assert_eq!(scale(r#"{"transformer.r": 4, "transformer.lora_alpha": 8}"#).unwrap(), 2.0);
         assert_eq!(scale(r#"{"transformer.lora_alpha": 8, "transformer.use_rslora": true}"#).unwrap(), 4.0);
@@ -423,7 +423,7 @@ mod tests {
             assert!((f64::from(*got) - want).abs() < 1e-6, "{i}");
         }
         let split = [part("lokr_w1", &[4, 4]), part("lokr_w2_a", &[32, 2]), part("lokr_w2_b", &[2, 32]), alpha(1.0)];
-        assert_eq!(read(&split).unwrap().layers[0].term.scale, 0.5);
+        assert_eq!(read(&split).unwrap().layers[0].delta.scale, 0.5);
     }
 
     #[test]

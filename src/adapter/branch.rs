@@ -1,7 +1,7 @@
 //! Adapters that are computed beside the weights of a model: what they add to a weight, as one product of two thin matrices.
 
+use super::delta::{KroneckerFactor, Matrix, Product, WeightDelta};
 use super::merge::{Adapters, MAX_RANK};
-use super::term::{KroneckerFactor, Matrix, Product, Term};
 use crate::error::Result;
 use crate::names::LayerId;
 use crate::tensor::{Arena, DType, Tensor};
@@ -55,20 +55,20 @@ fn kronecker((a, a_cols): (&[f32], usize), (b, b_cols): (&[f32], usize)) -> Vec<
     out
 }
 
-impl Term {
-    /// The rank that the term has as a product of two matrices: of a Kronecker product that of its factors, one times the other, because
+impl WeightDelta {
+    /// The rank that the delta has as a product of two matrices: of a Kronecker product that of its factors, one times the other, because
     /// `kron(a b, c d) = kron(a, c) kron(b, d)`.
     pub fn branch_rank(&self) -> usize {
         match &self.product {
-            Product::LowRank { down, .. } => down.rows,
+            Product::Lora { down, .. } => down.rows,
             Product::Kronecker(w1, w2) => w1.thin_rank().saturating_mul(w2.thin_rank()),
         }
     }
 
-    /// The term as such a product, without its scale.
+    /// The delta as such a product, without its scale.
     fn thin(&self) -> Thin {
         match &self.product {
-            Product::LowRank { down, up } => Thin { left: up.values(), right: down.values(), rank: down.rows },
+            Product::Lora { down, up } => Thin { left: up.values(), right: down.values(), rank: down.rows },
             Product::Kronecker(w1, w2) => {
                 let ([_, j], [_, q], one, two) = (w1.shape(), w2.shape(), w1.thin(), w2.thin());
                 Thin {
@@ -87,13 +87,13 @@ impl Adapters {
         rank.next_multiple_of(UNIT)
     }
 
-    /// The terms that are added to a weight as products, each with its scale, the rows that its rows are added to, and the rank of those
+    /// The deltas that are added to a weight as products, each with its scale, the rows that its rows are added to, and the rank of those
     /// before it.
     fn thin_terms(&self, id: LayerId) -> impl Iterator<Item = (usize, Thin, f32, &[Range<usize>])> {
-        self.terms(id).scan(0, |next, (term, ranges, strength)| {
-            let (first, thin) = (*next, term.thin());
+        self.deltas(id).scan(0, |next, (delta, ranges, strength)| {
+            let (first, thin) = (*next, delta.thin());
             *next += thin.rank;
-            Some((first, thin, strength * term.scale, ranges))
+            Some((first, thin, strength * delta.scale, ranges))
         })
     }
 
@@ -128,7 +128,7 @@ impl Adapters {
             let own = first..first + thin.rank;
             let mut left = &thin.left[..];
             for range in ranges {
-                let of_range = left.split_off(..range.len() * thin.rank).expect("a row of the term for each of the weight's");
+                let of_range = left.split_off(..range.len() * thin.rank).expect("a row of the delta for each of the weight's");
                 let to = up[range.start * rank..range.end * rank].par_chunks_exact_mut(rank).with_min_len(GRAIN);
                 to.zip(of_range.par_chunks_exact(thin.rank)).for_each(|(to, from)| {
                     to[own.clone()].iter_mut().zip(from).for_each(|(to, value)| *to = scale * value);
@@ -180,7 +180,7 @@ mod tests {
     fn adapters(rows: Vec<Range<usize>>, cols: usize, products: Vec<Product>) -> Adapters {
         let layers = products.into_iter().map(|product| {
             let target = LayerTarget { id: LAYER, rows: rows.clone(), cols };
-            Layer { name: "l".into(), target, term: Term { product, scale: 0.5 } }
+            Layer { name: "l".into(), target, delta: WeightDelta { product, scale: 0.5 } }
         });
         let each = layers.map(|layer| {
             let adapter = Adapter { path: "a".into(), layers: vec![layer], unmatched: vec![], digest: String::new(), file: None };
@@ -189,7 +189,7 @@ mod tests {
         Adapters(each.collect())
     }
 
-    /// `up down`, against the terms as they are merged.
+    /// `up down`, against the deltas as they are merged.
     fn check(adapters: &Adapters, [rows, cols]: [usize; 2], want_rank: usize) {
         let rank = adapters.rank(LAYER, [rows, cols]).unwrap().unwrap();
         assert_eq!(rank, want_rank);
@@ -198,12 +198,12 @@ mod tests {
         adapters.write_branch(LAYER, padded, DType::F32, [&mut down, &mut up]);
         let (down, up) = (DType::F32.decoded(&down), DType::F32.decoded(&up));
         let mut want = vec![0.0; rows * cols];
-        for (term, ranges, strength) in adapters.terms(LAYER) {
-            let mut delta = vec![0.0; term.shape().iter().product()];
-            term.add_to(strength, &mut delta);
+        for (delta, ranges, strength) in adapters.deltas(LAYER) {
+            let mut values = vec![0.0; delta.shape().iter().product()];
+            delta.add_to(strength, &mut values);
             let rows = ranges.iter().flat_map(Clone::clone);
-            for (row, delta) in rows.zip(delta.chunks_exact(cols)) {
-                want[row * cols..][..cols].iter_mut().zip(delta).for_each(|(to, delta)| *to += delta);
+            for (row, values) in rows.zip(values.chunks_exact(cols)) {
+                want[row * cols..][..cols].iter_mut().zip(values).for_each(|(to, value)| *to += value);
             }
         }
         for (i, want) in want.into_iter().enumerate() {
@@ -216,10 +216,10 @@ mod tests {
     #[test]
     fn the_matrices_beside_a_weight_have_the_product_of_its_terms() {
         let all = |rows: usize| std::iter::once(0..rows).collect::<Vec<_>>();
-        let low_rank = |rows, cols, rank| Product::LowRank { down: matrix(rank, cols), up: matrix(rows, rank) };
-        check(&adapters(all(24), 12, vec![low_rank(24, 12, 5)]), [24, 12], 5);
+        let lora = |rows, cols, rank| Product::Lora { down: matrix(rank, cols), up: matrix(rows, rank) };
+        check(&adapters(all(24), 12, vec![lora(24, 12, 5)]), [24, 12], 5);
         // Two adapters for some rows, halves of which are exchanged.
-        check(&adapters(vec![12..24, 0..6], 12, vec![low_rank(18, 12, 17), low_rank(18, 12, 3)]), [24, 12], 20);
+        check(&adapters(vec![12..24, 0..6], 12, vec![lora(18, 12, 17), lora(18, 12, 3)]), [24, 12], 20);
         for (w1, w2, rank) in [
             (whole(4, 3), factored(6, 4, 2), 3 * 2),
             (whole(2, 3), factored(12, 4, 2), 2 * 2),

@@ -89,7 +89,7 @@ impl Contents {
 impl LayerContents {
     fn new(file: &AdapterFile<'_>, name: &str) -> Self {
         let (group, unsupported) = (file.layers.get(name), file.unsupported.get(name));
-        let term = group.map(|group| file.term(name, group));
+        let delta = group.map(|group| file.delta(name, group));
         let has = |factor| group.is_some_and(|group| group.0.contains_key(&factor));
         let is_lora = has(Factor::Down) || has(Factor::Up);
         let alpha = group.and_then(|group| group.0.get(&Factor::Alpha)).and_then(|found| file.alpha(*found).ok());
@@ -104,10 +104,10 @@ impl LayerContents {
             scale: None,
             fault: None,
         };
-        match term {
-            Some(Ok(term)) => {
-                (layer.rank, layer.shape, layer.scale) = (term.rank(), Some(term.shape()), Some(term.scale));
-                if !term.is_finite() {
+        match delta {
+            Some(Ok(delta)) => {
+                (layer.rank, layer.shape, layer.scale) = (delta.rank(), Some(delta.shape()), Some(delta.scale));
+                if !delta.is_finite() {
                     layer.fault = Some("it has values that are not finite".into());
                 }
             }

@@ -1,10 +1,10 @@
-//! Adapters that are merged: their terms are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
+//! Adapters that are merged: their deltas are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
 
-use super::{Adapter, Term};
+use super::{Adapter, WeightDelta};
 use crate::error::{Error, Result};
 use crate::names::LayerId;
 use crate::tensor::{Bytes, DType, WeightPart};
-use kiln_numerics::merging::{BLOCK, Block, ScaledTerm};
+use kiln_numerics::merging::{BLOCK, Block, ScaledDelta};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,8 +29,8 @@ pub enum AdapterMode {
 #[derive(Clone, Debug, Default)]
 pub struct Adapters(pub Vec<(Adapter, f32)>);
 
-/// What is added to a weight: a term, the rows that its rows are added to, and its strength.
-pub(super) type Addend<'a> = (&'a Term, &'a [Range<usize>], f32);
+/// What is added to a weight: a delta, the rows that its rows are added to, and its strength.
+pub(super) type Addend<'a> = (&'a WeightDelta, &'a [Range<usize>], f32);
 
 /// What tells one set of adapters from another: the digests of their files and the bits of their strengths. Adapters without any effect are
 /// left out.
@@ -48,25 +48,25 @@ impl Adapters {
         self.0.iter().filter(|(_, strength)| *strength != 0.0).map(|(adapter, strength)| (adapter, *strength))
     }
 
-    /// What is added to a weight. Terms without any effect are left out.
-    pub(super) fn terms(&self, id: LayerId) -> impl Iterator<Item = Addend<'_>> {
+    /// What is added to a weight. Deltas without any effect are left out.
+    pub(super) fn deltas(&self, id: LayerId) -> impl Iterator<Item = Addend<'_>> {
         let layers = self.effective().flat_map(|(adapter, strength)| adapter.layers.iter().map(move |layer| (layer, strength)));
         let own = layers.filter(move |(layer, _)| layer.target.id == id);
-        own.map(|(layer, strength)| (&layer.term, &layer.target.rows[..], strength))
+        own.map(|(layer, strength)| (&layer.delta, &layer.target.rows[..], strength))
     }
 
     /// The rank of all that is added to a weight of this shape, as a product of two matrices beside it; `None` if nothing is. It is an error
-    /// if a term is for a weight of another shape, as that of another model is.
+    /// if a delta is for a weight of another shape, as that of another model is.
     pub fn rank(&self, id: LayerId, [rows, cols]: [usize; 2]) -> Result<Option<usize>> {
         let mut total = None;
-        for (term, ranges, _) in self.terms(id) {
+        for (delta, ranges, _) in self.deltas(id) {
             let covered: usize = ranges.iter().map(ExactSizeIterator::len).sum();
-            if term.shape() != [covered, cols] || ranges.iter().any(|range| range.end > rows) {
+            if delta.shape() != [covered, cols] || ranges.iter().any(|range| range.end > rows) {
                 let what =
                     format!("an adapter was opened for another model: its `{id}` is not of {rows} rows and {cols} columns");
                 return Err(Error::Usage { what, hint: None });
             }
-            total = Some(total.unwrap_or(0_usize).saturating_add(term.branch_rank()));
+            total = Some(total.unwrap_or(0_usize).saturating_add(delta.branch_rank()));
         }
         Ok(total)
     }
@@ -87,12 +87,12 @@ impl Merger {
     /// A weight with all that adapters add to it, as elements of a plain type. `parts` are its rows in order, and so are the results.
     ///
     /// # Panics
-    /// If a term is for a weight of another shape, which [`Adapters::rank`] refuses.
+    /// If a delta is for a weight of another shape, which [`Adapters::rank`] refuses.
     pub fn merged(&mut self, adapters: &Adapters, id: LayerId, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
         let cols = parts.first().map_or(0, WeightPart::cols);
         let (rows, pitch) = (parts.iter().map(|part| part.rows).sum::<usize>(), to.bytes(cols));
-        let terms: Vec<(ScaledTerm, &[Range<usize>])> =
-            adapters.terms(id).map(|(term, ranges, strength)| (term.scaled(strength), ranges)).collect();
+        let deltas: Vec<(ScaledDelta, &[Range<usize>])> =
+            adapters.deltas(id).map(|(delta, ranges, strength)| (delta.scaled(strength), ranges)).collect();
         let first_rows = parts.iter().scan(0, |next, part| {
             let first = *next;
             *next += part.rows;
@@ -113,7 +113,7 @@ impl Merger {
         // The weight is read and written once, because a block is decoded, changed and rounded while it is in the cache.
         blocks.for_each_init(Vec::new, |values, (i, out)| {
             let rows = i * BLOCK..(i * BLOCK + BLOCK).min(rows);
-            Block { parts: &first_rows, terms: &terms, rows, cols, values, to, out }.merge();
+            Block { parts: &first_rows, deltas: &deltas, rows, cols, values, to, out }.merge();
         });
         let all = Bytes::new(self.memory.clone());
         let merged = first_rows.iter().map(|(first, part)| {
@@ -142,9 +142,9 @@ mod tests {
     }
 
     fn adapter(rows: Vec<Range<usize>>, up: &[f32]) -> Adapter {
-        let product = Product::LowRank { down: matrix(1, 2, &[1.0, 10.0]), up: matrix(up.len(), 1, up) };
+        let product = Product::Lora { down: matrix(1, 2, &[1.0, 10.0]), up: matrix(up.len(), 1, up) };
         let target = LayerTarget { id: LAYER, rows, cols: 2 };
-        let layers = vec![Layer { name: "l".into(), target, term: Term { product, scale: 1.0 } }];
+        let layers = vec![Layer { name: "l".into(), target, delta: WeightDelta { product, scale: 1.0 } }];
         Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None }
     }
 
@@ -181,8 +181,8 @@ mod tests {
             |count: usize, seed: usize| (0..count).map(|i| ((i * 37 + seed) % 101) as f32 / 64.0 - 0.75).collect::<Vec<_>>();
         let (weight, up, down) = (values(rows * cols, 1), values(rows * rank, 2), values(rank * cols, 3));
         let target = LayerTarget { id: LAYER, rows: vec![50..rows, 0..50], cols };
-        let product = Product::LowRank { down: matrix(rank, cols, &down), up: matrix(rows, rank, &up) };
-        let layers = vec![Layer { name: "l".into(), target, term: Term { product, scale: 0.5 } }];
+        let product = Product::Lora { down: matrix(rank, cols, &down), up: matrix(rows, rank, &up) };
+        let layers = vec![Layer { name: "l".into(), target, delta: WeightDelta { product, scale: 0.5 } }];
         let adapter = Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None };
         let part = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
         let (mut merger, adapters) = (Merger::default(), Adapters(vec![(adapter, 1.5)]));
@@ -193,8 +193,8 @@ mod tests {
         assert_eq!(*held, *first[0].bytes);
         for (i, got) in DType::F32.decoded(&held).into_iter().enumerate() {
             let (row, col) = (i / cols, i % cols);
-            let of_term = if row < 50 { row + rows - 50 } else { row - 50 };
-            let sum: f64 = (0..rank).map(|r| f64::from(up[of_term * rank + r]) * f64::from(down[r * cols + col])).sum();
+            let of_delta = if row < 50 { row + rows - 50 } else { row - 50 };
+            let sum: f64 = (0..rank).map(|r| f64::from(up[of_delta * rank + r]) * f64::from(down[r * cols + col])).sum();
             let want = f64::from(weight[i]) + 0.75 * sum;
             assert!((f64::from(got) - want).abs() < 1e-6, "{row} {col}: {got} {want}");
         }

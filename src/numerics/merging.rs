@@ -1,4 +1,4 @@
-//! The inner loops of merging: a block of a weight's rows is decoded, terms are added to it, and it is rounded, all while it is in the cache.
+//! The inner loops of merging: a block of a weight's rows is decoded, deltas are added to it, and it is rounded, all while it is in the cache.
 //! They are compiled for each instruction set that a processor may have.
 
 use crate::tensor::{DType, PartScaling, WeightPart, decode_bf16, encode_bf16};
@@ -31,10 +31,10 @@ impl Panels {
     }
 }
 
-/// A term with its factors in f32, the first of which has its scale.
-pub enum ScaledTerm {
+/// A delta with its factors in f32, the first of which has its scale.
+pub enum ScaledDelta {
     /// `up down`.
-    LowRank {
+    Lora {
         /// `[out, rank]`, row by row.
         up: Vec<f32>,
         /// `[rank, in]`.
@@ -55,16 +55,16 @@ pub enum ScaledTerm {
     },
 }
 
-impl ScaledTerm {
+impl ScaledDelta {
     /// Adds the rows from `first` on to as many as there are in `to`, on the calling thread.
     pub fn add_rows(&self, first: usize, to: &mut [f32]) {
-        Arch::new().dispatch(AddRows { term: self, first, to });
+        Arch::new().dispatch(AddRows { delta: self, first, to });
     }
 
     #[inline(always)]
     fn add<S: Simd>(&self, simd: S, first: usize, to: &mut [f32]) {
         match self {
-            Self::LowRank { up, down } => add_low_rank(simd, &up[first * down.rank..], down, to),
+            Self::Lora { up, down } => add_lora(simd, &up[first * down.rank..], down, to),
             Self::Kronecker { w1, w2, j, p, q } => {
                 for (row, to) in (first..).zip(to.chunks_exact_mut((j * q).max(1))) {
                     let (w1, w2) = (&w1[row / p * j..][..*j], &w2[row % p * q..][..*q]);
@@ -78,7 +78,7 @@ impl ScaledTerm {
 }
 
 struct AddRows<'a> {
-    term: &'a ScaledTerm,
+    delta: &'a ScaledDelta,
     first: usize,
     to: &'a mut [f32],
 }
@@ -88,13 +88,13 @@ impl WithSimd for AddRows<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        self.term.add(simd, self.first, self.to);
+        self.delta.add(simd, self.first, self.to);
     }
 }
 
 /// Adds rows of a product to rows of `to`; `up` begins with the first of them.
 #[inline(always)]
-fn add_low_rank<S: Simd>(simd: S, up: &[f32], down: &Panels, to: &mut [f32]) {
+fn add_lora<S: Simd>(simd: S, up: &[f32], down: &Panels, to: &mut [f32]) {
     let &Panels { ref values, rank, cols } = down;
     if rank == 0 || cols == 0 {
         return;
@@ -144,7 +144,7 @@ pub struct Block<'a> {
     /// The parts of the weight, each with its first row.
     pub parts: &'a [(usize, &'a WeightPart)],
     /// What is added to it, each with the rows that its rows are added to.
-    pub terms: &'a [(ScaledTerm, &'a [Range<usize>])],
+    pub deltas: &'a [(ScaledDelta, &'a [Range<usize>])],
     /// The rows of the block.
     pub rows: Range<usize>,
     /// The columns of the weight.
@@ -169,7 +169,7 @@ impl WithSimd for Block<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { parts, terms, rows, cols, values, to, out } = self;
+        let Self { parts, deltas, rows, cols, values, to, out } = self;
         values.resize(rows.len() * cols, 0.0);
         for &(first, part) in parts {
             let own = rows.start.max(first)..rows.end.min(first + part.rows);
@@ -184,15 +184,15 @@ impl WithSimd for Block<'_> {
                 _ => own.zip(values.chunks_exact_mut(cols)).for_each(|(row, values)| part.decode(row - first, values)),
             }
         }
-        for (term, ranges) in terms {
-            let mut of_term = 0;
+        for (delta, ranges) in deltas {
+            let mut of_delta = 0;
             for range in *ranges {
                 let common = rows.start.max(range.start)..rows.end.min(range.end);
                 if !common.is_empty() {
                     let values = &mut values[(common.start - rows.start) * cols..(common.end - rows.start) * cols];
-                    term.add(simd, of_term + common.start - range.start, values);
+                    delta.add(simd, of_delta + common.start - range.start, values);
                 }
-                of_term += range.len();
+                of_delta += range.len();
             }
         }
         match to {

@@ -215,7 +215,7 @@ fn mistakes_are_noticed() {
         let strengths = [adapters.0[1].1, adapters.0[0].1];
         adapters.0.iter_mut().zip(strengths).for_each(|((_, strength), other)| *strength = other);
     });
-    moved("no alpha", "kohya", &|adapters| adapters.0[0].0.layers.iter_mut().for_each(|layer| layer.term.scale = 1.0));
+    moved("no alpha", "kohya", &|adapters| adapters.0[0].0.layers.iter_mut().for_each(|layer| layer.delta.scale = 1.0));
     moved("halves not swapped", "diffusers", &|adapters| {
         adapters.0[0].0.layers.iter_mut().for_each(|layer| layer.target.rows.sort_by_key(|rows| rows.start));
     });

@@ -260,16 +260,16 @@ fn settings_in_the_metadata_may_be_anything() {
     refused("longer than a header may be", &with(&" ".repeat(5_000_000)), &targets, &["limit 4,194,304"]);
     let many: Vec<String> = (0..50_000).map(|i| format!("\"layer{i}\":1")).collect();
     let text = format!(r#"{{"transformer.lora_alpha": 2, "transformer.alpha_pattern": {{{}}}}}"#, many.join(","));
-    assert_eq!(soon("many", || read(with(&text).bytes(), &targets)).unwrap().layers[0].term.scale, 0.5);
+    assert_eq!(soon("many", || read(with(&text).bytes(), &targets)).unwrap().layers[0].delta.scale, 0.5);
     // The text encoder has settings of its own.
     let text = "text_encoder.model.layers.3.self_attn.q_proj";
     let mut both = with(r#"{"transformer.lora_alpha": 2, "text_encoder.lora_alpha": 8}"#);
     both.tensors.extend(pair(text, PEFT, [512, 128], 4, DType::F32));
-    let scales = read(both.bytes(), &targets).unwrap().layers.into_iter().map(|layer| (layer.name, layer.term.scale));
+    let scales = read(both.bytes(), &targets).unwrap().layers.into_iter().map(|layer| (layer.name, layer.delta.scale));
     assert_eq!(scales.collect::<Vec<_>>(), [(text.to_owned(), 2.0), (QUERY.to_owned(), 0.5)]);
     // What is no setting of a scale does not matter.
     let text = r#"{"transformer.lora_alpha": 2, "transformer.target_modules": [["x"], 7], "unknown": null}"#;
-    assert_eq!(read(with(text).bytes(), &targets).unwrap().layers[0].term.scale, 0.5);
+    assert_eq!(read(with(text).bytes(), &targets).unwrap().layers[0].delta.scale, 0.5);
 }
 
 #[test]
@@ -280,7 +280,7 @@ fn settings_beside_the_file_may_be_anything() {
         let folder = Scratch::new();
         let path = folder.write("adapter_model.safetensors", file.bytes());
         prepare(&folder);
-        Adapter::open(&path, &targets).map(|adapter| adapter.layers[0].term.scale)
+        Adapter::open(&path, &targets).map(|adapter| adapter.layers[0].delta.scale)
     };
     let with = |text: &str| open(&|folder| drop(folder.write("adapter_config.json", text)));
     assert_eq!(open(&|_| ()).unwrap(), 1.0);

@@ -6,7 +6,7 @@ use common::header::safetensors;
 use common::lora::{File, Tensor, pair};
 use common::random::{Random, cases};
 use kiln::error::Error;
-use kiln::internals::adapter::{Adapter, KroneckerFactor, LayerTargets, Matrix, Product, Term};
+use kiln::internals::adapter::{Adapter, KroneckerFactor, LayerTargets, Matrix, Product, WeightDelta};
 use kiln::internals::tensor::DType;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -100,8 +100,8 @@ fn f64s(matrix: &Matrix) -> Vec<f64> {
     values.collect()
 }
 
-/// An element of a term by its definition.
-fn element(term: &Term, row: usize, col: usize) -> f64 {
+/// An element of a delta by its definition.
+fn element(delta: &WeightDelta, row: usize, col: usize) -> f64 {
     let dot = |a: &Matrix, b: &Matrix, i: usize, j: usize| -> f64 {
         let (x, y) = (f64s(a), f64s(b));
         (0..a.cols).map(|k| x[i * a.cols + k] * y[k * b.cols + j]).sum()
@@ -110,28 +110,28 @@ fn element(term: &Term, row: usize, col: usize) -> f64 {
         KroneckerFactor::Whole(whole) => f64s(whole)[i * whole.cols + j],
         KroneckerFactor::Product(a, b) => dot(a, b, i, j),
     };
-    let unscaled = match &term.product {
-        Product::LowRank { down, up } => dot(up, down, row, col),
+    let unscaled = match &delta.product {
+        Product::Lora { down, up } => dot(up, down, row, col),
         Product::Kronecker(w1, w2) => {
             let [p, q] = w2.shape();
             of(w1, row / p, col / q) * of(w2, row % p, col % q)
         }
     };
-    unscaled * f64::from(term.scale)
+    unscaled * f64::from(delta.scale)
 }
 
 /// An adapter that was accepted is one: finite, of the model's shapes, and what it adds is what its factors say.
 fn check(adapter: &Adapter, random: &mut Random) {
     assert!(!adapter.layers.is_empty());
     for layer in &adapter.layers {
-        let [rows, cols] = layer.term.shape();
+        let [rows, cols] = layer.delta.shape();
         assert_eq!([rows, cols], [layer.target.len(), layer.target.cols], "{}", layer.name);
-        assert!(layer.term.scale.is_finite() && layer.term.scale != 0.0, "{}", layer.name);
+        assert!(layer.delta.scale.is_finite() && layer.delta.scale != 0.0, "{}", layer.name);
         let mut added = vec![0.0; rows * cols];
-        layer.term.add_to(1.0, &mut added);
+        layer.delta.add_to(1.0, &mut added);
         assert!(added.iter().all(|value| value.is_finite()), "{}", layer.name);
         let (row, col) = (random.below(rows), random.below(cols));
-        let (got, want) = (f64::from(added[row * cols + col]), element(&layer.term, row, col));
+        let (got, want) = (f64::from(added[row * cols + col]), element(&layer.delta, row, col));
         let size = added.iter().fold(0.0, |most: f64, value| most.max(f64::from(value.abs())));
         assert!((got - want).abs() <= 1e-5 * size, "{}: {got} {want}", layer.name);
     }

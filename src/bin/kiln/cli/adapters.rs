@@ -103,18 +103,18 @@ pub const BESIDE: &str = "beside the weights";
 /// A line about an adapter, and lines about its layers.
 pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String>) {
     let Adapter { layers, unmatched, path, .. } = adapter;
-    let is_lokr = layers.iter().any(|layer| matches!(layer.term.product, Product::Kronecker(..)));
+    let is_lokr = layers.iter().any(|layer| matches!(layer.delta.product, Product::Kronecker(..)));
     let method = if is_lokr { "LoKr" } else { "LoRA" };
-    let ranks = ranks(layers.iter().map(|layer| layer.term.rank()));
+    let ranks = ranks(layers.iter().map(|layer| layer.delta.rank()));
     let all = layers.len() + unmatched.len();
     let left_out = if unmatched.is_empty() { "" } else { "; the model does not have the others" };
     let line = format!("{method} {}: {} of {all} layers, {ranks}, scale {scale}, {how}{left_out}", file_name(path), layers.len());
     let place = |layer: &kiln::lora::Layer| {
         let target = &layer.target;
         let rows: Vec<String> = target.rows.iter().map(|rows| format!("{}..{}", rows.start, rows.end)).collect();
-        let rank = layer.term.rank().map_or_else(|| "whole".into(), |rank| format!("rank {rank}"));
+        let rank = layer.delta.rank().map_or_else(|| "whole".into(), |rank| format!("rank {rank}"));
         let (part, name, rows) = (target.id.component(), target.id, rows.join(" and "));
-        format!("  {} -> {part} {name} rows {rows}, {rank}, scale {}", shown(&layer.name), layer.term.scale)
+        format!("  {} -> {part} {name} rows {rows}, {rank}, scale {}", shown(&layer.name), layer.delta.scale)
     };
     let missing = |name: &String| format!("  {} is left out: the model has no such layer", shown(name));
     (line, layers.iter().map(place).chain(unmatched.iter().map(missing)).collect())

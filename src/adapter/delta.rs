@@ -1,8 +1,8 @@
 //! What an adapter adds to the weight of a layer: a product of two matrices of low rank (LoRA, Hu et al. 2021) or a Kronecker product (LoKr,
-//! Yeh et al. 2023). Nothing is expanded before it is needed: a term computes the rows that it is asked for.
+//! Yeh et al. 2023). Nothing is expanded before it is needed: a delta computes the rows that it is asked for.
 
 use crate::tensor::{Bytes, DType};
-use kiln_numerics::merging::{BLOCK, Panels, ScaledTerm};
+use kiln_numerics::merging::{BLOCK, Panels, ScaledDelta};
 use rayon::prelude::*;
 
 /// A matrix as the file stores it.
@@ -71,7 +71,7 @@ impl KroneckerFactor {
 #[derive(Clone, Debug)]
 pub enum Product {
     /// `up down`.
-    LowRank {
+    Lora {
         /// `[rank, in]`.
         down: Matrix,
         /// `[out, rank]`.
@@ -83,18 +83,18 @@ pub enum Product {
 
 /// The same, with its scale.
 #[derive(Clone, Debug)]
-pub struct Term {
-    /// The unscaled term.
+pub struct WeightDelta {
+    /// The unscaled delta.
     pub product: Product,
     /// Its factor.
     pub scale: f32,
 }
 
-impl Term {
+impl WeightDelta {
     /// Rows and columns.
     pub fn shape(&self) -> [usize; 2] {
         match &self.product {
-            Product::LowRank { down, up } => [up.rows, down.cols],
+            Product::Lora { down, up } => [up.rows, down.cols],
             Product::Kronecker(w1, w2) => {
                 let ([i, j], [p, q]) = (w1.shape(), w2.shape());
                 // No weight has so many rows or columns that this would matter to what is refused.
@@ -106,7 +106,7 @@ impl Term {
     /// The rank, if it is known from the shapes.
     pub fn rank(&self) -> Option<usize> {
         match &self.product {
-            Product::LowRank { down, .. } => Some(down.rows),
+            Product::Lora { down, .. } => Some(down.rows),
             Product::Kronecker(w1, w2) => w2.rank().or(w1.rank()),
         }
     }
@@ -118,7 +118,7 @@ impl Term {
             KroneckerFactor::Product(a, b) => a.largest() * b.largest() * a.cols as f64,
         };
         let (first, second, inner) = match &self.product {
-            Product::LowRank { down, up } => (up.largest(), down.largest(), down.rows),
+            Product::Lora { down, up } => (up.largest(), down.largest(), down.rows),
             Product::Kronecker(w1, w2) => (factor(w1), factor(w2), 1),
         };
         let scaled = first * f64::from(self.scale.abs());
@@ -127,30 +127,30 @@ impl Term {
     }
 
     /// The same times `strength`, with its factors in f32.
-    pub(super) fn scaled(&self, strength: f32) -> ScaledTerm {
+    pub(super) fn scaled(&self, strength: f32) -> ScaledDelta {
         let scale = strength * self.scale;
         let times = |mut values: Vec<f32>| {
             values.iter_mut().for_each(|value| *value *= scale);
             values
         };
         match &self.product {
-            Product::LowRank { down, up } => {
-                ScaledTerm::LowRank { up: times(up.values()), down: Panels::new(&down.values(), down.rows, down.cols) }
+            Product::Lora { down, up } => {
+                ScaledDelta::Lora { up: times(up.values()), down: Panels::new(&down.values(), down.rows, down.cols) }
             }
             Product::Kronecker(w1, w2) => {
                 let ([_, j], [p, q]) = (w1.shape(), w2.shape());
-                ScaledTerm::Kronecker { w1: times(w1.values()), w2: w2.values(), j, p, q }
+                ScaledDelta::Kronecker { w1: times(w1.values()), w2: w2.values(), j, p, q }
             }
         }
     }
 
-    /// Adds `strength` times the term to a matrix of its shape, in f32.
+    /// Adds `strength` times the delta to a matrix of its shape, in f32.
     ///
     /// # Panics
     /// If the matrix has another number of elements.
     pub fn add_to(&self, strength: f32, to: &mut [f32]) {
         let [rows, cols] = self.shape();
-        assert_eq!(to.len(), rows * cols, "the shape of a term");
+        assert_eq!(to.len(), rows * cols, "the shape of a delta");
         if strength * self.scale == 0.0 || to.is_empty() {
             return;
         }
@@ -163,7 +163,7 @@ impl Term {
 fn product(a: Vec<f32>, b: &[f32], inner: usize) -> Vec<f32> {
     let (rows, cols) = (a.len().checked_div(inner).unwrap_or(0), b.len().checked_div(inner).unwrap_or(0));
     let mut out = vec![0.0; rows * cols];
-    ScaledTerm::LowRank { up: a, down: Panels::new(b, inner, cols) }.add_rows(0, &mut out);
+    ScaledDelta::Lora { up: a, down: Panels::new(b, inner, cols) }.add_rows(0, &mut out);
     out
 }
 
@@ -177,10 +177,10 @@ mod tests {
         Matrix { bytes: Bytes::new(Arc::new(DType::F32.encoded(values))), dtype: DType::F32, rows, cols }
     }
 
-    fn added(term: &Term, strength: f32) -> Vec<f32> {
-        let [rows, cols] = term.shape();
+    fn added(delta: &WeightDelta, strength: f32) -> Vec<f32> {
+        let [rows, cols] = delta.shape();
         let mut to = vec![1.0; rows * cols];
-        term.add_to(strength, &mut to);
+        delta.add_to(strength, &mut to);
         to
     }
 
@@ -188,28 +188,28 @@ mod tests {
     fn a_low_rank_term_is_a_product() {
         let down = matrix(2, 3, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         let up = matrix(2, 2, &[1.0, 0.0, 10.0, -1.0]);
-        let term = Term { product: Product::LowRank { down, up }, scale: 0.5 };
-        assert_eq!((term.shape(), term.rank()), ([2, 3], Some(2)));
+        let delta = WeightDelta { product: Product::Lora { down, up }, scale: 0.5 };
+        assert_eq!((delta.shape(), delta.rank()), ([2, 3], Some(2)));
         // 1 + 2 * 0.5 * [[1 2 3], [6 15 24]]
-        assert_eq!(added(&term, 2.0), [2.0, 3.0, 4.0, 7.0, 16.0, 25.0]);
-        assert_eq!(added(&term, 0.0), [1.0; 6]);
+        assert_eq!(added(&delta, 2.0), [2.0, 3.0, 4.0, 7.0, 16.0, 25.0]);
+        assert_eq!(added(&delta, 0.0), [1.0; 6]);
     }
 
     #[test]
     fn a_kronecker_term_repeats_its_second_factor() {
         let w1 = KroneckerFactor::Whole(matrix(2, 2, &[1.0, 2.0, 3.0, 4.0]));
         let w2 = KroneckerFactor::Product(matrix(1, 1, &[2.0]), matrix(1, 3, &[1.0, 0.0, -1.0]));
-        let term = Term { product: Product::Kronecker(w1, w2), scale: 1.0 };
-        assert_eq!((term.shape(), term.rank()), ([2, 6], Some(1)));
+        let delta = WeightDelta { product: Product::Kronecker(w1, w2), scale: 1.0 };
+        assert_eq!((delta.shape(), delta.rank()), ([2, 6], Some(1)));
         let want = [2.0, 0.0, -2.0, 4.0, 0.0, -4.0, 6.0, 0.0, -6.0, 8.0, 0.0, -8.0].map(|v| v + 1.0);
-        assert_eq!(added(&term, 1.0), want);
+        assert_eq!(added(&delta, 1.0), want);
     }
 
     #[test]
     fn what_is_not_finite_is_noticed() {
         let good = matrix(1, 2, &[1.0, 2.0]);
         let bad = matrix(2, 1, &[f32::NAN, 1.0]);
-        let term = Term { product: Product::LowRank { down: good, up: bad }, scale: 1.0 };
-        assert!(!term.is_finite());
+        let delta = WeightDelta { product: Product::Lora { down: good, up: bad }, scale: 1.0 };
+        assert!(!delta.is_finite());
     }
 }
