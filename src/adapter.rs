@@ -196,12 +196,9 @@ impl<'a> AdapterFile<'a> {
     }
 
     fn matrix(&self, (name, entry): (&str, &Entry)) -> Result<Matrix> {
-        let dtype = match entry.dtype.name {
-            "BF16" => DType::Bf16,
-            "F16" => DType::F16,
-            "F32" => DType::F32,
-            other => return Err(self.refused(format!("`{name}` is stored as {other}, not as BF16, F16 or F32"))),
-        };
+        let stored_as = entry.dtype.name;
+        let refused = || self.refused(format!("`{name}` is stored as {stored_as}, not as BF16, F16 or F32"));
+        let dtype = DType::plain_stored_as(stored_as).ok_or_else(refused)?;
         let [rows, cols] = match entry.shape[..] {
             [rows, cols] | [rows, cols, 1, 1] if rows > 0 && cols > 0 => [rows, cols],
             _ => return Err(self.refused(format!("`{name}` has the shape {:?} and is no matrix", entry.shape))),

@@ -23,11 +23,10 @@ use crate::error::{Error, Remedy, Result};
 use crate::names::{self, Layout, Rows, Spelling, TensorRole, TensorSpec};
 use crate::part::Part;
 use crate::tensor::nvfp4::TILE_ROWS;
-use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Stored, WeightPart};
+use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, ScaleKind, Stored, WeightPart};
 use crate::text::shown_path;
 use crate::trace;
-use declared::Format;
-use quantised::{FileWeight, Quantisation, logical_shape, nvfp4_size};
+use quantised::{FileWeight, Quantisation};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -174,7 +173,7 @@ impl Weights {
         let mut whole: Option<Vec<usize>> = None;
         for segment in self.tensors.get(canonical)? {
             let segment = segment.as_ref()?;
-            let shape = logical_shape(self.entry(segment)?);
+            let shape = self.quantisation.shape(&segment.tensor, self.entry(segment)?);
             // The halves of one tensor together have its shape.
             if segment.rows != Rows::All {
                 return Some(shape);
@@ -257,10 +256,10 @@ impl Weights {
     pub fn check_scales(&self, name: &str) -> Result<()> {
         for weight in self.file_weights(name) {
             let shard = &self.shards[weight.shard];
-            if self.quantisation.format(weight)? == Some(Format::Nvfp4)
+            if let Some(format) = self.quantisation.format(weight)?.map(DType::format).filter(|f| f.scales == ScaleKind::Blocks)
                 && let (Some(scales), Some(codes)) = (self.quantisation.scale_tensor(weight), shard.bytes(weight.name))
             {
-                let size = nvfp4_size(weight)?;
+                let size = self.quantisation.block_matrix(weight, format)?;
                 // A file that was truncated after it was opened reads as zeros; then the error says that it changed.
                 let checked = scales.check_blocks(&codes, size, self.nvfp4);
                 checked.map_err(|error| self.verify().err().unwrap_or(error))?;
@@ -329,15 +328,10 @@ impl Weights {
     ) -> Result<(WeightPart, Option<Stored>)> {
         let (path, name) = (|| self.shards[weight.shard].path().to_path_buf(), || weight.name.to_owned());
         let format = self.quantisation.format(weight)?;
-        let dtype = match (format, weight.entry.dtype.name) {
-            (Some(Format::Fp8(dtype)), _) => dtype,
-            (Some(Format::Nvfp4), _) => DType::E2m1,
-            (None, "BF16") => DType::Bf16,
-            (None, "F16") => DType::F16,
-            (None, "F32") => DType::F32,
-            (None, other) => return Err(Error::TensorType { path: path(), name: name(), got: other.into() }),
-        };
-        let (shape, halves) = (logical_shape(weight.entry), rows != Rows::All);
+        let stored_as = weight.entry.dtype.name;
+        let wrong_type = || Error::TensorType { path: path(), name: name(), got: stored_as.into() };
+        let dtype = format.or_else(|| DType::plain_stored_as(stored_as)).ok_or_else(wrong_type)?;
+        let (shape, halves) = (self.quantisation.shape(weight.name, weight.entry), rows != Rows::All);
         let count = want.first().copied().unwrap_or(0);
         if matrix(&shape) != matrix(want) || count == 0 || (halves && count % 2 != 0) {
             return Err(Error::TensorShape { path: path(), name: name(), got: shape, want: want.to_vec() });

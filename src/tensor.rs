@@ -3,6 +3,7 @@
 
 pub use kiln_numerics::tensor::*;
 
+use self::formats::Format;
 use crate::error::{Error, Result};
 use std::ops::Range;
 
@@ -38,8 +39,9 @@ impl Arena {
 
     /// Allocates a contiguous matrix and the scales that its format has.
     pub fn alloc_stored(&mut self, rows: usize, cols: usize, stored: Stored) -> Result<Tensor> {
-        let bits = (rows as u64).checked_mul(cols as u64).and_then(|n| n.checked_mul(stored.dtype.bits() as u64));
-        let offset = self.take(bits.map(|bits| bits.div_ceil(8)))?;
+        let Format { block, block_bytes, .. } = stored.dtype.format();
+        let bits = (rows as u64).checked_mul(cols as u64).and_then(|n| n.checked_mul(8 * *block_bytes as u64));
+        let offset = self.take(bits.map(|bits| bits.div_ceil(8 * *block as u64)))?;
         let scaling = match stored.scales {
             Scales::Unscaled => Scaling::Unscaled,
             Scales::Tensor(scale) => Scaling::Tensor(scale),

@@ -532,9 +532,9 @@ fn converted(part: &WeightPart, to: Stored) -> Result<SegmentData> {
             );
             Ok(SegmentData::Half(values))
         }
-        DType::E4m3 => {
-            let mut codes = vec![0; rows * cols];
-            let each = codes.par_chunks_exact_mut(cols.max(1)).with_min_len(least).enumerate();
+        dtype if dtype.is_quantised() => {
+            let mut codes = vec![0; dtype.bytes(rows * cols)];
+            let each = codes.par_chunks_exact_mut(dtype.bytes(cols).max(1)).with_min_len(least).enumerate();
             each.for_each(|(row, codes)| part.convert(row, to, codes));
             Ok(SegmentData::Mapped(Bytes::new(Arc::new(codes))))
         }

@@ -59,6 +59,7 @@ use driver::{DeviceInfo, Driver, Rows, Stream};
 use graph::{CapturedGraph, Steps};
 use launch::Kernels;
 use memory::Memory;
+use params::{NO_CODE, dtype_code};
 use rehearsal::Rehearsal;
 use staging::Staging;
 use std::ops::Range;
@@ -357,11 +358,11 @@ impl Cuda {
 /// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale. NVFP4 has
 /// [scales](block_scales) besides.
 fn transferred_scale(t: Tensor) -> Option<f32> {
-    match (t.dtype, t.scaling) {
-        (DType::E5m2 | DType::E2m1, _) => None,
-        (_, Scaling::Unscaled) => Some(1.0),
-        (_, Scaling::Tensor(scale)) => Some(scale.get()),
-        (_, Scaling::Rows(_) | Scaling::Blocks16 { .. }) => None,
+    match t.scaling {
+        _ if t.dtype.format().block > 1 || dtype_code(t.dtype) == NO_CODE => None,
+        Scaling::Unscaled => Some(1.0),
+        Scaling::Tensor(scale) => Some(scale.get()),
+        Scaling::Rows(_) | Scaling::Blocks16 { .. } => None,
     }
 }
 

@@ -21,14 +21,7 @@ pub struct Lockstep<A, B> {
 /// How far two correct implementations of one op may differ. In f32 the order of accumulation differs; otherwise each result is
 /// rounded once, by at most half a unit in the last place (2^-9 in bf16), so the two differ by at most twice that.
 fn default_limit(dtype: DType) -> f64 {
-    match dtype {
-        DType::Bf16 => 2.0 / 512.0,
-        DType::F16 => 2.0 / 4096.0,
-        DType::E4m3 => 2.0 / 32.0,
-        DType::E5m2 => 2.0 / 16.0,
-        DType::E2m1 => 2.0 / 8.0,
-        _ => 1e-5,
-    }
+    dtype.format().mantissa.map_or(1e-5, |bits| 2.0 * f64::from(-bits - 2).exp2())
 }
 
 /// The first element of a quantised result in which two correct implementations cannot differ so much. Both round, by half a step

@@ -12,9 +12,6 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 
 pub(super) const UNKNOWN: &str = "in an unknown quantised format";
-pub(super) const FP8: &str = "FP8 (E4M3)";
-pub(super) const FP8_E5M2: &str = "FP8 (E5M2)";
-pub(super) const NVFP4: &str = "NVFP4";
 
 /// The error for quantised layers that are not described consistently.
 pub(super) fn invalid(shard: &Shard, detail: String) -> Error {
@@ -25,40 +22,11 @@ pub(super) fn invalid(shard: &Shard, detail: String) -> Error {
 /// The maximum size of a layer's settings in bytes.
 const MAX_SETTINGS: usize = 4096;
 
-/// A quantised format that is supported.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    /// FP8 of this type, with one scale, or one for each row.
-    Fp8(DType),
-    /// Two e2m1 elements in each byte, with block scales.
-    Nvfp4,
-}
-
-impl Format {
-    /// The name in messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Fp8(DType::E5m2) => FP8_E5M2,
-            Self::Fp8(_) => FP8,
-            Self::Nvfp4 => NVFP4,
-        }
-    }
-
-    /// The dtype that a file stores the elements as.
-    pub fn stored_as(self) -> &'static str {
-        match self {
-            Self::Fp8(DType::E5m2) => "F8_E5M2",
-            Self::Fp8(_) => "F8_E4M3",
-            Self::Nvfp4 => "U8",
-        }
-    }
-}
-
 /// What a checkpoint declares about one layer.
 #[derive(Clone, Debug)]
 pub(super) struct Declared {
     /// The format; none if it follows from the dtype of the weight.
-    pub format: Option<Format>,
+    pub format: Option<DType>,
     /// Whether the layer's input is not to be quantised.
     pub full_precision: bool,
     /// The name of the layer, and the index of the file that declares it.
@@ -93,20 +61,18 @@ impl Settings {
     }
 
     /// The format, or the name of one that is not supported.
-    fn format(&self) -> Result<Format, &'static str> {
+    fn format(&self) -> Result<DType, &'static str> {
         let nested = self.params.as_ref().and_then(|params| params.convrot);
         if self.convrot == Some(true) || nested == Some(true) {
             return Err("rotated (ConvRot)");
         }
-        match self.format.as_deref().unwrap_or_default() {
-            "float8_e4m3fn" => Ok(Format::Fp8(DType::E4m3)),
-            "float8_e5m2" => Ok(Format::Fp8(DType::E5m2)),
-            "nvfp4" => Ok(Format::Nvfp4),
-            "mxfp8" => Err("MXFP8"),
-            "int8_tensorwise" => Err("INT8"),
-            "convrot_w4a4" | "asym_w4a8_int8" | "awq_w4a16" => Err("INT4"),
-            _ => Err(UNKNOWN),
-        }
+        let name = self.format.as_deref().unwrap_or_default();
+        DType::quantised().find(|dtype| dtype.format().declared == name).ok_or(match name {
+            "mxfp8" => "MXFP8",
+            "int8_tensorwise" => "INT8",
+            "convrot_w4a4" | "asym_w4a8_int8" | "awq_w4a16" => "INT4",
+            _ => UNKNOWN,
+        })
     }
 
     /// What the settings mean for a layer.

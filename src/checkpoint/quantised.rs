@@ -4,15 +4,15 @@
 //! Formats that are not supported are refused by name when a checkpoint is opened. Scales are read with the weight that they
 //! belong to, so that layers that no run reads may have any.
 
-use super::declared::{Declarations, Declared, FP8, FP8_E5M2, Format, Settings, UNKNOWN, invalid};
+use super::declared::{Declarations, Declared, Settings, UNKNOWN, invalid};
 use super::header::Entry;
 use super::scales::ScaleTensor;
 use super::shard::Shard;
 use crate::error::{Error, Result};
 use crate::names::{self, Companion, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, TensorRole, UNSUPPORTED_QUANTISERS};
 use crate::part::Part;
-use crate::tensor::nvfp4::BLOCK;
-use crate::tensor::{DType, Nvfp4Layout, PartScaling, Scale, Stored};
+use crate::tensor::formats::Format;
+use crate::tensor::{DType, Nvfp4Layout, PartScaling, Scale, ScaleKind, Stored};
 use crate::text::shown;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -68,15 +68,6 @@ impl FileWeight<'_> {
     pub fn invalid(self, what: impl std::fmt::Display) -> Error {
         invalid(&self.shards[self.shard], format!("tensor `{}` {what}", shown(self.name)))
     }
-}
-
-/// The shape of the values of a tensor: the only weights that are bytes are those of NVFP4, which hold two in each.
-pub(super) fn logical_shape(entry: &Entry) -> Vec<usize> {
-    let mut shape = entry.shape.clone();
-    if let ("U8", [_, bytes]) = (entry.dtype.name, &mut *shape) {
-        *bytes = bytes.saturating_mul(2);
-    }
-    shape
 }
 
 impl Quantisation {
@@ -182,7 +173,7 @@ impl Quantisation {
         for (key, declared) in self.declared.iter().filter(|(key, _)| !unread(key)) {
             if !weights.contains(&*format!("{key}.weight")) {
                 let layer = shown(&declared.layer);
-                let format = declared.format.map_or(FP8, Format::name);
+                let format = title(declared.format);
                 let detail = format!("layer `{layer}` is declared as {format}, but has no weight");
                 return Err(invalid(&shards[declared.shard], detail));
             }
@@ -203,26 +194,48 @@ impl Quantisation {
     }
 
     /// The quantised format of a weight, or `None` if it holds plain values.
-    pub fn format(&self, weight: FileWeight<'_>) -> Result<Option<Format>> {
+    pub fn format(&self, weight: FileWeight<'_>) -> Result<Option<DType>> {
         let stored = format_of(weight.entry.dtype.name);
         let (_, declared) = self.layer(weight.name);
         let Some(declared) = declared else { return Ok(stored) };
         match declared.format.or(stored) {
-            Some(format) if weight.entry.dtype.name == format.stored_as() => Ok(Some(format)),
-            wanted => {
-                let format = wanted.map_or(FP8, Format::name);
-                Err(weight.invalid(format_args!("is {}, but declared as {format}", weight.entry.dtype.name)))
-            }
+            Some(format) if weight.entry.dtype.name == format.format().stored_as => Ok(Some(format)),
+            wanted => Err(weight.invalid(format_args!("is {}, but declared as {}", weight.entry.dtype.name, title(wanted)))),
+        }
+    }
+
+    /// The shape of the values of a weight, several of which may be packed in an element of the file.
+    pub fn shape(&self, name: &str, entry: &Entry) -> Vec<usize> {
+        let stored_as = entry.dtype.name;
+        let declared = self.layer(name).1.and_then(|declared| declared.format);
+        let format = declared.filter(|format| format.format().stored_as == stored_as).or(format_of(stored_as)).map(DType::format);
+        let mut shape = entry.shape.clone();
+        if let (Some(Format { block, block_bytes, .. }), [_, bytes]) = (format.filter(|format| format.block > 1), &mut *shape) {
+            let values = *bytes as u128 * *block as u128 / *block_bytes as u128;
+            *bytes = usize::try_from(values).unwrap_or(usize::MAX);
+        }
+        shape
+    }
+
+    /// Rows and columns of a weight whose scales are those of blocks, and that has whole ones.
+    pub fn block_matrix(&self, weight: FileWeight<'_>, format: &Format) -> Result<[usize; 2]> {
+        let Format { title, block, .. } = format;
+        match *self.shape(weight.name, weight.entry) {
+            [rows, cols] if cols.is_multiple_of(*block) => Ok([rows, cols]),
+            [_, cols] => Err(weight.invalid(format_args!("has {cols} columns, {title} needs a multiple of {block}"))),
+            _ => Err(weight.invalid(format_args!("is {title}, but not a matrix"))),
         }
     }
 
     /// The scales of a weight, and how its layer's input is to be stored.
-    pub fn scaling(&self, weight: FileWeight<'_>, format: Format, layout: Nvfp4Layout) -> Result<(PartScaling, Option<Stored>)> {
+    pub fn scaling(&self, weight: FileWeight<'_>, dtype: DType, layout: Nvfp4Layout) -> Result<(PartScaling, Option<Stored>)> {
         let (layer, declared) = self.layer(weight.name);
-        let scaling = match format {
-            Format::Fp8(_) => {
+        let (format, title) = (dtype.format(), dtype.format().title);
+        let scaling = match format.scales {
+            ScaleKind::None => PartScaling::Unscaled,
+            ScaleKind::TensorOrRows => {
                 if let Some(extra) = &layer.tensor_scale {
-                    return Err(weight.invalid(format_args!("is {}, but has a scale `{}`", format.name(), shown(&extra.name))));
+                    return Err(weight.invalid(format_args!("is {title}, but has a scale `{}`", shown(&extra.name))));
                 }
                 match find(weight.shards, layer.weight_scale.as_ref()) {
                     Some(scale) => scale.fp8(if let [rows, _, ..] = *weight.entry.shape { rows } else { 1 })?,
@@ -231,28 +244,24 @@ impl Quantisation {
                     None => return Err(weight.invalid("is FP8, but has no tensor with its scale")),
                 }
             }
-            Format::Nvfp4 => {
-                let scales = find(weight.shards, layer.weight_scale.as_ref());
-                let scales = scales.ok_or_else(|| weight.invalid("is NVFP4, but has no tensor with block scales"))?;
-                let tensor = find(weight.shards, layer.tensor_scale.as_ref());
-                let tensor = tensor.ok_or_else(|| weight.invalid("is NVFP4, but has no tensor with the scale of the whole"))?;
-                let size = nvfp4_size(weight)?;
+            ScaleKind::Blocks => {
+                let missing = |what| weight.invalid(format_args!("is {title}, but has no tensor with {what}"));
+                let scales = find(weight.shards, layer.weight_scale.as_ref()).ok_or_else(|| missing("block scales"))?;
+                let tensor = find(weight.shards, layer.tensor_scale.as_ref()).ok_or_else(|| missing("the scale of the whole"))?;
+                let size = self.block_matrix(weight, format)?;
                 PartScaling::Blocks16 { scales: scales.blocks(size, layout)?, tensor: tensor.single()?, layout }
             }
         };
         // Text encoders compute with the activations as they are, as in ComfyUI, and so do layers that ask for it.
         let quantises = self.part == Part::Transformer && !declared.is_some_and(|declared| declared.full_precision);
-        if !quantises || format == Format::Fp8(DType::E5m2) {
+        if !quantises || !format.holds_results {
             return Ok((scaling, None));
         }
         let scale = find(weight.shards, layer.input_scale.as_ref()).map(ScaleTensor::single).transpose()?;
-        let input = match format {
-            Format::Nvfp4 => scale.map(Stored::nvfp4),
-            // Without a scale the input of a layer that is declared as FP8 is converted as it is. Older files say so with a scale
-            // of one, which is the same.
-            Format::Fp8(_) => scale.or(declared.map(|_| Scale::ONE)).map(Stored::fp8),
-        };
-        Ok((scaling, input))
+        // Without a scale the input of a layer that is declared as FP8 is converted as it is. Older files say so with a scale of one, which
+        // is the same.
+        let as_it_is = declared.filter(|_| format.scales == ScaleKind::TensorOrRows).map(|_| Scale::ONE);
+        Ok((scaling, scale.or(as_it_is).map(|scale| Stored::scaled(dtype, scale))))
     }
 
     /// The tensor with several scales of a weight, if it has one.
@@ -276,15 +285,6 @@ fn stated_layout(shards: &[Shard]) -> Result<Option<Nvfp4Layout>> {
     Ok(stated)
 }
 
-/// Rows and columns of an NVFP4 weight.
-pub(super) fn nvfp4_size(weight: FileWeight<'_>) -> Result<[usize; 2]> {
-    match *logical_shape(weight.entry) {
-        [rows, cols] if cols.is_multiple_of(BLOCK) => Ok([rows, cols]),
-        [_, cols] => Err(weight.invalid(format_args!("has {cols} columns, NVFP4 needs a multiple of {BLOCK}"))),
-        _ => Err(weight.invalid("is NVFP4, but not a matrix")),
-    }
-}
-
 fn find<'a>(shards: &'a [Shard], tensor: Option<&'a Located>) -> Option<ScaleTensor<'a>> {
     let Located { shard, name } = tensor?;
     let shard = shards.get(*shard)?;
@@ -292,13 +292,13 @@ fn find<'a>(shards: &'a [Shard], tensor: Option<&'a Located>) -> Option<ScaleTen
 }
 
 /// The supported format of quantised weights that are stored as this dtype.
-fn format_of(dtype: &str) -> Option<Format> {
-    match dtype {
-        "F8_E4M3" => Some(Format::Fp8(DType::E4m3)),
-        "F8_E5M2" => Some(Format::Fp8(DType::E5m2)),
-        "U8" => Some(Format::Nvfp4),
-        _ => None,
-    }
+fn format_of(dtype: &str) -> Option<DType> {
+    DType::stored_as(dtype).filter(|dtype| dtype.is_quantised())
+}
+
+/// The name of a declared format. A marker, which names none, stands for FP8.
+fn title(format: Option<DType>) -> &'static str {
+    format.unwrap_or(DType::E4m3).format().title
 }
 
 /// The name of a quantised format that is not supported, by the dtype of its weights.
@@ -320,9 +320,8 @@ fn unsupported(shards: &[Shard], index: usize, layer: &str, name: &str) -> Error
     let beside = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();
     let weight = format!("{layer}.weight");
     let stored = || match shard.entry(&weight)?.dtype.name {
-        "F8_E4M3" => Some(FP8),
-        "F8_E5M2" => Some(FP8_E5M2),
-        dtype => unsupported_dtype(dtype),
+        "U8" => None,
+        dtype => format_of(dtype).map(|format| format.format().title).or_else(|| unsupported_dtype(dtype)),
     };
     let format = UNSUPPORTED_QUANTISERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format);
     let format = format.or_else(stored).unwrap_or(UNKNOWN);

@@ -32,12 +32,9 @@ impl ScaleTensor<'_> {
 
     /// A single scale.
     pub fn single(self) -> Result<Scale> {
-        let dtype = match self.entry.dtype.name {
-            "F32" => DType::F32,
-            "BF16" => DType::Bf16,
-            "F16" => DType::F16,
-            other => return Err(self.fault(format_args!("is {other}, needed is F32"))),
-        };
+        let stored_as = self.entry.dtype.name;
+        let dtype = DType::plain_stored_as(stored_as);
+        let dtype = dtype.ok_or_else(|| self.fault(format_args!("is {stored_as}, needed is F32")))?;
         if !matches!(*self.entry.shape, [] | [1]) {
             return Err(self.fault(format_args!("is {:?}, needed is a single scale", self.entry.shape)));
         }
@@ -198,7 +195,7 @@ pub(super) fn half(scaling: PartScaling, rows: usize, second: bool) -> Option<Pa
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::minifloat::e2m1;
+    use crate::tensor::formats::e2m1;
 
     #[test]
     fn the_fast_test_misses_no_invalid_scale() {

@@ -6,6 +6,7 @@
 
 use crate::checkpoint::Weights;
 use crate::config::TextConfig;
+use crate::tensor::DType;
 
 /// The prompt.
 pub const PROMPT: &str = "hello";
@@ -54,11 +55,10 @@ pub enum Applicability {
 impl Applicability {
     /// Whether the values are of this text encoder.
     pub fn of(config: &TextConfig, weights: &Weights) -> Self {
-        let is_plain = |name: &str| ["BF16", "F16", "F32"].contains(&name);
         let mut tensors = weights.shards().iter().flat_map(|shard| shard.tensors());
         if *config != TextConfig::klein_4b() {
             Self::OtherEncoder
-        } else if tensors.all(|(_, entry)| is_plain(entry.dtype.name)) {
+        } else if tensors.all(|(_, entry)| DType::plain_stored_as(entry.dtype.name).is_some()) {
             Self::Published
         } else {
             Self::Quantised
@@ -98,7 +98,7 @@ mod tests {
     use crate::checkpoint::Shard;
     use crate::names::Layout;
     use crate::part::Part;
-    use crate::tensor::{Bytes, DType};
+    use crate::tensor::Bytes;
     use crate::tiny;
     use crate::tokenizer::Tokenizer;
     use half::bf16;

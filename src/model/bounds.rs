@@ -83,7 +83,7 @@ impl QkGain {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::minifloat::{e4m3, to_e4m3};
+    use crate::tensor::formats::{e4m3, to_e4m3};
     use crate::tensor::{Bytes, DType};
     use std::sync::Arc;
 

@@ -70,14 +70,6 @@ pub fn all_zero(bytes: &[u8]) -> bool {
     words.iter().all(|word| u64::from_ne_bytes(*word) == 0) && rest.iter().all(|&byte| byte == 0)
 }
 
-/// The e4m3 code of NaN, whose sign may be set. Kernels that expand codes would take it for a number.
-pub const NAN: u8 = 0x7f;
-
-/// Whether none of these codes of e4m3 is NaN. Without an early end the loop is vectorised.
-pub fn has_no_nan(codes: &[u8]) -> bool {
-    codes.iter().fold(true, |finite, code| finite & (code & NAN != NAN))
-}
-
 /// Sums of squares over the rows of a part: of the errors that `stored` has, whose first row is the first of `rows`, and of the values.
 pub fn squared_error(part: &WeightPart, rows: Range<usize>, stored: &WeightPart) -> (f64, f64) {
     /// Sums that are added up side by side, as vector units do.

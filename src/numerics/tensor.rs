@@ -1,17 +1,13 @@
 //! Tensor descriptors: dtype, shape and location of a tensor. Nothing here owns or references memory: a [`Tensor`] is a `Copy`
 //! descriptor that a backend resolves to an address.
 
-mod format;
-pub mod minifloat;
-pub mod nvfp4;
+pub mod formats;
 mod part;
 pub mod quantise;
 mod reencode;
-mod values;
 
-pub use format::{DType, Scale, Scales, Scaling, Stored};
+pub use formats::{DType, Scale, ScaleKind, Scales, Scaling, Stored, decode_bf16, encode_bf16, nvfp4};
 pub use part::{Nvfp4Layout, PartScaling, WeightPart};
-pub use values::{decode_bf16, encode_bf16};
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -10,14 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The number of elements that values are scaled by before they are encoded.
 const CHUNK: usize = 512;
 
-/// Counts the elements beyond the range of a type: only e4m3 has a limit that activations may exceed. From 464 on, which is
-/// halfway to what would be the next element, they become 448. The loop has no branch, so that it is vectorised.
+/// Counts the elements beyond the range of a type that activations may exceed. The loop has no branch, so that it is vectorised.
 fn count_saturated(dtype: DType, elements: &[f32]) -> u64 {
-    const LIMIT: f32 = 464.0;
-    match dtype {
-        DType::E4m3 => elements.iter().map(|v| u64::from(v.abs() >= LIMIT)).sum(),
-        _ => 0,
-    }
+    dtype.format().saturates_at.map_or(0, |limit| elements.iter().map(|v| u64::from(v.abs() >= limit)).sum())
 }
 
 /// The scales of a matrix in memory.

@@ -15,7 +15,7 @@ use crate::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use crate::progress::{Phase, Progress};
 use crate::sequence::Pixels;
 use crate::tensor::Scale;
-use crate::tensor::minifloat::{E2M1_MAX, E4M3_MAX};
+use crate::tensor::formats::{E2M1_MAX, E4M3_MAX};
 use crate::tensor::quantise::QuantisedFormat;
 use observer::LargestInputs;
 use std::cell::Cell;

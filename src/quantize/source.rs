@@ -106,12 +106,10 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
 
 /// A tensor of a file as one part.
 fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightPart> {
-    let dtype = match entry.dtype.name {
-        "BF16" => DType::Bf16,
-        "F16" => DType::F16,
-        "F32" => DType::F32,
-        "F8_E4M3" | "F8_E5M2" | "U8" => return Err(quantised_already(shard.path(), name, entry.dtype.name)),
-        other => return Err(Error::TensorType { path: shard.path().into(), name: name.into(), got: other.into() }),
+    let dtype = match DType::stored_as(entry.dtype.name) {
+        Some(dtype) if dtype.is_quantised() => return Err(quantised_already(shard.path(), name, entry.dtype.name)),
+        Some(plain) => plain,
+        None => return Err(Error::TensorType { path: shard.path().into(), name: name.into(), got: entry.dtype.name.into() }),
     };
     let rows = if let [rows, _, ..] = *entry.shape { rows } else { 1 };
     let bytes = shard.bytes(name).unwrap_or_else(|| Bytes::new(std::sync::Arc::new([])));

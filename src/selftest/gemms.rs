@@ -10,7 +10,7 @@ use crate::backend::cuda::{Cuda, Kernel, KernelChoice};
 use crate::backend::{Backend, Fp8Accumulate, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle};
 use crate::error::Result;
 use crate::tensor::{
-    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart, minifloat, nvfp4,
+    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart, formats, nvfp4,
 };
 use std::sync::Arc;
 
@@ -102,10 +102,10 @@ impl Format {
                 let unit = 2f32.powi(exponent.into());
                 (DType::Bf16.encoded(&(0..len).map(|_| random.integer(8) * unit).collect::<Vec<_>>()), Vec::new())
             }
-            Self::W8A8 => ((0..len).map(|_| minifloat::to_e4m3(random.integer(3))).collect(), Vec::new()),
+            Self::W8A8 => ((0..len).map(|_| formats::to_e4m3(random.integer(3))).collect(), Vec::new()),
             Self::W4A4 => {
                 let codes = (0..len / 2).map(|_| random.below(256) as u8).collect();
-                let scale = |_| minifloat::to_e4m3([0.5, 1.0, 1.5, 2.0][random.below(4)]);
+                let scale = |_| formats::to_e4m3([0.5, 1.0, 1.5, 2.0][random.below(4)]);
                 (codes, (0..nvfp4::scale_bytes(rows, cols)).map(scale).collect())
             }
         }
@@ -372,7 +372,7 @@ mod tests {
             let (codes, scales) = format.elements(128, 64, 0, 7);
             let mut values = format.dtype().decoded(&codes);
             for (i, value) in values.iter_mut().enumerate().filter(|_| !scales.is_empty()) {
-                *value *= minifloat::e4m3(scales[nvfp4::scale_offset(i / 64, i % 64 / nvfp4::BLOCK, 1)]);
+                *value *= formats::e4m3(scales[nvfp4::scale_offset(i / 64, i % 64 / nvfp4::BLOCK, 1)]);
             }
             let square = values.iter().map(|v| v * v).sum::<f32>() / values.len() as f32;
             assert!((square / product - 1.0).abs() < 0.1, "{format:?}: {square}");

@@ -5,7 +5,7 @@ use super::fragments::{BLOCKS, COLS, EMPTY, Layout, Place, ROWS, d, scale_a, sca
 use crate::backend::cuda::{Cuda, Fragments, LANES, Mma};
 use crate::error::Result;
 use crate::tensor::DType;
-use crate::tensor::minifloat::{e2m1, e4m3, to_e2m1, to_e4m3};
+use crate::tensor::formats::{e2m1, e4m3, to_e2m1, to_e4m3};
 
 /// The values of all codes of a format that are not negative, those halfway between two, the neighbours of all, and some beyond the range.
 fn ties(codes: u8, decode: fn(u8) -> f32) -> Vec<f32> {

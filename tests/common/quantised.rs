@@ -11,7 +11,7 @@ use kiln::internals::config::{Conventions, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::part::{Part, PerPart};
 use kiln::internals::pipeline::{Engine, LoadOptions, OpenModel};
-use kiln::internals::tensor::minifloat::to_e4m3;
+use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, encode_block, scale_bytes, scale_offset, tiles_along};
 use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout};
 use kiln::internals::tiny::{self, TinyModel};

@@ -9,7 +9,7 @@ use kiln::internals::checkpoint::Weights;
 use kiln::internals::names::TensorSpec;
 use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
-use kiln::internals::tensor::minifloat::to_e4m3;
+use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block};
 use kiln::locate::{Found, ModelFiles};
 use safetensors::tensor::Dtype;

@@ -7,6 +7,7 @@ use super::conv::{self, ConvArgs, conv};
 use super::conv_narrow::{self, NormConvArgs};
 use super::gemm::{self, EpilogueGemm};
 use super::launch::Kernel;
+use super::params::{NO_CODE, dtype_code};
 use super::{norm, pointwise};
 use crate::backend::{Access, GatedGemm, Gemm, Op, OpKind};
 use crate::error::{Error, Result};
@@ -36,7 +37,7 @@ pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
 }
 
 /// Fails if an op writes a weight other than to merge adapters, holds f16 in working memory, has values of attention in a quantised
-/// format or anything in e5m2: there are no kernels for these. Which operands may be quantised at all is a rule of ops.
+/// format or anything that `abi.h` has no code for: there are no kernels for these. Which operands may be quantised at all is a rule of ops.
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let mut usable = Ok(());
     let mut refuse = |t: Tensor, why: &str| {
@@ -55,7 +56,7 @@ fn check_operands(op: &Op<'_>) -> Result<()> {
         if t.dtype == DType::F16 && t.region != Region::Weights {
             refuse(t, "only weights are stored in f16");
         }
-        if t.dtype == DType::E5m2 {
+        if dtype_code(t.dtype) == NO_CODE {
             refuse(t, "the only quantised formats with kernels are e4m3 and NVFP4");
         }
     });

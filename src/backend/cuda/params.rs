@@ -26,7 +26,10 @@ pub const NONE: KlMat = KlMat { data: 0, scales: 0, stride: 0, rows: 0, cols: 0,
 /// A tensor map that is not there.
 pub const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
 
-/// The number of a dtype in `abi.h`.
+/// The code of dtypes that `abi.h` has none for, and no kernel takes: such operands are refused.
+pub const NO_CODE: u32 = u32::MAX;
+
+/// The code of a dtype in `abi.h`.
 pub const fn dtype_code(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => abi::KL_F32,
@@ -35,8 +38,7 @@ pub const fn dtype_code(dtype: DType) -> u32 {
         DType::U8 => abi::KL_U8,
         DType::E4m3 => abi::KL_E4M3,
         DType::E2m1 => abi::KL_E2M1,
-        // No kernel takes these: `dispatch` refuses such operands.
-        DType::E5m2 => u32::MAX,
+        _ => NO_CODE,
     }
 }
 

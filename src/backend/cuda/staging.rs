@@ -4,9 +4,10 @@
 
 use super::super::{Role, up_conv};
 use super::driver::{Driver, Event, Rows, Stream};
+use super::params::{NO_CODE, dtype_code};
 use crate::error::{Error, Result};
+use crate::tensor::formats::E4M3_NAN;
 use crate::tensor::{DType, PartScaling, Scales, Tensor, WeightPart, nvfp4, quantise};
-use kiln_numerics::scan::{NAN, has_no_nan};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -166,7 +167,7 @@ impl Staging {
             Scales::Blocks16(_) if !first.is_multiple_of(nvfp4::TILE_ROWS) => {
                 return refused(format!("a part does not begin at a tile of the block scales of {tensor:?}"));
             }
-            Scales::Blocks16(_) if nvfp4::largest_scale(from, rows, tensor.cols) >= NAN => {
+            Scales::Blocks16(_) if nvfp4::largest_scale(from, rows, tensor.cols) >= E4M3_NAN => {
                 return refused(format!("{tensor:?} has block scales that are negative or NaN"));
             }
             Scales::Blocks16(_) => nvfp4::scale_offset(first, 0, nvfp4::tiles_along(tensor.cols)),
@@ -188,7 +189,7 @@ impl Staging {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
         let (pitch, mut at) = (tensor.dtype.bytes(tensor.cols), 0);
         let stored = tensor.stored();
-        if tensor.dtype == DType::E5m2 {
+        if dtype_code(tensor.dtype) == NO_CODE {
             return Err(Error::Op { op: "upload", what: format!("there are no kernels for {tensor:?}") });
         }
         if pitch == 0 {
@@ -237,7 +238,7 @@ impl Staging {
                         if role == Role::Conv {
                             out.copy_from_slice(&channels_last(out, tensor.dtype.align()));
                         }
-                        tensor.dtype != DType::E4m3 || has_no_nan(out)
+                        tensor.dtype.has_no_nan(out)
                     });
                 })?;
                 if !finite {
@@ -278,11 +279,11 @@ impl Staging {
     }
 }
 
-/// Copies codes of e4m3 or e2m1. False if one of them is NaN, of which e2m1 has none.
+/// Copies the codes of quantised elements. False if one of them is NaN.
 fn copy_codes(dtype: DType, to: &mut [u8], from: &[u8]) -> bool {
     to.par_chunks_mut(GRAIN).zip(from.par_chunks(GRAIN)).all(|(to, from)| {
         to.copy_from_slice(from);
-        dtype == DType::E2m1 || has_no_nan(from)
+        dtype.has_no_nan(from)
     })
 }
 

@@ -453,9 +453,7 @@ impl Driver for System {
             DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             // Elements are copied as they are, and nothing outside of a matrix is read as a number but zero.
             DType::U8 | DType::E4m3 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            DType::E5m2 | DType::E2m1 => {
-                return Err(Error::Op { op: "tensor map", what: format!("of {}", spec.dtype.name()) });
-            }
+            other => return Err(Error::Op { op: "tensor map", what: format!("of {}", other.name()) }),
         };
         let swizzle = match spec.swizzle {
             Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,

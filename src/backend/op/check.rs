@@ -2,7 +2,8 @@
 
 use super::{Access, Linear, Op, Sampling, Seam, Softmax};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Region, Scaling, Tensor, nvfp4};
+use crate::tensor::formats::Format;
+use crate::tensor::{DType, Region, ScaleKind, Scaling, Tensor};
 
 impl Op<'_> {
     /// Checks that the operands fit each other, and that nothing is read or written while it is being overwritten.
@@ -13,6 +14,7 @@ impl Op<'_> {
         let same = |a: Tensor, b: Tensor| a.rows == b.rows && a.cols == b.cols;
         let row = |t: Tensor, cols: usize| t.rows == 1 && t.cols == cols;
         let vector = |t: Tensor, cols: usize| row(t, cols) && t.dtype == DType::F32;
+        let is_head = |t: &Tensor| t.dtype.format().block == 1;
         let gemm = |x: Tensor, w: &Linear| {
             let parts = w.weight.parts().iter().all(|part| part.cols == x.cols && part.stride == part.cols);
             let lora = w.lora.is_none_or(|l| {
@@ -61,7 +63,7 @@ impl Op<'_> {
                     let norm = s.norm.is_none_or(|norm| vector(norm.q, d) && vector(norm.k, d));
                     fits(norm && s.rope.table.dtype == DType::F32, "norms and table")?;
                     fits(s.q_scale > 0.0 && s.k_scale > 0.0, "scales")?;
-                    fits([s.q, Some(s.k), Some(s.v)].iter().flatten().all(|t| t.dtype != DType::E2m1), "heads in e2m1")?;
+                    fits([s.q, Some(s.k), Some(s.v)].iter().flatten().all(is_head), "heads in e2m1")?;
                 }
             }
             Self::Attention { out, q, kv, head_dim, causal, softmax } => {
@@ -74,12 +76,8 @@ impl Op<'_> {
                 fits(kv.iter().any(|s| s.k.rows > 0), "no keys")?;
                 fits(!causal || kv.len() == 1, "a causal mask over several segments")?;
                 fits(!causal || out.len() == 1, "a causal mask over several outputs")?;
-                fits(
-                    q.dtype != DType::E2m1 && kv.iter().all(|s| [s.k, s.v].iter().all(|t| t.dtype != DType::E2m1)),
-                    "heads in e2m1",
-                )?;
-                let whole = head_dim.is_multiple_of(nvfp4::BLOCK) || out.iter().all(|o| o.dtype != DType::E2m1);
-                fits(whole, "blocks across heads")?;
+                fits(is_head(&q) && kv.iter().all(|s| is_head(&s.k) && is_head(&s.v)), "heads in e2m1")?;
+                fits(out.iter().all(|o| head_dim.is_multiple_of(o.dtype.format().block)), "blocks across heads")?;
                 fits(
                     match softmax {
                         Softmax::Natural { scale } => scale > 0.0,
@@ -174,17 +172,16 @@ impl Op<'_> {
 
 /// Whether a tensor has scales that go with its elements, and whole blocks of them.
 fn scaling_fits(t: Tensor) -> bool {
-    match (t.dtype, t.scaling) {
-        (DType::E4m3, Scaling::Unscaled | Scaling::Tensor(_)) => true,
-        // Activations have no scales for each row, and are not stored in e5m2.
-        (DType::E4m3, Scaling::Rows(_)) | (DType::E5m2, Scaling::Unscaled | Scaling::Tensor(_) | Scaling::Rows(_)) => {
-            t.region == Region::Weights
-        }
-        (DType::E2m1, Scaling::Blocks16 { .. }) => {
+    let Format { block, scales, holds_results, .. } = t.dtype.format();
+    let fits = match (scales, t.scaling) {
+        (ScaleKind::None | ScaleKind::TensorOrRows, Scaling::Unscaled) | (ScaleKind::TensorOrRows, Scaling::Tensor(_)) => true,
+        // Activations have no scales for each row.
+        (ScaleKind::TensorOrRows, Scaling::Rows(_)) => t.region == Region::Weights,
+        (ScaleKind::Blocks, Scaling::Blocks16 { .. }) => {
             let (elements, scales) = (t.extent(), t.scale_extent());
-            let apart = elements.end <= scales.start || scales.end <= elements.start;
-            apart && t.cols.is_multiple_of(nvfp4::BLOCK) && t.stride.is_multiple_of(nvfp4::BLOCK)
+            elements.end <= scales.start || scales.end <= elements.start
         }
-        (dtype, scaling) => !dtype.is_quantised() && scaling == Scaling::Unscaled,
-    }
+        _ => false,
+    };
+    fits && t.cols.is_multiple_of(*block) && t.stride.is_multiple_of(*block) && (*holds_results || t.region == Region::Weights)
 }

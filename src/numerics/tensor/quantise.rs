@@ -3,7 +3,7 @@
 //! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
 //! would change one code in a thousand, so that files would not be those of other programs.
 
-use super::minifloat::{E2M1_MAX, E4M3_MAX};
+use super::formats::{E2M1_MAX, E4M3_MAX};
 use super::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart, nvfp4};
 use rayon::prelude::*;
 use std::ops::Range;

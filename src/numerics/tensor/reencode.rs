@@ -5,7 +5,7 @@
 //! 1, 2 and 4 keep their bits, and so do the others where the scale has a bit to spare: 76 to 81 % of weights of normal or
 //! exponential distribution. Scales of rows that are no powers of two would round all of them, and err more.
 
-use super::minifloat::{E2M1_MAX, E4M3_MAX, e2m1, e4m3};
+use super::formats::{E2M1_MAX, E4M3_MAX, e2m1, e4m3};
 use super::{DType, Scale};
 
 /// Smaller powers of two are never needed: with the smallest scale of a block, 2^-9, the largest product is less than 2^-6.

@@ -13,7 +13,7 @@ use kiln::internals::noise::CHANNELS;
 use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions};
 use kiln::internals::sampler::Schedule;
-use kiln::internals::tensor::minifloat::{e4m3, to_e4m3};
+use kiln::internals::tensor::formats::{e4m3, to_e4m3};
 use kiln::internals::tensor::{Precision, Tensor};
 use std::f32::consts::LOG2_E;
 

@@ -1,7 +1,7 @@
 //! Single elements: every code, and the rounding to the nearest one.
 
 use super::{float, fp8_vectors, nvfp4_vectors};
-use kiln::internals::tensor::minifloat::{e2m1, e2m1_pair, e4m3, e5m2, to_e2m1, to_e4m3, to_e5m2};
+use kiln::internals::tensor::formats::{e2m1, e2m1_pair, e4m3, e5m2, to_e2m1, to_e4m3, to_e5m2};
 use serde_json::Value;
 
 /// A format: its table of values as the vectors have it, and how it is encoded.

@@ -1,7 +1,7 @@
 //! FP8 weights: quantising them, and expanding them as a checkpoint stores them.
 
 use super::{bits, bytes, differences, expanded, f32_bits, fp8_vectors, largest, memory, quantised, scale, shape};
-use kiln::internals::tensor::minifloat::e4m3;
+use kiln::internals::tensor::formats::e4m3;
 use kiln::internals::tensor::{DType, PartScaling, Scale, Stored, WeightPart};
 
 /// The scale is the largest magnitude over 448, and a value is divided by it in f32, as the CUDA kernels do and the eager backend

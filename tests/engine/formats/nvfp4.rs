@@ -4,7 +4,7 @@ use super::{
     bits, bytes, cpu, differences, expanded, f32_bits, largest, memory, nvfp4_vectors, quantised, scale, shape, stored_bytes,
 };
 use kiln::internals::backend::Backend;
-use kiln::internals::tensor::minifloat::e4m3;
+use kiln::internals::tensor::formats::e4m3;
 use kiln::internals::tensor::nvfp4::{self, BLOCK, decode_block, encode_block, scale_bytes, scale_offset, tiles_along};
 use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, PartScaling, Region, Scale, Stored, WeightPart};
 use serde_json::Value;

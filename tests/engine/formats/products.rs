@@ -4,7 +4,7 @@ use super::nvfp4::{part, scales_in_rows};
 use super::{Products, bits, bytes, cpu, differences, expanded, f32_bits, float, fp8_vectors, hex, memory};
 use super::{named, nvfp4_vectors, scale, shape, stored_bytes};
 use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role};
-use kiln::internals::tensor::minifloat::e4m3;
+use kiln::internals::tensor::formats::e4m3;
 use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, PartScaling, Region, Stored, WeightPart};
 use serde_json::Value;
 

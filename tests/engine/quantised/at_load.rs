@@ -8,7 +8,7 @@ use kiln::internals::model::Nvfp4Math;
 use kiln::internals::names::Layout;
 use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
-use kiln::internals::tensor::minifloat::to_e4m3;
+use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block, scale_bytes, scale_offset, tiles_along};
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{DType, Precision};

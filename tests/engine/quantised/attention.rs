@@ -12,7 +12,7 @@ use kiln::internals::model::{AttentionFormat, PlainHeads};
 use kiln::internals::part::Part;
 use kiln::internals::pipeline::{GeneratedImage, Job, LoadOptions, OpenModel, ReferenceInput};
 use kiln::internals::sequence::Grid;
-use kiln::internals::tensor::minifloat::{e4m3, to_e4m3};
+use kiln::internals::tensor::formats::{e4m3, to_e4m3};
 use kiln::internals::tensor::{Arena, DType, Precision, Region, Scale, Stored, Tensor};
 use std::cell::RefCell;
 use std::f32::consts::LOG2_E;

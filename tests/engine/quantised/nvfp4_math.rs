@@ -9,7 +9,7 @@ use kiln::internals::backend::GemmFormats;
 use kiln::internals::model::{AttentionFormat, Nvfp4Math};
 use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
-use kiln::internals::tensor::minifloat::{e2m1, e4m3, to_e4m3};
+use kiln::internals::tensor::formats::{e2m1, e4m3, to_e4m3};
 use kiln::internals::tensor::nvfp4::BLOCK;
 use kiln::internals::tensor::{DType, Precision};
 use kiln_program::cli::formats::format_lines;

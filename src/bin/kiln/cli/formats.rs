@@ -61,9 +61,9 @@ pub const fn kind_name(kind: LayerRole) -> (&'static str, &'static str) {
 /// The formats of attention: with the number of blocks if they differ.
 fn attention_words(rows: &[AttentionFormatCount]) -> String {
     let words = |row: &AttentionFormatCount| match (heads_reason(row.why), row.heads == row.values) {
-        (Some(reason), _) => format!("{} ({reason})", word(row.heads)),
-        (None, true) => word(row.heads).into(),
-        (None, false) => format!("q and k {}, v {}", word(row.heads), word(row.values)),
+        (Some(reason), _) => format!("{} ({reason})", row.heads.format().label),
+        (None, true) => row.heads.format().label.into(),
+        (None, false) => format!("q and k {}, v {}", row.heads.format().label, row.values.format().label),
     };
     match rows {
         [only] => words(only),
@@ -110,8 +110,8 @@ fn type_words(types: &BTreeSet<(DType, DType)>, row: &KindFormat) -> String {
         let treatment = match stored == held {
             true if held.is_quantised() => quantised(held),
             true => String::new(),
-            false if held.is_quantised() && stored.is_quantised() => format!(" as {}{}", word(held), quantised(held)),
-            false if held.is_quantised() => format!(" quantised at load to {}{}", word(held), quantised(held)),
+            false if held.is_quantised() && stored.is_quantised() => format!(" as {}{}", held.format().label, quantised(held)),
+            false if held.is_quantised() => format!(" quantised at load to {}{}", held.format().label, quantised(held)),
             false if stored.is_quantised() => {
                 let cause = match (row.why, reason) {
                     (Some(PlainInput::Adapter), Some(reason)) => reason.into(),
@@ -124,16 +124,14 @@ fn type_words(types: &BTreeSet<(DType, DType)>, row: &KindFormat) -> String {
                     }
                     _ => format!("no {} GEMM here", gemm(stored, row.input)),
                 };
-                format!(" expanded to {} ({cause})", word(held))
+                format!(" expanded to {} ({cause})", held.format().label)
             }
-            false if held.bits() > stored.bits() => format!(" expanded to {}", word(held)),
-            false => format!(" rounded to {}", word(held)),
+            false if held.bits() > stored.bits() => format!(" expanded to {}", held.format().label),
+            false => format!(" rounded to {}", held.format().label),
         };
-        (treatment, word(stored))
+        (treatment, stored.format().label)
     };
-    let mut types: Vec<_> = types.iter().copied().collect();
-    types.sort_by_key(|(stored, held)| (list_order(*stored), list_order(*held)));
-    let alike = grouped(types.into_iter().map(treated));
+    let alike = grouped(types.iter().copied().map(treated));
     alike.iter().map(|(treatment, stored)| stored.join(" + ") + treatment).collect::<Vec<_>>().join(" + ")
 }
 
@@ -187,28 +185,10 @@ fn grouped<K: PartialEq, V>(pairs: impl Iterator<Item = (K, V)>) -> Vec<(K, Vec<
     groups
 }
 
-/// The name of a format as users know it. Elements of e2m1 always have the scales of NVFP4.
-pub const fn word(dtype: DType) -> &'static str {
-    match dtype {
-        DType::E4m3 => "fp8",
-        DType::E5m2 => "fp8-e5m2",
-        DType::E2m1 => "nvfp4",
-        plain => plain.name(),
-    }
-}
-
 /// The names of formats, each once, in the order in which they are listed.
 pub fn words(dtypes: impl IntoIterator<Item = DType>) -> Vec<&'static str> {
-    let mut dtypes: Vec<DType> = dtypes.into_iter().collect();
-    dtypes.sort_by_key(|dtype| list_order(*dtype));
-    dtypes.dedup();
-    dtypes.into_iter().map(word).collect()
-}
-
-/// The place of a format in lists. Plain ones come last, so that layers are named by what is quantised.
-fn list_order(dtype: DType) -> usize {
-    const ORDER: [DType; 6] = [DType::E4m3, DType::E2m1, DType::E5m2, DType::Bf16, DType::F16, DType::F32];
-    ORDER.iter().position(|other| *other == dtype).unwrap_or(ORDER.len())
+    let dtypes: BTreeSet<DType> = dtypes.into_iter().collect();
+    dtypes.into_iter().map(|dtype| dtype.format().label).collect()
 }
 
 #[cfg(test)]

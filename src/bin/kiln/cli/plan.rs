@@ -2,7 +2,7 @@
 
 use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
 use super::args::{KleinArg, PlanArgs};
-use super::formats::{format_lines, heads_reason, input_reason, kind_name, word, words};
+use super::formats::{format_lines, heads_reason, input_reason, kind_name, words};
 use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
@@ -104,7 +104,7 @@ impl FormatReport {
             layers,
             stored: words(format.types.iter().map(|(stored, _)| *stored)),
             held: words(format.types.iter().map(|(_, held)| *held)),
-            input: word(input),
+            input: input.format().label,
             accumulation: sums,
             reason: input_reason(why),
             stored_bytes,
@@ -125,7 +125,7 @@ struct AttentionReport {
 impl AttentionReport {
     fn new(format: &AttentionFormatCount) -> Self {
         let AttentionFormatCount { blocks, heads, values, why } = *format;
-        Self { blocks, heads: word(heads), values: word(values), reason: heads_reason(why) }
+        Self { blocks, heads: heads.format().label, values: values.format().label, reason: heads_reason(why) }
     }
 }
 

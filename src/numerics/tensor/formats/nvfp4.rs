@@ -1,12 +1,68 @@
 //! NVFP4: e2m1 elements with an e4m3 scale for every sixteen columns of a row, and an f32 scale for the whole tensor.
 //!
-//! The block scales of a [`Tensor`](super::Tensor) are stored as FP4 tensor cores read them: in tiles of 128 rows by four blocks,
+//! The block scales of a [`Tensor`](super::super::Tensor) are stored as FP4 tensor cores read them: in tiles of 128 rows by four blocks,
 //! 512 bytes each, that run along a row of tiles first. Within a tile sixteen bytes hold the four scales of rows r, r + 32,
 //! r + 64 and r + 96. Files pad a matrix with zeros to whole tiles; nothing is promised of the padding of activations.
 
-use super::DType;
-use super::minifloat::{e2m1_pair, e4m3, to_e4m3};
+use super::minifloat::Minifloat;
+use super::{Format, ScaleKind, e4m3, to_e4m3};
 use rayon::prelude::*;
+
+pub(super) static FORMAT: Format = Format {
+    name: "e2m1",
+    label: "nvfp4",
+    title: "NVFP4",
+    stored_as: "U8",
+    declared: "nvfp4",
+    block: BLOCK,
+    block_bytes: BLOCK / 2,
+    scales: ScaleKind::Blocks,
+    is_quantised: true,
+    holds_results: true,
+    mantissa: Some(1),
+    saturates_at: None,
+    nan: None,
+    decode: |bytes, to| to.as_chunks_mut().0.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e2m1_pair(b)),
+    encode,
+};
+
+type E2m1 = Minifloat<2, 1>;
+
+const LARGEST: u8 = 7;
+
+/// The values of both codes in a byte, that in the high nibble first.
+static PAIRS: [[f32; 2]; 256] = {
+    let mut pairs = [[0.0; 2]; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        pairs[byte] = [E2m1::decode(byte as u8 >> 4), E2m1::decode(byte as u8 & 15)];
+        byte += 1;
+    }
+    pairs
+};
+
+/// The largest value of e2m1.
+pub const E2M1_MAX: f32 = E2m1::decode(LARGEST);
+
+/// The value of an e2m1 code, the low four bits.
+pub fn e2m1(code: u8) -> f32 {
+    PAIRS[usize::from(code)][1]
+}
+
+/// The values of the two e2m1 codes in a byte, that in the high nibble first.
+pub fn e2m1_pair(byte: u8) -> [f32; 2] {
+    PAIRS[usize::from(byte)]
+}
+
+/// The nearest e2m1 code; values beyond 6 become 6. There is no NaN, which has to be kept in the scale.
+pub fn to_e2m1(value: f32) -> u8 {
+    if value.is_nan() { LARGEST } else { E2m1::encode(value, LARGEST) }
+}
+
+/// Rounds values to elements, two to a byte.
+fn encode(values: &[f32], to: &mut [u8]) {
+    to.iter_mut().zip(values.as_chunks().0).for_each(|(t, &[even, odd])| *t = to_e2m1(even) << 4 | to_e2m1(odd));
+}
 
 /// Columns that share a scale.
 pub const BLOCK: usize = 16;
@@ -82,7 +138,7 @@ pub fn encode_block(values: &[f32], tensor: f32, codes: &mut [u8]) -> u8 {
     if unit != 0.0 {
         multiples.iter_mut().zip(values).for_each(|(multiple, value)| *multiple = value / unit);
     }
-    DType::E2m1.encode(multiples, codes);
+    encode(multiples, codes);
     scale
 }
 

@@ -1,0 +1,39 @@
+//! The formats of eight and four bits (OCP 8-bit Floating Point Specification, OCP Microscaling Formats): decoding by table, and
+//! encoding to the nearest code, ties to even, where values out of range become the largest one.
+
+/// A small floating-point format: bits of its exponent and of its mantissa.
+pub(super) struct Minifloat<const EXPONENT: u32, const MANTISSA: u32>;
+
+impl<const EXPONENT: u32, const MANTISSA: u32> Minifloat<EXPONENT, MANTISSA> {
+    const BIAS: u32 = (1 << (EXPONENT - 1)) - 1;
+    const SIGN: u8 = 1 << (EXPONENT + MANTISSA);
+
+    /// The value of a code, which is not one of those for infinity and NaN.
+    pub(super) const fn decode(code: u8) -> f32 {
+        let (mantissa, exponent) = (code as u32 & ((1 << MANTISSA) - 1), (code & (Self::SIGN - 1)) as u32 >> MANTISSA);
+        let magnitude = if exponent == 0 {
+            mantissa as f32 * f32::from_bits((128 - Self::BIAS - MANTISSA) << 23)
+        } else {
+            f32::from_bits((127 + exponent - Self::BIAS) << 23 | mantissa << (23 - MANTISSA))
+        };
+        if code & Self::SIGN == 0 { magnitude } else { -magnitude }
+    }
+
+    /// The nearest code to a value that is not NaN, at most `largest`. There are no branches, calls or tables, so that the loop
+    /// around it is vectorised.
+    pub(super) fn encode(value: f32, largest: u8) -> u8 {
+        let most = Self::decode(largest);
+        let magnitude = if value.abs() < most { value.abs() } else { most };
+        let smallest_normal = f32::from_bits((128 - Self::BIAS) << 23);
+        // Next to 2^23 times the smallest subnormal number, f32 are that number apart: the sum is rounded to a multiple of it.
+        // The largest of the subnormal numbers rounds up to the code of the smallest normal one.
+        let apart = f32::from_bits((151 - Self::BIAS - MANTISSA) << 23);
+        let subnormal = (magnitude + apart).to_bits().wrapping_sub(apart.to_bits());
+        let (bits, drop) = (magnitude.to_bits(), 23 - MANTISSA);
+        let rounded = bits.wrapping_add((1 << (drop - 1)) - 1 + (bits >> drop & 1)) >> drop;
+        let normal = rounded.wrapping_sub((127 - Self::BIAS) << MANTISSA);
+        let code = if magnitude < smallest_normal { subnormal } else { normal };
+        let sign = value.to_bits() >> (31 - EXPONENT - MANTISSA) & u32::from(Self::SIGN);
+        (sign | code) as u8
+    }
+}
