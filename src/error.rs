@@ -5,6 +5,7 @@ mod remedy;
 
 pub use remedy::{EXPECTED, Remedy, alternatives};
 
+use crate::tensor::DType;
 use crate::text::{amount, gib, shown, shown_path, shown_text};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -117,8 +118,8 @@ pub enum Error {
 
     /// A tensor's element type is not one kiln computes with.
     #[error(
-        "wrong type ({}): tensor `{}` is {}, this model needs BF16, F16, F32, FP8 or NVFP4",
-        shown_path(.path), shown(.name), shown(.got)
+        "wrong type ({}): tensor `{}` is {}, this model needs {}",
+        shown_path(.path), shown(.name), shown(.got), DType::weight_types()
     )]
     TensorType {
         /// The file.

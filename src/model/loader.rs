@@ -11,9 +11,9 @@ use crate::backend::{Backend, Conv, GatedGemm, GemmFormats, GroupNorm, Linear, O
 use crate::checkpoint::Weights;
 use crate::error::{Error, Remedy, Result};
 use crate::names::{LayerId, TensorSpec};
-use crate::tensor::nvfp4::BLOCK;
-use crate::tensor::quantise::{QuantisedFormat, largest_magnitude, nvfp4_scale};
-use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
+use crate::tensor::formats::Format;
+use crate::tensor::quantise::{QuantisedFormat, largest_magnitude};
+use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scales, Scaling, Stored, Tensor, WeightPart};
 use std::sync::Arc;
 
 /// Hands a model the tensors that its `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
@@ -389,19 +389,20 @@ impl Upload<'_> {
         if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
             return Err(refused(format!("`{}` is stored as {} already", spec.name, part.dtype.name())));
         }
-        if format == QuantisedFormat::Nvfp4 && !cols.is_multiple_of(BLOCK) {
-            return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {BLOCK}", spec.name)));
+        let Format { block, scales, .. } = format.dtype().format();
+        if !cols.is_multiple_of(*block) {
+            return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {block}", spec.name)));
         }
         let producer = spec.layer.and_then(LayerId::producer);
         let input = quantise::input(format, producer, self.backend.gemm_formats(), precision, math)?;
         let merges = self.merges(spec, true)?;
         let own = if merges && !self.dry { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
         let stored = |part: &[WeightPart]| {
-            let scales = match format {
-                QuantisedFormat::Fp8 => Scales::Rows,
-                QuantisedFormat::Nvfp4 if self.dry => Scales::Blocks16(Scale::ONE),
-                QuantisedFormat::Nvfp4 => {
-                    let scale = nvfp4_scale(largest_magnitude(part));
+            let scales = match scales {
+                ScaleKind::None | ScaleKind::TensorOrRows => Scales::Rows,
+                ScaleKind::Blocks if self.dry => Scales::Blocks16(Scale::ONE),
+                ScaleKind::Blocks => {
+                    let scale = format.dtype().scale_for(largest_magnitude(part));
                     Scales::Blocks16(scale.ok_or_else(|| refused(format!("`{}` has values that are not finite", spec.name)))?)
                 }
             };

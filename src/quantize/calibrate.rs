@@ -15,7 +15,6 @@ use crate::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use crate::progress::{Phase, Progress};
 use crate::sequence::Pixels;
 use crate::tensor::Scale;
-use crate::tensor::formats::{E2M1_MAX, E4M3_MAX};
 use crate::tensor::quantise::QuantisedFormat;
 use observer::LargestInputs;
 use std::cell::Cell;
@@ -145,10 +144,7 @@ pub fn calibrate(
 /// that magnitude is not beyond the largest value of the format. `None` if the magnitude is zero or not finite.
 pub fn input_scale(format: QuantisedFormat, largest: f32) -> Option<Scale> {
     let largest = Scale::new(largest)?.get();
-    let top = f64::from(match format {
-        QuantisedFormat::Fp8 => E4M3_MAX,
-        QuantisedFormat::Nvfp4 => E4M3_MAX * E2M1_MAX,
-    });
+    let top = f64::from(format.dtype().format().largest);
     // Products of a power of two are exact in f64, and comparing them tells which side of it a quotient would be on.
     let allows = |exponent: i32| HEAD_ROOM * f64::from(largest) <= top * f64::from(exponent).exp2();
     let mut exponent = (HEAD_ROOM * f64::from(largest) / top).log2().ceil() as i32;

@@ -6,7 +6,7 @@ use super::source::SourceLayer;
 use crate::error::{Error, Result};
 use crate::output::StagedFile;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes, scale_offset, tiles_along};
-use crate::tensor::quantise::{self, QuantisedFormat, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
+use crate::tensor::quantise::{self, QuantisedFormat, encode_fp8, encode_nvfp4, largest_magnitude};
 use crate::tensor::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart};
 use flate2::Crc;
 use kiln_numerics::scan::squared_error;
@@ -141,11 +141,7 @@ pub fn write_layer(
 
 /// The scale of a weight as a whole. In a weight that has one for each row, that is the largest.
 fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Result<Scale> {
-    let largest = largest_magnitude(&layer.parts);
-    let scale = match format {
-        QuantisedFormat::Fp8 => fp8_scale(largest),
-        QuantisedFormat::Nvfp4 => nvfp4_scale(largest),
-    };
+    let scale = format.dtype().scale_for(largest_magnitude(&layer.parts));
     scale.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))
 }
 

@@ -11,9 +11,9 @@
 use super::policy::Policy;
 use crate::names::{LayerId, NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
 use crate::part::Part;
-use crate::tensor::Nvfp4Layout;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
 use crate::tensor::quantise::QuantisedFormat;
+use crate::tensor::{Nvfp4Layout, ScaleKind};
 use std::ops::Range;
 
 /// The programs that a file is laid out for, besides kiln.
@@ -169,13 +169,12 @@ fn tensors_of(part: Part, weights: WeightLayout, layer: usize, spec: &LayerSpec)
     };
     let elements = |dtype, shape: &[usize]| tensor(Content::Elements, "", dtype, shape);
     let Some(format) = spec.format else { return vec![elements("BF16", &spec.shape)] };
-    let (rows, cols) = (spec.shape[0], spec.shape[1]);
-    let mut tensors = match format {
-        QuantisedFormat::Fp8 => vec![elements("F8_E4M3", &spec.shape)],
-        QuantisedFormat::Nvfp4 => {
-            vec![elements("U8", &[rows, cols / 2]), tensor(Content::WeightScale, "weight_scale_2", "F32", &[])]
-        }
-    };
+    let (rows, cols, dtype) = (spec.shape[0], spec.shape[1], format.dtype());
+    // Each dtype that elements of these formats are stored as is of one byte.
+    let mut tensors = vec![elements(dtype.format().stored_as, &[rows, dtype.bytes(cols)])];
+    if dtype.format().scales == ScaleKind::Blocks {
+        tensors.push(tensor(Content::WeightScale, "weight_scale_2", "F32", &[]));
+    }
     tensors.push(match weights.scales(format, [rows, cols]) {
         Some((dtype, shape)) => tensor(Content::Scales, "weight_scale", dtype, &shape),
         None => tensor(Content::WeightScale, "weight_scale", "F32", &[]),
@@ -191,11 +190,7 @@ fn tensors_of(part: Part, weights: WeightLayout, layer: usize, spec: &LayerSpec)
 
 /// The settings of a layer in this format, as the official files spell them.
 pub fn declaration(format: QuantisedFormat) -> String {
-    let name = match format {
-        QuantisedFormat::Fp8 => "float8_e4m3fn",
-        QuantisedFormat::Nvfp4 => "nvfp4",
-    };
-    format!(r#"{{"format": "{name}"}}"#)
+    format!(r#"{{"format": "{}"}}"#, format.dtype().format().declared)
 }
 
 /// The length and the header of a file, padded to a multiple of eight bytes.

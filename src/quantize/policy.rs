@@ -5,7 +5,6 @@ use super::pattern;
 use crate::config::{TransformerConfig, Variant};
 use crate::error::{Error, Result};
 use crate::names::{LayerId, LayerRole};
-use crate::tensor::nvfp4::BLOCK;
 use crate::tensor::quantise::QuantisedFormat;
 use crate::text::nearest;
 
@@ -75,8 +74,9 @@ impl Policy {
         if self.wider.iter().any(|pattern| pattern::matches(pattern, layer.name())) {
             return None;
         }
-        // Blocks of NVFP4 are not cut off at the end of a row.
-        let in_blocks = cols.is_multiple_of(BLOCK) && !matches!(id.role, LayerRole::EncoderQkv | LayerRole::EncoderOut);
+        // Blocks are not cut off at the end of a row.
+        let in_blocks = cols.is_multiple_of(self.format.dtype().format().block)
+            && !matches!(id.role, LayerRole::EncoderQkv | LayerRole::EncoderOut);
         Some(if in_blocks { self.format } else { QuantisedFormat::Fp8 })
     }
 }

@@ -40,6 +40,8 @@ pub struct Format {
     pub holds_results: bool,
     /// Stored bits of the mantissa, which tell how far results are rounded. `None` for those that are as good as exact.
     pub mantissa: Option<i32>,
+    /// The largest magnitude of a value whose scale of the whole tensor is one.
+    pub largest: f32,
     /// The smallest magnitude that is beyond the range of the elements, if activations may reach it.
     pub saturates_at: Option<f32>,
     /// The code of NaN without its sign, if there is exactly one.
@@ -150,6 +152,30 @@ impl DType {
     /// The plain type of elements that a safetensors file stores as this dtype.
     pub fn plain_stored_as(name: &str) -> Option<Self> {
         Self::stored_as(name).filter(|dtype| !dtype.is_quantised())
+    }
+
+    /// The types that weights may have, as in "A, B or C". Those whose names differ only in what is in brackets are one.
+    pub fn weight_types() -> String {
+        let mut names: Vec<&str> = Vec::new();
+        let plain = Self::ALL.iter().copied().filter(|dtype| Self::plain_stored_as(dtype.format().title) == Some(*dtype));
+        for dtype in plain.chain(Self::quantised()) {
+            let name = dtype.format().title.split(" (").next().unwrap_or_default();
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        let last = names.pop().unwrap_or_default();
+        format!("{} or {last}", names.join(", "))
+    }
+
+    /// The scale with which a tensor, or a row of one, of this largest magnitude just fits. `None` if it is not finite. With NVFP4 the block
+    /// that holds this value gets the largest scale of a block.
+    ///
+    /// Zero is no scale. Weights that are all zero, or so small that the quotient underflows, have codes of zero with any scale that is
+    /// not tiny itself, so they get one.
+    pub fn scale_for(self, largest: f32) -> Option<Scale> {
+        let scale = largest / self.format().largest;
+        if scale == 0.0 { Some(Scale::ONE) } else { Scale::new(scale) }
     }
 
     /// Whether none of these elements is the only code of NaN that the format may have. Without an early end the loop is vectorised.
@@ -325,6 +351,11 @@ mod tests {
         assert_eq!(types.map(|dtype| dtype.bytes(48)), [192, 96, 96, 48, 48, 48, 24]);
         assert_eq!(types.map(|dtype| dtype.elements(48)), [12, 24, 24, 48, 48, 48, 96]);
         assert_eq!(types.map(DType::align), [4, 2, 2, 1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn types_of_weights_are_listed() {
+        assert_eq!(DType::weight_types(), "BF16, F16, F32, FP8 or NVFP4");
     }
 
     #[test]

@@ -3,7 +3,6 @@
 //! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
 //! would change one code in a thousand, so that files would not be those of other programs.
 
-use super::formats::{E2M1_MAX, E4M3_MAX};
 use super::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart, nvfp4};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -28,10 +27,7 @@ pub enum QuantisedFormat {
 impl QuantisedFormat {
     /// The name that users spell.
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Fp8 => "fp8",
-            Self::Nvfp4 => "nvfp4",
-        }
+        self.dtype().format().label
     }
 
     /// The type of the elements.
@@ -65,24 +61,6 @@ fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
     let values = &mut values[..dtype.elements(bytes.len())];
     dtype.decode(bytes, values);
     values.iter().map(|value| value.abs().to_bits() as i32).max().unwrap_or(0)
-}
-
-/// The scale of FP8 weights, or of a row of them, of this largest magnitude. `None` if it is not finite.
-pub fn fp8_scale(largest: f32) -> Option<Scale> {
-    scale_of(largest, E4M3_MAX)
-}
-
-/// The scale of an NVFP4 tensor of this largest magnitude: the block that holds it gets the largest scale of a block. `None` as
-/// for FP8.
-pub fn nvfp4_scale(largest: f32) -> Option<Scale> {
-    scale_of(largest, E4M3_MAX * E2M1_MAX)
-}
-
-/// Zero is no scale. Weights that are all zero, or so small that the quotient underflows, have codes of zero with any scale that is
-/// not tiny itself, so they get one.
-fn scale_of(largest: f32, code: f32) -> Option<Scale> {
-    let scale = largest / code;
-    if scale == 0.0 { Some(Scale::ONE) } else { Scale::new(scale) }
 }
 
 /// Quantises rows of plain weights to e4m3 with this scale.
@@ -173,7 +151,7 @@ pub fn encode(part: &WeightPart, rows: Range<usize>, to: Stored, codes: &mut [u8
                 let row = first + row..first + row + 1;
                 let bytes = plain(part, row.clone()).chunks(part.dtype.bytes(CHUNK));
                 let largest = bytes.map(|bytes| largest_bits(part.dtype, bytes)).max().unwrap_or(0);
-                let Some(scale) = fp8_scale(f32::from_bits(largest as u32)) else { return false };
+                let Some(scale) = DType::E4m3.scale_for(f32::from_bits(largest as u32)) else { return false };
                 *to = scale.get().to_le_bytes();
                 encode_fp8(part, row, scale, codes);
                 true

@@ -3,7 +3,7 @@
 use super::nvfp4::{input, scales_in_rows};
 use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantised, scale, shape};
 use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes};
-use kiln::internals::tensor::quantise::{encode, encode_fp8, encode_nvfp4, fp8_scale, largest_magnitude, nvfp4_scale};
+use kiln::internals::tensor::quantise::{encode, encode_fp8, encode_nvfp4, largest_magnitude};
 use kiln::internals::tensor::{DType, Scale, Scales, Stored, WeightPart};
 
 const PLAIN: [DType; 3] = [DType::Bf16, DType::F32, DType::F16];
@@ -28,7 +28,7 @@ fn fp8_weights_equal_those_of_other_programs() {
     for case in &fp8_vectors().cases {
         let ([rows, _], name) = (shape(case, "shape"), &case["name"]);
         let part = WeightPart::plain(bytes(memory(case, "input_bf16_hex")), DType::Bf16, rows);
-        let found = fp8_scale(largest_magnitude(std::slice::from_ref(&part))).unwrap();
+        let found = DType::E4m3.scale_for(largest_magnitude(std::slice::from_ref(&part))).unwrap();
         assert_eq!(found, scale(case, "weight_scale_f32"), "{name}");
         let mut codes = vec![0xaa; part.bytes.len() / 2];
         encode_fp8(&part, 0..rows, found, &mut codes);
@@ -46,7 +46,7 @@ fn nvfp4_weights_equal_those_of_other_programs() {
     for case in &nvfp4_vectors().cases {
         let ([rows, cols], values, name) = (shape(case, "padded_shape"), input(case), &case["name"]);
         let part = plain(&values, DType::Bf16, rows);
-        let tensor = nvfp4_scale(largest_magnitude(std::slice::from_ref(&part))).unwrap();
+        let tensor = DType::E2m1.scale_for(largest_magnitude(std::slice::from_ref(&part))).unwrap();
         assert_eq!(tensor, scale(case, "weight_scale_2_f32"), "{name}");
         let (mut codes, mut scales) = (vec![0xaa; rows * cols / 2], vec![0xaa; scale_bytes(rows, cols)]);
         encode_nvfp4(&part, 0..rows, tensor, &mut codes, &mut scales);
@@ -65,7 +65,7 @@ fn tiles_of_rows_are_quantised_by_themselves() {
         let part = plain(&values, dtype, rows);
         let largest = largest_magnitude(std::slice::from_ref(&part));
         assert_eq!(largest, values.iter().fold(0.0, |most, value| value.abs().max(most)), "{dtype:?}");
-        let (one, tensor) = (fp8_scale(largest).unwrap(), nvfp4_scale(largest).unwrap());
+        let (one, tensor) = (DType::E4m3.scale_for(largest).unwrap(), DType::E2m1.scale_for(largest).unwrap());
 
         let [fp8] = &quantised(&values, cols, Stored::fp8(one))[..] else { panic!("no scales in memory") };
         let mut codes = vec![0xaa; rows * cols];
@@ -95,11 +95,11 @@ fn values_of_almost_zero() {
         let (mut codes, mut scales) = ([0xaa; 2 * BLOCK], [0xaa; 8]);
         assert!(encode(&part, 0..2, Stored { dtype: DType::E4m3, scales: Scales::Rows }, &mut codes, &mut scales));
         let want = if is_zero { (Scale::ONE, 0) } else { (Scale::new(f32::from_bits(1)).unwrap(), codes[0]) };
-        assert_eq!(fp8_scale(value), Some(want.0), "{bits}");
+        assert_eq!(DType::E4m3.scale_for(value), Some(want.0), "{bits}");
         assert_eq!(scales.as_chunks::<4>().0, &[want.0.get().to_le_bytes(); 2], "{bits}");
         assert_eq!((codes, codes[0] == 0, codes[0] < 0x7f), ([want.1; 2 * BLOCK], is_zero, true), "{bits}");
 
-        assert_eq!(nvfp4_scale(value), Some(Scale::ONE), "{bits}");
+        assert_eq!(DType::E2m1.scale_for(value), Some(Scale::ONE), "{bits}");
         let (mut codes, mut scales) = ([0xaa; BLOCK], vec![0xaa; scale_bytes(2, BLOCK)]);
         encode_nvfp4(&part, 0..2, Scale::ONE, &mut codes, &mut scales);
         assert!(codes == [0; BLOCK] && scales.iter().all(|&scale| scale == 0), "{bits}");
@@ -108,10 +108,10 @@ fn values_of_almost_zero() {
 
 #[test]
 fn scales_that_there_are_not() {
-    for scale in [fp8_scale, nvfp4_scale] {
-        assert_eq!(scale(0.0), Some(Scale::ONE));
+    for dtype in [DType::E4m3, DType::E2m1] {
+        assert_eq!(dtype.scale_for(0.0), Some(Scale::ONE));
         for largest in [f32::NAN, f32::INFINITY] {
-            assert_eq!(scale(largest), None, "{largest}");
+            assert_eq!(dtype.scale_for(largest), None, "{largest}");
         }
     }
     assert_eq!(largest_magnitude(&[]), 0.0);

@@ -2,7 +2,6 @@
 //! flags into a [`Job`], for `generate`, `bench` and `plan` alike.
 
 use super::adapters::{AppliedAdapter, applied};
-use super::formats::word;
 use super::request::ImageRequest;
 use kiln::lora::AdapterMode;
 use kiln::{

@@ -15,6 +15,7 @@ pub(super) static FORMAT: Format = Format {
     is_quantised: true,
     holds_results: true,
     mantissa: Some(3),
+    largest: E4M3_MAX,
     // Halfway to what would be the next element.
     saturates_at: Some(464.0),
     nan: Some(E4M3_NAN),

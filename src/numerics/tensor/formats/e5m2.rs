@@ -15,6 +15,7 @@ pub(super) static FORMAT: Format = Format {
     is_quantised: true,
     holds_results: false,
     mantissa: Some(2),
+    largest: E5m2::decode(LARGEST),
     saturates_at: None,
     nan: None,
     decode: |bytes, to| to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e5m2(b)),

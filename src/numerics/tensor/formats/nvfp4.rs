@@ -5,7 +5,7 @@
 //! r + 64 and r + 96. Files pad a matrix with zeros to whole tiles; nothing is promised of the padding of activations.
 
 use super::minifloat::Minifloat;
-use super::{Format, ScaleKind, e4m3, to_e4m3};
+use super::{E4M3_MAX, Format, ScaleKind, e4m3, to_e4m3};
 use rayon::prelude::*;
 
 pub(super) static FORMAT: Format = Format {
@@ -20,6 +20,7 @@ pub(super) static FORMAT: Format = Format {
     is_quantised: true,
     holds_results: true,
     mantissa: Some(1),
+    largest: E4M3_MAX * E2M1_MAX,
     saturates_at: None,
     nan: None,
     decode: |bytes, to| to.as_chunks_mut().0.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e2m1_pair(b)),

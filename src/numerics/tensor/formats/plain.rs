@@ -18,6 +18,7 @@ const fn plain(name: &'static str, stored_as: &'static str, block_bytes: usize) 
         is_quantised: false,
         holds_results: true,
         mantissa: None,
+        largest: f32::MAX,
         saturates_at: None,
         nan: None,
         decode: decode_f32,
