@@ -9,7 +9,7 @@ use super::request::{ImageRequest, Setup, random_seed};
 use super::session::Session;
 use super::settings::Settings;
 use super::trace::TraceFile;
-use super::writer::{Pending, Place, Writer};
+use super::writer::{ImageSink, Pending, Writer};
 use super::{Cli, Process, Subcommand};
 use crate::terminal::{Terminal, Verbosity};
 use clap::{Args, Parser};
@@ -184,9 +184,9 @@ pub fn generate(
     let mut engine = session.load(terminal)?;
     let Outputs { format, force, json, .. } = outputs;
     let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
-    let place = Place { settings, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
+    let sink = ImageSink { settings, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
     thread::scope(|scope| {
-        let mut writer = Writer::start(scope, &place, settings.job.seeds.len());
+        let mut writer = Writer::start(scope, &sink, settings.job.seeds.len());
         let generated = engine.generate(&settings.job, terminal, &mut |image| {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);

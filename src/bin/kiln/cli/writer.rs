@@ -66,7 +66,7 @@ impl<'a> ImageLine<'a> {
 }
 
 /// What the images of a run have in common when they are written.
-pub struct Place<'a> {
+pub struct ImageSink<'a> {
     pub settings: &'a Settings,
     /// The name of the backend that computes them.
     pub backend: &'a str,
@@ -80,7 +80,7 @@ pub struct Place<'a> {
     pub stop: &'a AtomicBool,
 }
 
-impl Place<'_> {
+impl ImageSink<'_> {
     /// Encodes an image, saves it and reports it.
     fn write(&self, Pending { path, image, seconds }: &Pending, threads: Threads) -> Result<()> {
         let Self { settings, backend, terminal, .. } = *self;
@@ -123,7 +123,7 @@ pub struct Pending {
 
 /// Writes the images of a run in order.
 pub struct Writer<'scope, 'a> {
-    place: &'scope Place<'a>,
+    sink: &'scope ImageSink<'a>,
     /// The thread that writes all images but the last, and the way to it.
     beside: Option<(SyncSender<Pending>, ScopedJoinHandle<'scope, Result<()>>)>,
     /// How many images are still to come.
@@ -132,20 +132,20 @@ pub struct Writer<'scope, 'a> {
 
 impl<'scope, 'a> Writer<'scope, 'a> {
     /// A writer of `count` images. One image is written by the calling thread, and so are all if the system refuses a thread.
-    pub fn start(scope: &'scope Scope<'scope, '_>, place: &'scope Place<'a>, count: usize) -> Self {
+    pub fn start(scope: &'scope Scope<'scope, '_>, sink: &'scope ImageSink<'a>, count: usize) -> Self {
         let mut beside = None;
         if count > 1 && threads::affordable(1) == 1 {
             // Without a buffer: an image is handed over once the one before it was written, so at most two are in memory.
             let (sender, receiver) = sync_channel::<Pending>(0);
             let work = move || {
                 // The pool's threads compute the next image, and this thread is not one of them.
-                let write = |pending: Pending| place.write(&pending, Threads::One);
-                receiver.into_iter().try_for_each(write).inspect_err(|_| place.stop.store(true, Ordering::Relaxed))
+                let write = |pending: Pending| sink.write(&pending, Threads::One);
+                receiver.into_iter().try_for_each(write).inspect_err(|_| sink.stop.store(true, Ordering::Relaxed))
             };
             let thread = std::thread::Builder::new().name("writer".into()).stack_size(threads::STACK).spawn_scoped(scope, work);
             beside = thread.ok().map(|thread| (sender, thread));
         }
-        Self { place, beside, left: count }
+        Self { sink, beside, left: count }
     }
 
     /// Writes an image, or hands it to the thread that does.
@@ -158,7 +158,7 @@ impl<'scope, 'a> Writer<'scope, 'a> {
         match &self.beside {
             // The thread is gone only if it failed, which `finish` reports.
             Some((sender, _)) => sender.send(pending).map_err(|_| Error::Interrupted),
-            None => self.place.write(&pending, Threads::All),
+            None => self.sink.write(&pending, Threads::All),
         }
     }
 
