@@ -27,7 +27,7 @@ const NO_FOLDER: &str = "there is no such folder";
 
 /// A file that is going to be written, and its largest size.
 #[derive(Clone, Debug)]
-pub struct Planned {
+pub struct PlannedFile {
     /// The target.
     pub path: PathBuf,
     /// Upper bound on the size in bytes, as far as it is known.
@@ -36,10 +36,10 @@ pub struct Planned {
 
 /// Checks before any work whether [`save_new`] can be expected to succeed for all files: folders exist and are writable, there is
 /// enough disk space for all files together, and each target does not exist, or with `force` is a file that may be replaced.
-pub fn check_writable(files: &[Planned], force: bool) -> Result<()> {
+pub fn check_writable(files: &[PlannedFile], force: bool) -> Result<()> {
     // For each folder: its largest file and the total size. Thousands of targets are checked one by one, but disk space is
     // queried once per folder.
-    let mut folders: BTreeMap<&Path, (&Planned, u64)> = BTreeMap::new();
+    let mut folders: BTreeMap<&Path, (&PlannedFile, u64)> = BTreeMap::new();
     for file in files {
         let path = file.path.as_path();
         check_name(path)?;
@@ -362,7 +362,7 @@ mod tests {
     }
 
     fn check(path: &Path, force: bool) -> Result<()> {
-        check_writable(&[Planned { path: path.into(), bytes: 1 }], force)
+        check_writable(&[PlannedFile { path: path.into(), bytes: 1 }], force)
     }
 
     #[test]
@@ -485,8 +485,8 @@ mod tests {
     #[test]
     fn all_files_together_need_disk_space() {
         let scratch = Scratch::new("room");
-        let planned = |count: usize, bytes: u64| -> Vec<Planned> {
-            (0..count).map(|i| Planned { path: scratch.0.join(format!("{i}.png")), bytes }).collect()
+        let planned = |count: usize, bytes: u64| -> Vec<PlannedFile> {
+            (0..count).map(|i| PlannedFile { path: scratch.0.join(format!("{i}.png")), bytes }).collect()
         };
         check_writable(&planned(10_000, 1), false).unwrap();
         // The largest file fits, and so would each on its own.

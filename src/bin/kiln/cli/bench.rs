@@ -17,7 +17,7 @@ use chart::Recorded;
 use clap::Args;
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
-use kiln::output::{Planned, check_writable, save_new};
+use kiln::output::{PlannedFile, check_writable, save_new};
 use kiln::selftest::Records;
 use kiln::text::shown_path;
 use kiln::trace;
@@ -262,7 +262,7 @@ fn check_files(files: &[(Option<&Path>, &str)]) -> Result<()> {
         if *path == Path::new(DASH) {
             return Err(Error::usage(format!("{flag} writes a file, not standard output"), "name a file"));
         }
-        check_writable(&[Planned { path: (*path).into(), bytes: 0 }], false).map_err(without_force_hint)?;
+        check_writable(&[PlannedFile { path: (*path).into(), bytes: 0 }], false).map_err(without_force_hint)?;
     }
     Ok(())
 }

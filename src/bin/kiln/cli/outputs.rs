@@ -8,7 +8,7 @@ use super::settings::Settings;
 use super::stdout::{DASH, STDOUT};
 use kiln::error::{Error, Result};
 use kiln::image::Format;
-use kiln::output::{Planned, check_writable};
+use kiln::output::{PlannedFile, check_writable};
 use kiln::text::shown_path;
 use kiln::{CHANNELS, Variant};
 use std::io::{self, IsTerminal};
@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub struct Outputs {
     /// The image files still to be written, in order; empty if the image goes to standard output.
-    images: std::vec::IntoIter<Planned>,
+    images: std::vec::IntoIter<PlannedFile>,
     /// The file of `--dump`. Its size leaves out the prompt embeddings, whose width is known only once the model is open.
-    dump: Option<Planned>,
+    dump: Option<PlannedFile>,
     /// The format of the images.
     pub format: Format,
     /// Whether existing files are replaced.
@@ -52,14 +52,14 @@ impl Outputs {
             for (other, flag) in others.into_iter().filter_map(|(other, flag)| Some((other?, flag))) {
                 refuse_same(&path, "the picture", other, flag)?;
             }
-            images.push(Planned { path, bytes });
+            images.push(PlannedFile { path, bytes });
         }
         if *target == Target::Stdout {
             check_stdout()?;
         }
         // A dump holds the noise twice, the latents after each step and the image before rounding.
         let latents = (request.options.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
-        let dump = dump.map(|path| Planned { path, bytes: 4 * (latents + 3 * width * height) as u64 });
+        let dump = dump.map(|path| PlannedFile { path, bytes: 4 * (latents + 3 * width * height) as u64 });
         let outputs = Self { images: images.into_iter(), dump, format, force, json };
         outputs.check(0)?;
         Ok(outputs)
@@ -68,8 +68,9 @@ impl Outputs {
     /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while that is
     /// unknown.
     pub fn check(&self, embeddings: usize) -> Result<()> {
-        let dump = self.dump.iter().map(|dump| Planned { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
-        let files: Vec<Planned> = self.images.as_slice().iter().cloned().chain(dump).collect();
+        let dump =
+            self.dump.iter().map(|dump| PlannedFile { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
+        let files: Vec<PlannedFile> = self.images.as_slice().iter().cloned().chain(dump).collect();
         check_writable(&files, self.force)
     }
 

@@ -5,7 +5,7 @@ use super::bench::without_force_hint;
 use super::stdout::DASH;
 use crate::terminal::{Terminal, Verbosity};
 use kiln::error::{Error, Result};
-use kiln::output::{Planned, check_writable, save_new};
+use kiln::output::{PlannedFile, check_writable, save_new};
 use kiln::progress::Progress;
 use kiln::text::{grouped, shown_path};
 use kiln::trace::{Finished, Trace};
@@ -29,7 +29,7 @@ impl TraceFile {
             if path == Path::new(DASH) {
                 return Err(Error::usage("--trace writes a file, not standard output", "name a file, such as trace.json"));
             }
-            let planned = Planned { path: path.clone(), bytes: 0 };
+            let planned = PlannedFile { path: path.clone(), bytes: 0 };
             this.hinted(check_writable(&[planned], force.unwrap_or(false)))?;
             let trace = Trace::start().ok_or(Error::Op { op: "trace", what: "this process is traced already".into() })?;
             this.open = Some((trace, path.clone()));
