@@ -3,7 +3,7 @@
 
     python tools/random_checkpoint.py FOLDER --model 4b
     python tools/bench_beside_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --sizes 512,1024
-    target/release/kiln bench --from RESULTS/kiln-1024x1024-burst.json --beside RESULTS/diffusers-1024x1024-burst.json --svg beside.svg
+    target/release/kiln bench --from RESULTS/kiln-1024x1024-burst.json --compare RESULTS/diffusers-1024x1024-burst.json --svg beside.svg
 
 Three engines: kiln, which serves images on request (`kiln bench --on-request`); diffusers' Flux2KleinPipeline, for [dev] its
 Flux2Pipeline with prompts padded on the left, in bf16 as it is (`eager`); and the same with transformer and VAE decoder under
@@ -196,7 +196,7 @@ def table(size, way, times, compared):
 
 
 def save(args, stem, way, report, times):
-    """What `kiln bench --from` and `--beside` read."""
+    """What `kiln bench --from` and `--compare` read."""
     stem = f"{stem}-{way}.json"
     (args.out / f"kiln-{stem}").write_text(json.dumps(report | dict(warm_s=times["kiln"])) + "\n")
     others = [dict(name=name, images_s=images) for name, images in times.items() if name != "kiln"]

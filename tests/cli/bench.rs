@@ -173,7 +173,7 @@ fn help_teaches() {
     let sandbox = Sandbox::new();
     let run = sandbox.run(["bench", "--help"]).good();
     for word in
-        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math --trace --svg --beside --from --on-request Examples:".split(' ')
+        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math --trace --svg --compare --from --on-request Examples:".split(' ')
     {
         assert!(run.text().contains(word), "{word}");
     }
@@ -318,7 +318,7 @@ fn pictures_are_drawn_stage_by_stage() {
         let file = format!("bench/results/2026-11-17-h200/images/{engine}-1024x1024-burst.json");
         root.join(file).to_str().unwrap().to_owned()
     });
-    sandbox.run(["bench", "--from", &own, "--beside", &others, "--svg", "docs.svg"]).good();
+    sandbox.run(["bench", "--from", &own, "--compare", &others, "--svg", "docs.svg"]).good();
     let kept = std::fs::read_to_string(root.join("docs/images/stages-1024.svg")).unwrap();
     assert!(std::fs::read_to_string(sandbox.path("docs.svg")).unwrap() == kept, "docs/performance.md says how it is drawn");
 
@@ -334,7 +334,7 @@ fn pictures_are_drawn_stage_by_stage() {
     });
     std::fs::write(sandbox.path("k.json"), own.to_string()).unwrap();
     std::fs::write(sandbox.path("o.json"), other.to_string()).unwrap();
-    sandbox.run(["bench", "--from", "k.json", "--svg", "k.svg", "--beside", "o.json"]).good();
+    sandbox.run(["bench", "--from", "k.json", "--svg", "k.svg", "--compare", "o.json"]).good();
     let drawn = std::fs::read_to_string(sandbox.path("k.svg")).unwrap();
     let found = elements(&drawn);
     let rects: Vec<&str> = found.iter().filter(|(tag, ..)| tag == "rect").map(|(_, class, _)| class.as_str()).collect();
@@ -358,14 +358,14 @@ fn pictures_are_drawn_stage_by_stage() {
         let mut other = other.clone();
         other[change.0] = change.1;
         std::fs::write(sandbox.path("bad.json"), other.to_string()).unwrap();
-        let run = sandbox.run(["bench", "--from", "k.json", "--svg", "bad.svg", "--beside", "bad.json"]);
+        let run = sandbox.run(["bench", "--from", "k.json", "--svg", "bad.svg", "--compare", "bad.json"]);
         assert!(run.code == Some(3) && run.stderr.contains(message), "{message}: {}", run.stderr);
     }
     for (line, code, message) in [
         ("bench --svg own.svg", 5, "give another name"),
         ("bench --svg a.svg --json=a.svg", 2, "--json and --svg would be the same file"),
         ("bench --svg -", 2, "--svg writes a file"),
-        ("bench --beside k.json", 2, "--svg"),
+        ("bench --compare k.json", 2, "--svg"),
         ("bench --from k.json", 2, "--svg"),
         ("bench --from o.json --svg b.svg", 3, "stand beside kiln's"),
     ] {

@@ -50,7 +50,7 @@ Examples:
       JSON with every single time: on standard output, or in a new file beside the table.
 
   kiln bench --runs 10 --json=times.json --svg times.svg
-  kiln bench --from times.json --svg beside.svg --beside diffusers.json
+  kiln bench --from times.json --svg beside.svg --compare diffusers.json
       A chart of the stages; later, without measuring again, beside that of another engine.
 
   kiln bench --runs 1 --trace run.json
@@ -129,7 +129,7 @@ pub struct BenchArgs {
     ///
     /// A file of tools/bench_beside_diffusers.py, or of --json. Size and steps have to be the same.
     #[arg(long, value_name = "FILE", requires = "svg", conflicts_with = "kernels", help_heading = "Measuring")]
-    pub beside: Vec<PathBuf>,
+    pub compare: Vec<PathBuf>,
 
     /// Draw what a file of --json has, and measure nothing
     #[arg(
@@ -190,7 +190,7 @@ pub struct BenchRequest {
     json: Option<PathBuf>,
     /// The file for a chart, and what stands beside these results in it.
     svg: Option<PathBuf>,
-    beside: Vec<Recorded>,
+    compare: Vec<Recorded>,
     /// How much to print.
     pub verbosity: Verbosity,
 }
@@ -213,7 +213,7 @@ impl BenchRequest {
     pub fn new(args: BenchArgs, environment: Environment, stdin: &mut dyn Read) -> Result<Self> {
         let started = Instant::now();
         let _span = trace::span("read the request");
-        let BenchArgs { mut prompt, model, lora, kernels, quick, runs, json, svg, beside, from, on_request, share, image, run } =
+        let BenchArgs { mut prompt, model, lora, kernels, quick, runs, json, svg, compare, from, on_request, share, image, run } =
             args;
         let verbosity = run.verbosity();
         if share && json.as_deref() == Some(Path::new(DASH)) {
@@ -231,8 +231,8 @@ impl BenchRequest {
                 format!("write --json={file}"),
             ));
         }
-        let beside: Vec<Recorded> = beside.iter().map(|path| Recorded::read(path)).collect::<Result<_>>()?;
-        let this = |subject| Self { started, subject, json, svg, beside, verbosity };
+        let compare: Vec<Recorded> = compare.iter().map(|path| Recorded::read(path)).collect::<Result<_>>()?;
+        let this = |subject| Self { started, subject, json, svg, compare, verbosity };
         if let Some(path) = from {
             return Ok(this(Subject::Recorded(Box::new(Recorded::read(&path)?))));
         }
@@ -275,8 +275,8 @@ pub fn bench(
     requests: &mut dyn BufRead,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let BenchRequest { started, subject, json, svg, beside, .. } = request;
-    let files = (json.as_deref(), svg.as_deref().map(|path| (path, beside)));
+    let BenchRequest { started, subject, json, svg, compare, .. } = request;
+    let files = (json.as_deref(), svg.as_deref().map(|path| (path, compare)));
     match subject {
         Subject::Images { request, setup, runs, share } => {
             let report = images::measure(*request, *setup, started, runs, stop, terminal)?;
@@ -285,8 +285,8 @@ pub fn bench(
         }
         Subject::OnRequest { request, setup } => images::serve(*request, *setup, started, stop, terminal, requests, out),
         Subject::Recorded(recorded) => {
-            let (_, Some((path, beside))) = files else { return Ok(()) };
-            save_chart(path, &chart::draw_recorded(*recorded, beside)?)?;
+            let (_, Some((path, compare))) = files else { return Ok(()) };
+            save_chart(path, &chart::draw_recorded(*recorded, compare)?)?;
             print(out, &line_of(path))
         }
         Subject::Kernels { filter, quick, run, records } => {
@@ -305,7 +305,7 @@ fn save_chart(path: &Path, chart: &str) -> Result<()> {
 
 /// Writes the table, the JSON, or both, and the chart, as requested.
 fn publish(report: &impl Serialize, table: String, (json, svg): Files<'_>, out: &mut dyn Write) -> Result<()> {
-    let chart = svg.map(|(path, beside)| chart::draw(report, beside).and_then(|chart| save_chart(path, &chart)));
+    let chart = svg.map(|(path, compare)| chart::draw(report, compare).and_then(|chart| save_chart(path, &chart)));
     let printed = match json {
         Some(path) if path == Path::new(DASH) => print(out, &json_line(report)?),
         Some(path) => {
