@@ -1,15 +1,15 @@
-//! Large outputs that take minutes to write, and that a second run can continue: they grow in `OUT.part` beside the target, with a
-//! journal of what is finished in `OUT.part.json`, and get their name when they are complete.
+//! Large outputs that take minutes to write, and that a second run can continue: they grow in `OUT.tmp` beside the target, with a
+//! journal of what is finished in `OUT.tmp.json`, and get their name when they are complete.
 //!
-//! The journal is there before `OUT.part` is, and goes after it. It is never replaced, only lines are added to it. So there are few
+//! The journal is there before `OUT.tmp` is, and goes after it. It is never replaced, only lines are added to it. So there are few
 //! states that a killed process can leave:
 //!
 //! - the journal alone: nothing is begun, or the output has its name. The next run begins anew, or removes the journal.
 //! - both: the output is unfinished, and the next run continues it.
-//! - both, and the target is a second name of `OUT.part`: the output is complete. The next run removes the other two names.
+//! - both, and the target is a second name of `OUT.tmp`: the output is complete. The next run removes the other two names.
 //! - the journal, and a target that is empty: where there are no hard links the name is taken first. The next run replaces that file.
 //!
-//! `OUT.part` without a journal is not from here, and is left alone. Only one process at a time works on an output: it holds a lock
+//! `OUT.tmp` without a journal is not from here, and is left alone. Only one process at a time works on an output: it holds a lock
 //! on the journal, which ends with the process.
 
 use super::{NO_FOLDER, check_name, check_target, disk, folder_of, keep_access, name_error, refused, tmpfile, write_error};
@@ -30,7 +30,7 @@ const MAX_JOURNAL: u64 = 16 << 20;
 /// Bytes that are read at a time.
 const BUFFER: usize = 4 << 20;
 
-/// An output in the making, locked by this process. What becomes of the journal when this is dropped depends on `OUT.part`: the
+/// An output in the making, locked by this process. What becomes of the journal when this is dropped depends on `OUT.tmp`: the
 /// journal goes if that has gone.
 #[derive(Debug)]
 pub struct Staged {
@@ -58,12 +58,12 @@ const FOREIGN: &str = "this would be written first, but there is something of th
 impl Staged {
     /// Where an output grows until it is complete.
     pub fn path_of(target: &Path) -> PathBuf {
-        beside(target.components().as_path(), ".part")
+        beside(target.components().as_path(), ".tmp")
     }
 
     /// The journal of an output until it is complete.
     pub fn journal_of(target: &Path) -> PathBuf {
-        beside(target.components().as_path(), ".part.json")
+        beside(target.components().as_path(), ".tmp.json")
     }
 
     /// Begins or continues an output. An existing target is an error, unless it is a file and `force` allows that it is replaced.
@@ -79,7 +79,7 @@ impl Staged {
             let is_new = match fs::symlink_metadata(&journal) {
                 Ok(meta) if !meta.is_file() => return foreign(&journal),
                 Ok(_) => false,
-                // What is refused is refused before anything is created. OUT.part is not looked for here but under
+                // What is refused is refused before anything is created. OUT.tmp is not looked for here but under
                 // the lock: before that another process may begin it.
                 Err(_) => {
                     check(target, is_folder, force)?;

@@ -70,13 +70,13 @@ fn a_process_that_ends_at_any_point_leaves_no_half_file_and_is_continued() {
     let sandbox = Sandbox::new();
     let folder = tiny_in(&sandbox);
     let out = sandbox.path("out.safetensors");
-    let (part, journal) = (sandbox.path("out.safetensors.part"), sandbox.path("out.safetensors.part.json"));
+    let (part, journal) = (sandbox.path("out.safetensors.tmp"), sandbox.path("out.safetensors.tmp.json"));
     // Each run continues the one before it, and gets a little further.
     let mut layers = Vec::new();
     for at in ["1", "20", "30", "40", "50", "end"] {
         assert!(killed(&folder, &out, at), "{at}");
         assert!(!out.exists() && part.exists() && journal.exists(), "{at}: {:?}", sandbox.names());
-        let copies = [(&part, sandbox.path("copy.safetensors.part")), (&journal, sandbox.path("copy.safetensors.part.json"))];
+        let copies = [(&part, sandbox.path("copy.safetensors.tmp")), (&journal, sandbox.path("copy.safetensors.tmp.json"))];
         copies.iter().for_each(|(from, to)| assert!(fs::copy(from, to).unwrap() > 0));
         let copy = sandbox.path("copy.safetensors");
         let observer = Observer::new(At::Never);
@@ -84,7 +84,7 @@ fn a_process_that_ends_at_any_point_leaves_no_half_file_and_is_continued() {
         assert!(fs::read(&copy).unwrap() == *WHOLE, "{at}");
         assert_eq!((report.files[0].layers.len(), observer.warnings.take()), (20, Vec::new()), "{at}");
         layers.push(observer.layers.take().len());
-        assert_eq!(sandbox.names(), ["copy.safetensors", "out.safetensors.part", "out.safetensors.part.json", "tiny"]);
+        assert_eq!(sandbox.names(), ["copy.safetensors", "out.safetensors.tmp", "out.safetensors.tmp.json", "tiny"]);
         fs::remove_file(copy).unwrap();
     }
     // What was finished is not quantised again: of twenty layers all at first, and none at the end.
@@ -112,9 +112,9 @@ fn files(path: &Path) -> Vec<(PathBuf, Vec<u8>)> {
 #[test]
 fn the_program_can_be_killed_at_any_moment() {
     let sandbox = Sandbox::new();
-    let folder = [".part.json", ".part", ".part/text_encoder", ".part/vae", ".part/model_index.json", ""];
+    let folder = [".tmp.json", ".tmp", ".tmp/text_encoder", ".tmp/vae", ".tmp/model_index.json", ""];
     for (whole, out, points) in
-        [("whole", "out", &folder[..]), ("whole.safetensors", "out.safetensors", &[".part.json", ".part", ""])]
+        [("whole", "out", &folder[..]), ("whole.safetensors", "out.safetensors", &[".tmp.json", ".tmp", ""])]
     {
         let command = |out: &str| sandbox.command(["quantize", "tiny", out, "--to", "nvfp4", "--no-calibration", "-q"]);
         Run::of(command(whole)).good();
@@ -155,7 +155,7 @@ fn a_run_that_is_asked_to_stop_keeps_what_is_finished() {
     assert_eq!(sandbox.names(), ["tiny"]);
     let (result, first) = run(At::Stop(40));
     assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
-    assert_eq!(sandbox.names(), ["out.safetensors.part", "out.safetensors.part.json", "tiny"]);
+    assert_eq!(sandbox.names(), ["out.safetensors.tmp", "out.safetensors.tmp.json", "tiny"]);
     let (result, second) = run(At::Never);
     result.unwrap();
     assert!(first > 0 && second > 0 && first + second == 20, "{first} {second}");
@@ -198,7 +198,7 @@ fn damage_is_noticed_and_repaired() {
     for (cut, is_damaged) in cut.into_iter().zip([false, false, false, true, true]) {
         let sandbox = Sandbox::new();
         let (folder, out) = begun(&sandbox);
-        let journal = sandbox.path("out.safetensors.part.json");
+        let journal = sandbox.path("out.safetensors.tmp.json");
         let mut text = fs::read(&journal).unwrap();
         cut(&mut text);
         fs::write(&journal, text).unwrap();
@@ -222,7 +222,7 @@ fn damage_is_noticed_and_repaired() {
     for tensor in ["double_blocks.0.img_attn.qkv.weight", "double_blocks.0.img_attn.qkv.weight_scale", "img_in.weight"] {
         let sandbox = Sandbox::new();
         let (folder, out) = begun(&sandbox);
-        let part = sandbox.path("out.safetensors.part");
+        let part = sandbox.path("out.safetensors.tmp");
         let mut bytes = fs::read(&part).unwrap();
         bytes[place(tensor)] ^= 1;
         // The header is always written again.
@@ -240,7 +240,7 @@ fn damage_is_noticed_and_repaired() {
 fn another_request_is_refused_until_the_first_is_discarded() {
     let sandbox = Sandbox::new();
     let (folder, out) = begun(&sandbox);
-    let before = (sandbox.names(), fs::read(sandbox.path("out.safetensors.part.json")).unwrap());
+    let before = (sandbox.names(), fs::read(sandbox.path("out.safetensors.tmp.json")).unwrap());
     for (other, why) in [
         (options(Nvfp4, &[]), "with another format or layout, or other layers"),
         (options(Fp8, &["single_blocks.1.*"]), "with another format or layout, or other layers"),
@@ -248,7 +248,7 @@ fn another_request_is_refused_until_the_first_is_discarded() {
         (Options { calibration: Some("x".into()), ..options(Fp8, &[]) }, "with another calibration"),
     ] {
         let error = write(&source(&folder), &other, &target(&out, OFTEN), &Observer::new(At::Never)).unwrap_err();
-        assert!(error.to_string().ends_with(&format!("out.safetensors.part` was begun {why}")), "{error}");
+        assert!(error.to_string().ends_with(&format!("out.safetensors.tmp` was begun {why}")), "{error}");
         assert_eq!((error.remedy(), error.exit_code()), (Some(Remedy::Restart), 2));
     }
     let weights = folder.join("transformer/diffusion_pytorch_model.safetensors");
@@ -257,7 +257,7 @@ fn another_request_is_refused_until_the_first_is_discarded() {
     file.set_modified(modified + Duration::from_secs(1)).unwrap();
     let error = write(&source(&folder), &options(Fp8, &[]), &target(&out, OFTEN), &Observer::new(At::Never)).unwrap_err();
     assert!(error.to_string().ends_with("was begun from other files, or they have changed"), "{error}");
-    assert_eq!((sandbox.names(), fs::read(sandbox.path("out.safetensors.part.json")).unwrap()), before);
+    assert_eq!((sandbox.names(), fs::read(sandbox.path("out.safetensors.tmp.json")).unwrap()), before);
     let anew = Target { restart: true, ..target(&out, OFTEN) };
     let observer = Observer::new(At::Never);
     write(&source(&folder), &options(Fp8, &[]), &anew, &observer).unwrap();
@@ -290,7 +290,7 @@ fn only_one_process_writes_and_nothing_else_is_touched() {
         assert!(error.ends_with(want), "{error}");
     }
     // What is called like an unfinished output, but has no journal, is somebody else's.
-    for (name, file) in [("a.safetensors", "a.safetensors.part"), ("b", "b.part/file")] {
+    for (name, file) in [("a.safetensors", "a.safetensors.tmp"), ("b", "b.tmp/file")] {
         let file = sandbox.path(file);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
         fs::write(&file, "mine").unwrap();
@@ -307,7 +307,7 @@ fn only_one_process_writes_and_nothing_else_is_touched() {
 fn a_process_that_ends_while_it_gives_the_name_leaves_a_whole_file() {
     let sandbox = Sandbox::new();
     let (folder, out) = begun(&sandbox);
-    let (part, journal) = (sandbox.path("out.safetensors.part"), sandbox.path("out.safetensors.part.json"));
+    let (part, journal) = (sandbox.path("out.safetensors.tmp"), sandbox.path("out.safetensors.tmp.json"));
     let noted = fs::read(&journal).unwrap();
     let run = |target: Target, at: At| write(&source(&folder), &options(Fp8, &[]), &target, &Observer::new(at)).map(drop);
     run(target(&out, OFTEN), At::Never).unwrap();
@@ -334,7 +334,7 @@ fn a_process_that_ends_while_it_gives_the_name_leaves_a_whole_file() {
     assert_eq!(sandbox.names(), ["out.safetensors", "taken.safetensors", "tiny"]);
     // A link to what is unfinished is not the finished file.
     let (_, out) = begun_as(&sandbox, &folder, "other.safetensors");
-    let part = sandbox.path("other.safetensors.part");
+    let part = sandbox.path("other.safetensors.tmp");
     std::os::unix::fs::symlink(&part, &out).unwrap();
     let unfinished = fs::read(&part).unwrap();
     run(target(&out, OFTEN), At::Never).unwrap_err();
@@ -346,7 +346,7 @@ fn a_process_that_ends_while_it_gives_the_name_leaves_a_whole_file() {
 fn a_file_that_is_no_journal_is_left_alone() {
     let sandbox = Sandbox::new();
     let (folder, out) = begun(&sandbox);
-    let (part, journal) = (sandbox.path("out.safetensors.part"), sandbox.path("out.safetensors.part.json"));
+    let (part, journal) = (sandbox.path("out.safetensors.tmp"), sandbox.path("out.safetensors.tmp.json"));
     let (noted, unfinished) = (fs::read(&journal).unwrap(), fs::read(&part).unwrap());
     let run = |restart: bool| {
         let target = Target { restart, ..target(&out, OFTEN) };
@@ -360,7 +360,7 @@ fn a_file_that_is_no_journal_is_left_alone() {
         let before = sandbox.names();
         for restart in [false, true] {
             let error = run(restart).unwrap_err().to_string();
-            assert!(error.contains("out.safetensors.part.json") && error.contains("kiln did not begin"), "{error}");
+            assert!(error.contains("out.safetensors.tmp.json") && error.contains("kiln did not begin"), "{error}");
         }
         assert_eq!((sandbox.names(), fs::read(&journal).unwrap()), (before, b"{\"mine\": 1}".to_vec()));
         assert!(!there || fs::read(&part).unwrap() == unfinished);
@@ -376,8 +376,8 @@ fn a_file_that_is_no_journal_is_left_alone() {
 fn unfinished_work_whose_name_is_taken_is_named() {
     let sandbox = Sandbox::new();
     begun(&sandbox);
-    fs::create_dir(sandbox.path("out.part")).unwrap();
-    fs::copy(sandbox.path("out.safetensors.part.json"), sandbox.path("out.part.json")).unwrap();
+    fs::create_dir(sandbox.path("out.tmp")).unwrap();
+    fs::copy(sandbox.path("out.safetensors.tmp.json"), sandbox.path("out.tmp.json")).unwrap();
     fs::create_dir_all(sandbox.path("out/mine")).unwrap();
     fs::write(sandbox.path("out.safetensors"), "mine").unwrap();
     let before = sandbox.names();
@@ -385,7 +385,7 @@ fn unfinished_work_whose_name_is_taken_is_named() {
         let run = sandbox.run(["quantize", "tiny", out, "--to", "fp8", "--no-calibration"]);
         assert_eq!(run.code, Some(5), "{}", run.stderr);
         let note =
-            format!("note: `{out}.part` and `{out}.part.json` stay: the same command continues them once OUT is moved away\n");
+            format!("note: `{out}.tmp` and `{out}.tmp.json` stay: the same command continues them once OUT is moved away\n");
         assert!(run.stderr.starts_with(&note), "{}", run.stderr);
     }
     assert_eq!(sandbox.names(), before);
@@ -432,7 +432,7 @@ fn other_files_to_copy_or_to_calibrate_with_are_another_request() {
     refused(&plan_of(&folder, Some(vae), None), "out");
     // Whatever else is found where the folder grows does not get into it.
     for name in ["vae/other.safetensors", "old/file", "file"] {
-        let path = sandbox.path("out.part").join(name);
+        let path = sandbox.path("out.tmp").join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, "old").unwrap();
     }

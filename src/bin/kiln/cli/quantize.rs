@@ -56,7 +56,7 @@ pub struct QuantizeArgs {
 
     /// The folder to write, or with the ending .safetensors the file of one part
     ///
-    /// A folder holds a whole model: what is not quantised is copied. While it is written it is called OUT.part, and OUT.part.json
+    /// A folder holds a whole model: what is not quantised is copied. While it is written it is called OUT.tmp, and OUT.tmp.json
     /// beside it says how far that is.
     #[arg(value_name = "OUT")]
     pub output: PathBuf,
