@@ -13,7 +13,6 @@
 #include <common/vectors.cuh>
 
 namespace kl::attention::portable {
-
 constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_ATTENTION_BLOCK_Q;
 
 // A kernel: its threads, the keys of a block, what multiplies queries by keys, the exponential of its softmax, and whether there may be a
@@ -174,5 +173,4 @@ __device__ __forceinline__ void attention(const KlAttention& p, unsigned char* s
     }
   }
 }
-
 }  // namespace kl::attention::portable

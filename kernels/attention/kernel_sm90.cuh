@@ -32,7 +32,6 @@
 #include <persistent/scheduler.cuh>
 
 namespace kl::attention {
-
 constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_SM90_BLOCK_KV;
 constexpr int kConsumers = 2, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
 static_assert(kBlockQ == kWgmmaRows * kConsumers, "abi.h states another size: each consumer warpgroup has one wgmma tile of queries");
@@ -401,13 +400,9 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     pipe.v_ring().init(1, kConsumers * Config::kCluster);
   };
   const auto run_producer = [&] {
-    if (threadIdx.x == 0) {
-      wait_for_previous_kernel();
-      produce(p, pipe);
-    }
+    if (threadIdx.x == 0) wait_for_previous_kernel(), produce(p, pipe);
     __syncwarp();
   };
   run_warp_specialised<AttentionRegisters, Config::kCluster, Config::kCluster>(init, run_producer, [&] { consume(p, pipe); });
 }
-
 }  // namespace kl::attention

@@ -4,7 +4,6 @@
 #include <common/math.cuh>
 
 namespace kl::attention {
-
 // The position of a KV block: its segment and first key. A block never spans two segments. `Segments` says how many keys there are:
 // keys(segment) in a segment and, if kMayBeEmpty says that some segments have none, count() segments.
 template <uint32_t kBlockKV, class Segments>
@@ -37,5 +36,4 @@ struct KVCursor {
     skip_empty();
   }
 };
-
 }  // namespace kl::attention

@@ -6,7 +6,6 @@
 #include <ptx/sm80.cuh>
 
 namespace kl::attention {
-
 // Copies `kRows` rows of one head, of kHeadDim values each, with all kThreads threads of a CTA; rows beyond the matrix are zero-filled.
 // kUnroll bounds the registers that addresses take. With kClip a head may have fewer values than kHeadDim; the others are zero-filled as well.
 template <class Element, int kHeadDim, int kThreads, int kRows, int kUnroll, bool kClip = false>
@@ -20,5 +19,4 @@ __device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uin
     cp_async(to + swizzled<kHeadDim * sizeof(Element)>(row, chunk), from, valid);
   }
 }
-
 }  // namespace kl::attention

@@ -15,7 +15,6 @@
 #include <ptx/sm80.cuh>
 
 namespace kl::attention {
-
 constexpr float kLog2e = 1.44269504f;
 
 struct Exp2 {
@@ -94,5 +93,4 @@ __device__ __forceinline__ float online_softmax(float& row_max, float& row_sum, 
   row_sum = row_sum * correction + sum[0];
   return correction;
 }
-
 }  // namespace kl::attention

@@ -8,7 +8,6 @@
 #include <common/vectors.cuh>
 
 namespace kl::attention {
-
 // Stores kCols columns of a row, from column `first` on, as bf16, e4m3 or e2m1. value(n, i) returns the i-th of the two values that the
 // lane has of the n-th eight columns; they are multiplied by `factor`. All lanes of a warp call it, those of a row past the end too.
 template <int kCols, class Value>
@@ -49,5 +48,4 @@ __device__ __forceinline__ void store_output_row(const KlMat& out, uint32_t row,
 #pragma unroll
   for (int n = 0; n < kCols / 8; n++) store_pair(to + n * 8, value(n, 0) * factor, value(n, 1) * factor);
 }
-
 }  // namespace kl::attention

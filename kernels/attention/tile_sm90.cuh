@@ -5,7 +5,6 @@
 #include <persistent/scheduler.cuh>
 
 namespace kl::attention {
-
 using namespace persistent;
 
 // A row maximum is left as it is until a score exceeds it by so many powers of two: probabilities up to 2^8 are as precise as those up to
@@ -77,5 +76,4 @@ struct TilePartials : PartialTile<PartialsOfWarp, kCols / 8 + 1> {
     });
   }
 };
-
 }  // namespace kl::attention

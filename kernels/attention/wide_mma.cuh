@@ -12,7 +12,6 @@
 #include <ptx/sm80.cuh>
 
 namespace kl::attention::portable {
-
 KL_DYNAMIC_SHARED(128);
 
 template <int kBlockQ>
@@ -145,5 +144,4 @@ struct Wide {
     }
   }
 };
-
 }  // namespace kl::attention::portable

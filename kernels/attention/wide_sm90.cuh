@@ -30,7 +30,6 @@
 #include <persistent/scheduler.cuh>
 
 namespace kl::attention::wide {
-
 constexpr int kBlockQ = KL_WIDE_SM90_BLOCK_Q, kBlockKV = KL_WIDE_SM90_BLOCK_KV;
 constexpr int kCluster = KL_SM90_CLUSTER, kConsumers = 2;
 constexpr int kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
@@ -412,14 +411,10 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     }
   };
   const auto run_producer = [&] {
-    if (threadIdx.x == 0) {
-      wait_for_previous_kernel();
-      produce(p, smem);
-    }
+    if (threadIdx.x == 0) wait_for_previous_kernel(), produce(p, smem);
     __syncwarp();
   };
   // The CTAs store into each other's shared memory, which is as good as multicast.
   run_warp_specialised<AttentionRegisters, kCluster, /*multicast*/ kCluster>(init, run_producer, [&] { consume(p, smem); });
 }
-
 }  // namespace kl::attention::wide

@@ -5,7 +5,6 @@
 #include <common/types.cuh>
 
 namespace kl::conv {
-
 __device__ __forceinline__ uint32_t conv_phases(uint32_t sampling) { return sampling == KL_UP ? 4 : 1; }
 
 // Filter taps of a phase.
@@ -35,5 +34,4 @@ __device__ __forceinline__ int32_t conv_source(uint32_t sampling, uint32_t at, u
   if (sampling == KL_DOWN) return static_cast<int32_t>(2 * at + tap);
   return static_cast<int32_t>(at + tap + (sampling == KL_UP ? parity : 0)) - 1;
 }
-
 }  // namespace kl::conv

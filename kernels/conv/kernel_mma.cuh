@@ -14,7 +14,6 @@
 #include <gemm/epilogue_mma.cuh>
 
 namespace kl::conv::portable {
-
 using namespace gemm::portable;
 
 KL_DYNAMIC_SHARED(128);
@@ -199,5 +198,4 @@ __device__ __forceinline__ void conv_stats(const KlConv& p) {
     stats[1] = static_cast<float>(fmax(sums[2] / sums[0] - delta * delta, 0.0));
   }
 }
-
 }  // namespace kl::conv::portable

@@ -19,7 +19,6 @@
 #include <ptx/sm80.cuh>
 
 namespace kl::conv::narrow {
-
 KL_DYNAMIC_SHARED(128);
 
 constexpr uint32_t kRun = 32;   // channels that a quad of lanes loads at once
@@ -248,5 +247,4 @@ __device__ __forceinline__ void conv_of_pixels(const KlConv& p) {
     }
   }
 }
-
 }  // namespace kl::conv::narrow

@@ -12,7 +12,6 @@
 #include <gemm/tma_policies.cuh>
 
 namespace kl::conv {
-
 using namespace gemm;
 
 // Groups of channels that the columns of a tile are at most.
@@ -361,5 +360,4 @@ struct ConvPolicies {
   static constexpr bool kHasMoments = kHasMoments_;
   static constexpr uint32_t kExchangeBytes = kHasMoments ? (kWarpgroupWarps - 1) * kMostGroups * sizeof(float2) : 0;
 };
-
 }  // namespace kl::conv

@@ -1,7 +1,7 @@
 // Attention on tensor cores with queries and keys in FP8 (sm_89 and newer): attention_mma.cu on operands of e4m3, values of bf16.
 //
 //   kl_attention_fp8_sm89           max-free softmax: 2^(q k^T) v divided by the row sum, where logits are known to be bounded
-//                                   (see attention_sm90.cu)
+//                                   (see attention/kernel_sm90.cuh)
 //   kl_attention_fp8_sm89_running   softmax(q k^T * scale) v for any logits, and for keys with scales of their own in every segment
 //
 // Queries and keys have half the bytes, and blocks of 32 keys half the keys of attention_mma.cu, so that two CTAs of four warps have room

@@ -9,7 +9,6 @@
 #include <gemm/mma_tile.cuh>
 
 namespace kl::gemm::portable {
-
 // The steps that all epilogues consist of. A bf16 tile whose columns all exist is staged in shared memory, for coalesced stores of whole
 // chunks; other dtypes and the last columns are stored value by value.
 template <class Tile, class Index>
@@ -289,5 +288,4 @@ __device__ __forceinline__ void finish_gemm_tile(const KlGemmStream& s, const Kl
     epilogue.linear();
   }
 }
-
 }  // namespace kl::gemm::portable

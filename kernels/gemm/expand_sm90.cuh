@@ -13,7 +13,6 @@
 #include <gemm/tma_policies.cuh>
 
 namespace kl::gemm {
-
 // B is rows of a weight, of which each half of a tile's columns is bf16, or e4m3 or e2m1, which are expanded.
 struct ExpandedB {
   static constexpr bool kExpands = true;
@@ -188,5 +187,4 @@ struct MixedInputPolicies : GemmPolicies {
   using Scaling = Scaled;
   using Store = StoreBf16OrE4m3Rows;
 };
-
 }  // namespace kl::gemm

@@ -11,29 +11,7 @@
 #include <persistent/stream_k.cuh>
 
 namespace kl::gemm::portable {
-
 using namespace persistent;
-
-// The Stream-K partials of a CTA: all accumulators of a thread.
-template <class Tile>
-struct TilePartials : PartialTile<PartialsOfCta<Tile::kThreads>, Tile::kMmaM * Tile::kMmaN> {
-  __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
-      : PartialTile<PartialsOfCta<Tile::kThreads>, Tile::kMmaM * Tile::kMmaN>(schedule, {worker}) {}
-
-  __device__ __forceinline__ void store_acc(const Tile& tile) const {
-    this->store([&](int i) {
-      const float* v = tile.acc[i / Tile::kMmaN][i % Tile::kMmaN];
-      return make_float4(v[0], v[1], v[2], v[3]);
-    });
-  }
-
-  __device__ __forceinline__ void add_to(Tile& tile) const {
-    this->wait();
-    this->template load_each</*first*/ 0, /*in flight*/ 1>([&](int i, const float4& v) {
-      add_vector(tile.acc[i / Tile::kMmaN][i % Tile::kMmaN], v);
-    });
-  }
-};
 
 // The rows of an operand that a thread copies: every kRowsPerCopy-th or, where columns are interleaved in pairs, every half as many. Rows
 // beyond the end repeat the last one; their results are not stored.
@@ -124,12 +102,13 @@ __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
     asm volatile("" : "+r"(end));
     const WorkTile work = take_last_tile(s, begin_of(cta), end);
     const uint32_t worker = cta - s.full_tiles;
+    using Partials = PartialTile<PartialsOfCta<Tile::kThreads>, Tile::kMmaM * Tile::kMmaN>;
+    const auto acc = [&](int i) { return tile.acc[i / Tile::kMmaN][i % Tile::kMmaN]; };
     finish_or_store(
-        s, work, worker, [&] { TilePartials<Tile>(s, worker).store_acc(tile); },
-        [&](uint32_t peer) { TilePartials<Tile>(s, peer).add_to(tile); }, [&] { finish_tile(p, tile, shared, work.tile); });
+        s, work, worker, [&] { Partials(s, {worker}).store_acc(acc); },
+        [&](uint32_t peer) { Partials(s, {peer}).template add_to</*in flight*/ 1>(acc); }, [&] { finish_tile(p, tile, shared, work.tile); });
     if (end <= begin_of(cta)) return;
     __syncthreads();  // the staged output has left shared memory
   }
 }
-
 }  // namespace kl::gemm::portable

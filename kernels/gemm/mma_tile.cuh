@@ -9,7 +9,6 @@
 #include <common/vectors.cuh>
 
 namespace kl::gemm::portable {
-
 // A CTA tile of A B^T: kBlockM rows of A by 128 rows of B, computed by kWarps warps in two columns. K is consumed kBlockK at a time
 // through a cp.async pipeline of kStages stages in shared memory. Register fragments are double-buffered: while the MMAs of one step of 32
 // bytes of K run, ldmatrix loads the fragments of the next, and the only __syncthreads of a stage comes before its last step. Shared memory
@@ -213,5 +212,4 @@ struct MmaTile {
     }
   }
 };
-
 }  // namespace kl::gemm::portable

@@ -10,7 +10,6 @@
 #include <ptx/sm120.cuh>
 
 namespace kl::gemm {
-
 // Instructions of single warps, with fragments in registers. Sums keep 25 binary places or more, so none of them is promoted.
 struct WarpMma {
   static constexpr bool kPerWarp = true;
@@ -187,11 +186,7 @@ struct WarpMmaNvfp4 : WarpMma {
 // Boxes of half as many columns as Hopper's, because shared memory has room for no more.
 template <class Rows>
 struct NarrowBoxes : Rows {
-  static __host__ __device__ constexpr int box_cols(int cols) {
-    constexpr int kMost = KL_SM120_BOX_COLS * sizeof(bf16) / sizeof(typename Rows::Element);
-    const int bits = cols | kMost;
-    return bits & -bits;
-  }
+  static constexpr int kMaxBoxCols = KL_SM120_BOX_COLS * sizeof(bf16) / sizeof(typename Rows::Element);
 };
 
 // The output is rows of bf16 or of e4m3 or, of SwiGLU, of e2m1.
@@ -209,5 +204,4 @@ struct Sm120Policies : GemmPolicies {
   using Scaling = Scaled;
   using Store = StoreRowsSm120;
 };
-
 }  // namespace kl::gemm

@@ -10,12 +10,18 @@
 #include <ptx/sm90.cuh>
 
 namespace kl::gemm {
-
 using namespace persistent;
 
 // What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K. kSingle: there
 // are no clusters, because the GPU has no multicast.
 enum class ClusterMode { kMulticastA, kMulticastB, kSplitK, kSingle };
+
+// The columns of a box of Store, for a tile of `cols` columns: the largest power of two that divides them, up to what a box can have.
+template <class Store>
+__host__ __device__ constexpr int box_cols(int cols) {
+  const int bits = cols | Store::kMaxBoxCols;
+  return bits & -bits;
+}
 
 // Ids of named barriers; 0 is __syncthreads. Each consumer warpgroup has one, from kWarpgroupBarrier on; that of hand-overs comes after
 // them.
@@ -89,7 +95,7 @@ struct GemmConfig : Policies {
   static constexpr uint32_t kPartialBytes = kMmaN * 32 * sizeof(float4);
   // Staging buffers of each warp for TMA stores: as many as fit, up to four. With split-K they overlay the peer's partials, one for every
   // piece that is stored.
-  static constexpr int kStoreCols = Store::box_cols(kBlockN);
+  static constexpr int kStoreCols = box_cols<Store>(kBlockN);
   static constexpr uint32_t kStoreBufferBytes = KL_TMA_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
   static constexpr int kSharedLimit = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
@@ -205,5 +211,4 @@ struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {
     }
   }
 };
-
 }  // namespace kl::gemm

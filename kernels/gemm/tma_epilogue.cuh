@@ -11,7 +11,6 @@
 #include <gemm/tma_policies.cuh>
 
 namespace kl::gemm {
-
 // The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
 template <class Config>
 struct GemmEpilogue {
@@ -51,7 +50,7 @@ struct GemmEpilogue {
   // Stores the first kWidth columns of all rows; f(m, e) returns the value that belongs to accumulator e of wgmma tile m.
   template <class Rows, int kWidth, class F>
   __device__ __forceinline__ void store_as(F f) {
-    constexpr int kPiece = Rows::box_cols(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
+    constexpr int kPiece = box_cols<Rows>(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
     static_assert(KL_TMA_STORE_ROWS * kPiece * sizeof(typename Rows::Element) <= Config::kStoreBufferBytes, "a piece fits a buffer");
 #pragma unroll
     for (int first = 0; first < kCount; first += Config::kStoresAtOnce) {
@@ -365,5 +364,4 @@ struct GemmEpilogue {
     }
   }
 };
-
 }  // namespace kl::gemm

@@ -11,32 +11,16 @@
 #include <ptx/sm90.cuh>
 
 namespace kl::gemm {
-
 // The Stream-K partials of a warp: all accumulators of a lane.
 template <class Config>
 struct TilePartials : PartialTile<PartialsOfWarp, Config::kMmaM * Config::kMmaN> {
   static constexpr int kVectors = Config::kMmaM * Config::kMmaN;
+  // As many loads in flight as there are registers for next to the accumulators and some forty for addresses and the state of the loops.
+  static constexpr int kOtherRegisters = 40, kFreeVectors = (Config::Registers::kConsumer - 4 * kVectors - kOtherRegisters) / 4;
+  static constexpr int kInFlight = kFreeVectors < 1 ? 1 : kFreeVectors < kVectors ? kFreeVectors : kVectors;
 
   __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
       : PartialTile<PartialsOfWarp, kVectors>(schedule, partials_of_warp<Config::kCluster, Config::kWarps>(worker)) {}
-
-  __device__ __forceinline__ void store_acc(const typename Config::Acc& acc) const {
-    this->store([&](int i) {
-      const float* v = &acc[i / Config::kMmaN][4 * (i % Config::kMmaN)];
-      return make_float4(v[0], v[1], v[2], v[3]);
-    });
-  }
-
-  __device__ __forceinline__ void add_to(typename Config::Acc& acc) const {
-    this->wait();
-    // As many loads in flight as there are registers for besides the accumulators and some forty for addresses and the state of the loops.
-    constexpr int kOtherRegisters = 40, kFreeRegisters = Config::Registers::kConsumer - 4 * kVectors - kOtherRegisters;
-    constexpr int kFreeVectors = kFreeRegisters / 4;
-    constexpr int kInFlight = kFreeVectors < 1 ? 1 : kFreeVectors < kVectors ? kFreeVectors : kVectors;
-    this->template load_each</*first*/ 0, kInFlight>([&](int i, const float4& v) {
-      add_vector(&acc[i / Config::kMmaN][4 * (i % Config::kMmaN)], v);
-    });
-  }
 };
 
 // Restricts a tile to this CTA's half of its k-blocks.
@@ -368,9 +352,11 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
         if constexpr (Config::kLora) skip_lora(p.stream[at.stream], pipe, group);
       }
     } else {
+      using Partials = TilePartials<Config>;
+      const auto at_vector = [&](int i) { return &acc[i / Config::kMmaN][4 * (i % Config::kMmaN)]; };
       finish_or_store(
-          p.schedule, work, scheduler.worker(), [&] { TilePartials<Config>(p.schedule, scheduler.worker()).store_acc(acc); },
-          [&](uint32_t peer) { TilePartials<Config>(p.schedule, peer).add_to(acc); }, finish);
+          p.schedule, work, scheduler.worker(), [&] { Partials(p.schedule, scheduler.worker()).store_acc(at_vector); },
+          [&](uint32_t peer) { Partials(p.schedule, peer).template add_to<Partials::kInFlight>(at_vector); }, finish);
     }
   }
   if (lane() == 0) tma_store_wait<0>();
@@ -404,5 +390,4 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
   // With split-K the CTAs do not touch each other's shared memory before the end, where they wait for each other's partials.
   run_warp_specialised<typename Config::Registers, Config::kCluster, Config::kMulticast>(init, run_producer, [&] { consume(p, pipe); });
 }
-
 }  // namespace kl::gemm

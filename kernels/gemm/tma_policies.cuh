@@ -22,7 +22,6 @@
 #include <gemm/tma_config.cuh>
 
 namespace kl::gemm {
-
 constexpr uint16_t kAllCtas = (1 << KL_SM90_CLUSTER) - 1;
 
 // The producer's position in the k-blocks of a tile.
@@ -265,12 +264,7 @@ struct StoreBf16Rows {
   using Origin = RowOrigin<Config>;
   using Element = bf16;
   static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;  // besides, where an output asks for it
-
-  // The columns of a box, for a tile of `cols` columns: the largest power of two that divides them, up to what a box can have.
-  static __host__ __device__ constexpr int box_cols(int cols) {
-    const int bits = cols | KL_SM90_BOX_COLS;
-    return bits & -bits;
-  }
+  static constexpr int kMaxBoxCols = KL_SM90_BOX_COLS;
 
   // Writes a box of kCols columns, from accumulator fragments at v on, to the staging buffer that is `offset` after `buffers`. The 16-byte
   // chunks of a row are swizzled as the tensor map of the output says. Each lane supplies stmatrix_x4 with an address.
@@ -290,11 +284,7 @@ struct StoreBf16Rows {
 // The output is rows of e4m3, in boxes of twice as many columns.
 struct StoreE4m3Rows : StoreBf16Rows {
   using Element = e4m3;
-
-  static __host__ __device__ constexpr int box_cols(int cols) {
-    const int bits = cols | 2 * KL_SM90_BOX_COLS;
-    return bits & -bits;
-  }
+  static constexpr int kMaxBoxCols = 2 * KL_SM90_BOX_COLS;
 
   // As that of StoreBf16Rows. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four fragments,
   // so that each can write eight bytes.
@@ -352,5 +342,4 @@ struct Fp8Policies : GemmPolicies {
   using Scaling = Scaled;
   using Store = StoreBf16OrE4m3Rows;
 };
-
 }  // namespace kl::gemm

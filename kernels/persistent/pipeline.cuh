@@ -5,7 +5,6 @@
 #include <ptx/sm90.cuh>
 
 namespace kl::persistent {
-
 constexpr uint32_t kWarpgroupThreads = 128, kWarpgroupWarps = 4;
 // A wgmma computes 64 rows, sixteen for each warp of the warpgroup.
 constexpr uint32_t kWgmmaRows = KL_TMA_WARPGROUP_ROWS, kWarpRows = kWgmmaRows / kWarpgroupWarps;
@@ -96,5 +95,4 @@ __device__ __forceinline__ void run_warp_specialised(Init init, Produce produce,
   }
   if constexpr (kMulticast > 1) cluster_sync_relaxed();
 }
-
 }  // namespace kl::persistent

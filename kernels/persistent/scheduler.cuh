@@ -6,7 +6,6 @@
 #include <ptx/sm90.cuh>
 
 namespace kl::persistent {
-
 // Hands out the work of a cluster of kCluster CTAs: full tiles first, then its Stream-K range, last tile first.
 template <int kCluster>
 struct TileScheduler {
@@ -42,5 +41,4 @@ __device__ __forceinline__ PartialsOfWarp partials_of_warp(uint32_t worker) {
   if constexpr (kCluster > 1) cta = worker * kCluster + cluster_rank();
   return {cta * kWarps + threadIdx.x / 32 - kWarpgroupWarps};
 }
-
 }  // namespace kl::persistent

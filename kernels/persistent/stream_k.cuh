@@ -10,10 +10,10 @@
 
 #include <common/reduce.cuh>
 #include <common/types.cuh>
+#include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
 
 namespace kl::persistent {
-
 // The first k-block of a Stream-K worker, counted over all tiles; the range of the worker before it ends there.
 __device__ __forceinline__ uint32_t first_k_block(const KlTileSchedule& schedule, uint32_t worker) {
   return schedule.full_tiles * schedule.k_blocks + worker * schedule.k_blocks_per_worker + min(worker, schedule.remainder);
@@ -83,6 +83,12 @@ struct PartialTile {
     if (Owner::thread() == 0) store_release(flag(), 1);
   }
 
+  // Stores accumulators: acc(i) is where the thread has the four of vector i.
+  template <class Acc>
+  __device__ __forceinline__ void store_acc(Acc acc) const {
+    store([&](int i) { return make_float4(acc(i)[0], acc(i)[1], acc(i)[2], acc(i)[3]); });
+  }
+
   // Waits until the vectors are published, and resets the flag for the next launch.
   __device__ __forceinline__ void wait() const {
     if (Owner::thread() == 0) {
@@ -107,6 +113,13 @@ struct PartialTile {
       for (int j = 0; j < kInFlight && i + j < kVectors; j++) visit(i + j, v[j]);
     }
   }
+
+  // Adds what another worker has stored to accumulators.
+  template <int kInFlight, class Acc>
+  __device__ __forceinline__ void add_to(Acc acc) const {
+    wait();
+    load_each</*first*/ 0, kInFlight>([&](int i, const float4& v) { add_vector(acc(i), v); });
+  }
 };
 
 // What becomes of the accumulators of a tile: if the next worker finishes it, `store` stores them as partials. Otherwise add(peer) adds the
@@ -126,5 +139,4 @@ __device__ __forceinline__ void finish_or_store(const KlTileSchedule& schedule, 
     finish();
   }
 }
-
 }  // namespace kl::persistent

@@ -14,12 +14,7 @@ struct StoreF32Rows {
   using Origin = RowOrigin<Config>;
   using Element = float;
   static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;
-
-  // As StoreBf16Rows; the 128 bytes that the swizzle allows are 32 columns.
-  static __host__ __device__ constexpr int box_cols(int cols) {
-    const int bits = cols | 32;
-    return bits & -bits;
-  }
+  static constexpr int kMaxBoxCols = 32;  // the 128 bytes that the swizzle allows
 
   template <int kCols>
   static __device__ __forceinline__ void stage(const KlGemmTma&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
