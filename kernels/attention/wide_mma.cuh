@@ -11,9 +11,9 @@
 #include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
 
-namespace kl::attention::portable {
 KL_DYNAMIC_SHARED(128);
 
+namespace kl::attention::portable {
 template <int kBlockQ>
 struct Wide {
   static constexpr int kHeadDim = KL_WIDE_HEAD, kBlockKV = 32;

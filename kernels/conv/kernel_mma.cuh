@@ -13,10 +13,10 @@
 #include <conv/geometry.cuh>
 #include <gemm/epilogue_mma.cuh>
 
+KL_DYNAMIC_SHARED(128);
+
 namespace kl::conv::portable {
 using namespace gemm::portable;
-
-KL_DYNAMIC_SHARED(128);
 
 // Where the moments of a span of 2 to 8 columns by a warp's rows are stored, behind the staged output tile.
 template <class Tile>

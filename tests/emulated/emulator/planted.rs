@@ -367,16 +367,16 @@ pub const BUGS: &[Planted] = planted! {
     }
     "conv_narrow", "", "" {
         // The image is padded before it is normalised.
-        padded_before_the_norm: Report(NORM_CONV, WRONG), "conv/narrow.cuh",
+        padded_before_the_norm: Report(NORM_CONV, WRONG), "entry/conv_narrow.cu",
         "exists ? acc[tile][n][e] : 0.0f;" => "acc[tile][n][e];";
         // The products of a tap are added one pixel away.
-        tap_of_another_column: Report(NORM_CONV, WRONG), "conv/narrow.cuh",
+        tap_of_another_column: Report(NORM_CONV, WRONG), "entry/conv_narrow.cu",
         "[col + tap % 3];" => "[col + 2 - tap % 3];";
         // Warps store the products of their next row while others read what it replaces.
-        products_overwritten_early: Report(NORM_CONV, "without a barrier"), "conv/narrow.cuh",
+        products_overwritten_early: Report(NORM_CONV, "without a barrier"), "entry/conv_narrow.cu",
         "    __syncthreads();  // the next step overwrites rows that were read here\n" => "";
         // Pixels beyond the left edge are taken from the end of the row above.
-        columns_not_padded: Report(CONV_IN, "is not allocated"), "conv/narrow.cuh",
+        columns_not_padded: Report(CONV_IN, "is not allocated"), "entry/conv_narrow.cu",
         "1u << row | 8u << col : 64u;" => "1u << row : 64u;";
     }
     "conv_sm90", "256, 96,", "GemmConv256x96" {
