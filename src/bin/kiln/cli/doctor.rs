@@ -274,7 +274,7 @@ mod tests {
         let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_mma"]);
         let tiles = |file| Tile::ALL.iter().filter(|tile| tile.kernel.file() == file).count();
         let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>()
-            + "gemm_fp8_sm89, expand, low_rank, naive";
+            + "gemm_fp8_sm89, expand, lora_down, naive";
         let shortcuts = ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_mma"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
         let conv = format!(
             "conv_sm90 ({} tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
@@ -294,7 +294,7 @@ mod tests {
             assert_eq!(kernel_files(op), files);
         }
         assert!(
-            kernel_files(OpKind::QkvMlp).ends_with(" tiles), gemm_fp8_sm89, expand, qk_norm_rope, low_rank, naive"),
+            kernel_files(OpKind::QkvMlp).ends_with(" tiles), gemm_fp8_sm89, expand, qk_norm_rope, lora_down, naive"),
             "{}",
             kernel_files(OpKind::QkvMlp)
         );
