@@ -35,6 +35,7 @@ use crate::checkpoint::Weights;
 use crate::config::{TextConfig, TransformerConfig, Variant};
 use crate::error::{Error, Remedy, Result};
 use crate::model::transformer_manifest;
+use crate::names::LayerRole;
 use crate::output::{Staged, StagedFile};
 use crate::part::Part;
 use crate::progress::{Phase, Progress};
@@ -163,7 +164,7 @@ fn text_encoder_file(weights: &Weights, format: QuantisedFormat) -> String {
         ("qwen_3_8b", TextConfig::klein_9b().hidden),
         ("mistral_3_small_flux2", TextConfig::dev().hidden),
     ];
-    let hidden = weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(1).copied());
+    let hidden = weights.shape(&LayerRole::TokenTable.only().canonical()).and_then(|shape| shape.get(1).copied());
     let name = known.iter().find(|(_, width)| Some(*width) == hidden).map_or("qwen_3", |(name, _)| name);
     format!("text_encoder/{name}_{}.safetensors", format.name())
 }

@@ -3,7 +3,7 @@
 use super::{ConfigFile, Conventions, HEAD_DIM, TextConfig, TextFamily, TransformerConfig, VaeConfig};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
-use crate::names::{block_index, spell};
+use crate::names::{LayerId, LayerRole, block_index, spell};
 use std::collections::BTreeSet;
 
 /// The largest dimension that is accepted, so that products of a few of them cannot overflow.
@@ -33,24 +33,21 @@ impl TextFamily {
 impl TransformerConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>) -> Result<Self> {
-        let modulations = [
-            "double_stream_modulation_img.lin.weight",
-            "double_stream_modulation_txt.lin.weight",
-            "single_stream_modulation.lin.weight",
-        ];
+        let modulations = [LayerRole::ImageModulation, LayerRole::TextModulation, LayerRole::SingleModulation];
+        let extent = |role: LayerRole, dim: usize| weights.shape(&role.only().canonical())?.get(dim).copied();
         let foreign = |detail: String| {
             Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail)
                 .with_hint("kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]")
         };
         // Modulations that are shared by all blocks distinguish FLUX.2 from FLUX.1, where each block has its own.
-        if modulations.iter().all(|name| weights.shape(name).is_none()) {
-            let name = spell(weights.part(), weights.layout(), modulations[0]).concat();
+        if modulations.iter().all(|role| weights.shape(&role.only().canonical()).is_none()) {
+            let name = spell(weights.part(), weights.layout(), &modulations[0].only().canonical()).concat();
             return Err(foreign(format!("it has no `{name}`")));
         }
         // The width is a majority over several tensors, so that a single one of a wrong shape is reported by its name later.
-        let votes = [("img_in.weight", 0), ("txt_in.weight", 0), ("final_layer.linear.weight", 1)];
-        let votes = votes.into_iter().chain(modulations.map(|name| (name, 1)));
-        let hidden = majority(votes.filter_map(|(name, dim)| weights.shape(name)?.get(dim).copied()));
+        let votes = [(LayerRole::ImageIn, 0), (LayerRole::TextIn, 0), (LayerRole::ImageOut, 1)];
+        let votes = votes.into_iter().chain(modulations.map(|role| (role, 1)));
+        let hidden = majority(votes.filter_map(|(role, dim)| extent(role, dim)));
         let hidden = size(weights, "width", hidden)?;
         if !hidden.is_multiple_of(HEAD_DIM) {
             return Err(foreign(format!("its width {hidden} is not a multiple of {HEAD_DIM}")));
@@ -59,7 +56,7 @@ impl TransformerConfig {
         // tensors then reports it.
         let known = [Self::klein_4b(), Self::klein_9b(), Self::dev(), Self::tiny()];
         let expected = known.iter().find(|known| known.hidden == hidden).map(|known| known.context);
-        let context = weights.shape("txt_in.weight").and_then(|shape| shape.get(1).copied()).or(expected);
+        let context = extent(LayerRole::TextIn, 1).or(expected);
         let context = size(weights, "text width", context)?;
 
         let (double_blocks, single_blocks) = (count(weights, "double_blocks."), count(weights, "single_blocks."));
@@ -113,10 +110,8 @@ impl TextConfig {
             error.with_hint("klein 4B needs Qwen3-4B, klein 9B Qwen3-8B, and [dev] Mistral Small 3")
         };
         // A size is a majority over all layers, so that a tensor that is missing or of a wrong shape is reported by its name later.
-        let layer = |rest: &str, dim: usize| {
-            let names = (0..Self::dev().layers).map(|n| format!("model.layers.{n}.{rest}.weight"));
-            majority(names.filter_map(|name| weights.shape(&name)?.get(dim).copied()))
-        };
+        let extent = |layer: LayerId, dim: usize| weights.shape(&layer.canonical())?.get(dim).copied();
+        let layer = |role: LayerRole, dim: usize| majority((0..Self::dev().layers).filter_map(|n| extent(role.of_block(n), dim)));
         // The configuration of a model that also sees has that of its language model inside.
         let inner = config.map(|config| config.inner("text_config")).transpose()?.flatten();
         let text = inner.as_ref().or(config);
@@ -124,15 +119,15 @@ impl TextConfig {
         let own_kind = text.map(|config| config.text("model_type")).transpose()?.flatten();
         let says = |kind: &str| format!("its configuration says `{kind}`");
         // Of other models without norms of queries and keys only the configuration or the width tells that they are no encoders of FLUX.2.
-        let width = layer("input_layernorm", 0);
-        let family = match layer("self_attn.q_norm", 0) {
+        let width = layer(LayerRole::EncoderInputNorm, 0);
+        let family = match layer(LayerRole::EncoderQueryNorm, 0) {
             Some(_) => TextFamily::Qwen3,
             None if kind.is_some_and(|kind| TextFamily::Mistral3.model_types().contains(&kind)) => TextFamily::Mistral3,
             None if kind.is_none() && [Self::dev(), Self::tiny_dev()].iter().any(|own| Some(own.hidden) == width) => {
                 TextFamily::Mistral3
             }
             None => {
-                let missing = "it has no `model.layers.0.self_attn.q_norm.weight`".into();
+                let missing = format!("it has no `{}`", LayerRole::EncoderQueryNorm.of_block(0));
                 return Err(foreign(kind.filter(|kind| *kind != "qwen3").map_or(missing, says)));
             }
         };
@@ -146,8 +141,8 @@ impl TextConfig {
         if let Some(class) = classes.into_iter().flatten().find(|class| !is_known(class)) {
             return Err(foreign(format!("its configuration says {class}")));
         }
-        let embedding = |dim: usize| weights.shape("model.embed_tokens.weight").and_then(|shape| shape.get(dim).copied());
-        let votes = [embedding(1), layer("mlp.down_proj", 0), layer("input_layernorm", 0)];
+        let embedding = |dim: usize| extent(LayerRole::TokenTable.only(), dim);
+        let votes = [embedding(1), layer(LayerRole::EncoderDown, 0), layer(LayerRole::EncoderInputNorm, 0)];
         let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
         // Only the embedding shows the size of the vocabulary. A configuration confirms it; without one, encoders of a known width
         // have a known vocabulary, and an embedding of another size is reported as wrong.
@@ -155,9 +150,9 @@ impl TextConfig {
         let is_known = |known: &&Self| config.is_none() && known.hidden == hidden && known.family == family;
         let expected = known.iter().find(is_known).map(|known| known.vocab);
         let vocab = size(weights, "vocabulary", expected.or(embedding(0)))?;
-        let intermediate = size(weights, "MLP width", layer("mlp.down_proj", 1))?;
-        let query = size(weights, "query width", layer("self_attn.o_proj", 1))?;
-        let stacked = size(weights, "attention width", layer("self_attn.qkv_proj", 0))?;
+        let intermediate = size(weights, "MLP width", layer(LayerRole::EncoderDown, 1))?;
+        let query = size(weights, "query width", layer(LayerRole::EncoderOut, 1))?;
+        let stacked = size(weights, "attention width", layer(LayerRole::EncoderQkv, 0))?;
         let (heads, kv_heads) = (query / HEAD_DIM, stacked.saturating_sub(query) / (2 * HEAD_DIM));
         if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             let detail = format!("its attention has {heads} heads over {kv_heads} key heads of {HEAD_DIM}");
