@@ -47,6 +47,10 @@ const REPLACED: &[(&str, &str)] = &[
     ("set_recording", "set_graph_capture"),
     ("nameless", "tmpfile"),
     ("store_in_block", "st.async to a CTA's shared memory"),
+    ("term of low rank", "LoRA branch"),
+    ("terms of low rank", "LoRA branches"),
+    ("ScaledTerm", "ScaledDelta"),
+    ("LayerPlace", "LayerId"),
 ];
 
 /// Folders with text of the project; recorded results and fixtures are data.
