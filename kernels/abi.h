@@ -133,7 +133,7 @@ typedef struct {
 #define KL_ROPE_INTERLEAVED 0u
 #define KL_ROPE_HALF_SPLIT 1u
 
-/* The heads of one tensor, normalised and rotated in place. */
+/* The heads of one tensor, normalized and rotated in place. */
 typedef struct {
   KlMat x, weight, table;
   float scale; /* applied after the norm */
@@ -393,9 +393,9 @@ typedef struct {
 /* Counters before the flags: the next unit, and the warps that have finished. */
 #define KL_EXPANSION_COUNTERS 2u
 
-/* The matrices of a weight that are quantised are expanded to bf16 while the GEMM runs: to `to`, rows one after the other, of which `w`
+/* The matrices of a weight that are quantized are expanded to bf16 while the GEMM runs: to `to`, rows one after the other, of which `w`
  * has the maps. A unit of work is up to KL_EXPANSION_ROWS rows of one half of a tile's columns by KL_EXPANSION_GROUP k-blocks; there are
- * `units`, and zero of them if no weight is quantised. They are taken in the order in which tiles need them: `tiles` column tiles, those of
+ * `units`, and zero of them if no weight is quantized. They are taken in the order in which tiles need them: `tiles` column tiles, those of
  * a wave, at a time. `counters` are 32-bit numbers, zero before and after a launch: KL_EXPANSION_COUNTERS, then for each column tile and
  * group of k-blocks the number of units that are there. */
 typedef struct {
@@ -405,7 +405,7 @@ typedef struct {
   uint32_t tiles;
 } KlExpansion;
 
-/* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterisation goes down `group` row
+/* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterization goes down `group` row
  * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual, `down_out` and
  * `up` those of the LoRA branch. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {

@@ -1,6 +1,6 @@
 // Attention with heads of 128 on Hopper: the body of entry/attention_sm90.cu.
 //
-// Persistent and warp-specialised: one CTA per SM stays for the whole launch. One producer thread loads Q of a tile by TMA, then K and V
+// Persistent and warp-specialized: one CTA per SM stays for the whole launch. One producer thread loads Q of a tile by TMA, then K and V
 // in blocks of 128 keys, up to three blocks ahead (two with a mask, four in e4m3). Two consumer warpgroups have 64 queries each. Softmax
 // uses no tensor core, so it is overlapped in two ways: within a warpgroup, the softmax of one KV block runs while the P V of the
 // previous is in flight; between them, without a mask, the warpgroups take turns on the tensor cores (ping-pong). P stays in registers:
@@ -220,7 +220,7 @@ struct AttentionTile : OutputTile<kHeadDim> {
     }
   }
 
-  // Softmax of a block: scores become unnormalised probabilities and are added to the row sums.
+  // Softmax of a block: scores become unnormalized probabilities and are added to the row sums.
   __device__ __forceinline__ void softmax_block(float scale) {
     constexpr int kCount = kBlockKV / 4;
     const auto score_of = [&](int h) { return [this, h](int i) -> float& { return scores[i / 2 * 4 + 2 * h + i % 2]; }; };
@@ -403,6 +403,6 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     if (threadIdx.x == 0) wait_for_previous_kernel(), produce(p, pipe);
     __syncwarp();
   };
-  run_warp_specialised<AttentionRegisters, Config::kCluster, Config::kCluster>(init, run_producer, [&] { consume(p, pipe); });
+  run_warp_specialized<AttentionRegisters, Config::kCluster, Config::kCluster>(init, run_producer, [&] { consume(p, pipe); });
 }
 }  // namespace kl::attention

@@ -75,7 +75,7 @@ __device__ __forceinline__ float raised_max(Exp2MaxFree, float row_max, Score) {
   return row_max;
 }
 
-// Replaces kCount scores of a row by unnormalised probabilities and adds them to row_sum, of which each lane has its part. Returns the
+// Replaces kCount scores of a row by unnormalized probabilities and adds them to row_sum, of which each lane has its part. Returns the
 // correction for the output. kChains partial sums let the additions overlap.
 template <int kCount, int kChains = 1, class Exponential, class Score>
 __device__ __forceinline__ float online_softmax(float& row_max, float& row_sum, float new_max, Exponential exponential, Score score) {

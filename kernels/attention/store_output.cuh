@@ -22,13 +22,13 @@ __device__ __forceinline__ void store_output_row(const KlMat& out, uint32_t row,
       float v[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) v[i] = value(2 * block + i / 2, i % 2) * factor;
-      const QuantisedBlock quantised(quad_max_bits(largest_magnitude(v)), out.scale);
+      const QuantizedBlock quantized(quad_max_bits(largest_magnitude(v)), out.scale);
       if (!inside) continue;
       uint8_t* to = code_pair(out, row, col + block * 16);
-      to[0] = static_cast<uint8_t>(pack_e2m1(v[0] * quantised.inverse, v[1] * quantised.inverse));
-      to[4] = static_cast<uint8_t>(pack_e2m1(v[2] * quantised.inverse, v[3] * quantised.inverse));
+      to[0] = static_cast<uint8_t>(pack_e2m1(v[0] * quantized.inverse, v[1] * quantized.inverse));
+      to[4] = static_cast<uint8_t>(pack_e2m1(v[2] * quantized.inverse, v[3] * quantized.inverse));
       // The lanes of a quad take turns.
-      if (lane() % 4 == block % 4) block_scale(out, row, first / 16 + block) = static_cast<uint8_t>(quantised.scale);
+      if (lane() % 4 == block % 4) block_scale(out, row, first / 16 + block) = static_cast<uint8_t>(quantized.scale);
     }
     return;
   }

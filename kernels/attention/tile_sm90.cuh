@@ -18,7 +18,7 @@ struct OutputTile {
   float correction[2];  // by which `out` must be rescaled, because the row maximum rose
   bool raised;          // whether that of any row of the warp did
 
-  // Online softmax of a block of which the thread has kCount scores of each row, with a running maximum: scores become unnormalised
+  // Online softmax of a block of which the thread has kCount scores of each row, with a running maximum: scores become unnormalized
   // probabilities and are added to the row sums. score_of(h) are those of row h; block_max[h] is the largest of the row's and of
   // row_max[h]. Two partial sums, so that the additions are not one dependency chain.
   template <int kCount, class ScoreOf>

@@ -415,6 +415,6 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     __syncwarp();
   };
   // The CTAs store into each other's shared memory, which is as good as multicast.
-  run_warp_specialised<AttentionRegisters, kCluster, /*multicast*/ kCluster>(init, run_producer, [&] { consume(p, smem); });
+  run_warp_specialized<AttentionRegisters, kCluster, /*multicast*/ kCluster>(init, run_producer, [&] { consume(p, smem); });
 }
 }  // namespace kl::attention::wide

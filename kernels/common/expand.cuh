@@ -1,4 +1,4 @@
-// Codes of quantised weights as bf16, which is exact: scales of whole tensors or rows are not applied.
+// Codes of quantized weights as bf16, which is exact: scales of whole tensors or rows are not applied.
 #pragma once
 
 #include <common/nvfp4.cuh>

@@ -24,7 +24,7 @@ __device__ __forceinline__ uint8_t& block_scale(const KlMat& m, uint32_t row, ui
   return reinterpret_cast<uint8_t*>(m.scales)[block_scale_offset(row, block, static_cast<uint32_t>(m.stride))];
 }
 
-// The byte of a matrix of e2m1 that has the code of this column, and that of its neighbour.
+// The byte of a matrix of e2m1 that has the code of this column, and that of its neighbor.
 __device__ __forceinline__ uint8_t* code_pair(const KlMat& m, uint64_t row, uint32_t col) {
   return reinterpret_cast<uint8_t*>(m.data) + (row * m.stride + col) / 2;
 }
@@ -70,13 +70,13 @@ __device__ __forceinline__ uint32_t largest_magnitude(const float (&v)[kCount]) 
   return largest;
 }
 
-// How a block is quantised: the code of its scale, and what its values are multiplied by before they are rounded.
-struct QuantisedBlock {
+// How a block is quantized: the code of its scale, and what its values are multiplied by before they are rounded.
+struct QuantizedBlock {
   uint32_t scale;
   float inverse;
 
   // Of a block with this largest magnitude, in a matrix whose scale is `tensor`: the largest becomes the largest code.
-  __device__ __forceinline__ QuantisedBlock(uint32_t largest, float tensor) {
+  __device__ __forceinline__ QuantizedBlock(uint32_t largest, float tensor) {
     // Divisions are those without a subroutine, whose call would take registers of the whole kernel. They are within two ulp, which matters
     // next to a tie alone.
     scale = pack_e4m3(__uint_as_float(largest) * __fdividef(1.0f, 6.0f * tensor), 0.0f) & 0xffu;
@@ -89,13 +89,13 @@ struct QuantisedBlock {
 // consecutive ones have the columns of a block.
 __device__ __forceinline__ void store_of_lanes(const KlMat& m, uint64_t row, uint32_t col, float v, bool has_one, uint64_t saturated) {
   if (m.dtype != KL_E2M1) {
-    if (has_one) store_quantised(m, row, col, v, saturated);
+    if (has_one) store_quantized(m, row, col, v, saturated);
     return;
   }
   uint32_t largest = magnitude_bits(v);
 #pragma unroll
   for (int offset = 8; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-  const QuantisedBlock block(largest, m.scale);
+  const QuantizedBlock block(largest, m.scale);
   const float next = __shfl_xor_sync(0xffffffffu, v, 1);
   if (!has_one || col % 2) return;
   *code_pair(m, row, col) = static_cast<uint8_t>(pack_e2m1(v * block.inverse, next * block.inverse));

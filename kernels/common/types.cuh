@@ -70,7 +70,7 @@ __device__ __forceinline__ float load(const KlMat& m, uint64_t row, uint64_t col
   return to_float(row_of<const T>(m, row)[col]);
 }
 
-// Loads and stores of single plain values, for callers where a specialisation per dtype would not pay.
+// Loads and stores of single plain values, for callers where a specialization per dtype would not pay.
 __device__ __forceinline__ float load_any(const KlMat& m, uint64_t row, uint64_t col) {
   if (m.dtype == KL_BF16) return load<bf16>(m, row, col);
   if (m.dtype == KL_F16) return load<f16>(m, row, col);
@@ -92,7 +92,7 @@ __device__ __forceinline__ float load<Any>(const KlMat& m, uint64_t row, uint64_
 }
 
 // Values that do not fit are added to the count at `saturated`.
-__device__ __forceinline__ void store_quantised(const KlMat& m, uint64_t row, uint64_t col, float v, uint64_t saturated) {
+__device__ __forceinline__ void store_quantized(const KlMat& m, uint64_t row, uint64_t col, float v, uint64_t saturated) {
   if (m.dtype != KL_E4M3) return store_any(m, row, col, v);
   const float scaled[1] = {v / m.scale};
   count_saturated<1>(saturated, scaled);

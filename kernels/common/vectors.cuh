@@ -1,9 +1,9 @@
-// Vectorised loads and stores: kVector values at a time, or a pair.
+// Vectorized loads and stores: kVector values at a time, or a pair.
 #pragma once
 
 #include <common/types.cuh>
 
-constexpr int kVector = 8;  // values per vectorised access: 16 bytes of bf16
+constexpr int kVector = 8;  // values per vectorized access: 16 bytes of bf16
 
 // Whether rows can be accessed kVector values at a time.
 __device__ __forceinline__ bool vectors_fit(const KlMat& m) {

@@ -1,4 +1,4 @@
-// The geometry of 3x3 convolutions. After nearest-neighbour upsampling one is four 2x2 convolutions of the image before, one for each
+// The geometry of 3x3 convolutions. After nearest-neighbor upsampling one is four 2x2 convolutions of the image before, one for each
 // parity of the output's row and column: the phases 2 (row % 2) + column % 2.
 #pragma once
 

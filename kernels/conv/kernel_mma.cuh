@@ -118,7 +118,7 @@ __device__ __forceinline__ uint32_t in_image(int32_t at, uint32_t size) { return
 
 template <class Tile>
 __device__ __forceinline__ void conv(const KlConv& p) {
-  // Column tiles vary fastest, then phases: the filters stay in L2, and so do the pixels that neighbouring tiles share.
+  // Column tiles vary fastest, then phases: the filters stay in L2, and so do the pixels that neighboring tiles share.
   const uint32_t col_tiles = ceil_div(p.out.cols, static_cast<uint32_t>(Tile::kBlockN)), row_tile = blockIdx.x / col_tiles;
   const uint32_t col0 = blockIdx.x % col_tiles * Tile::kBlockN, phases = conv_phases(p.sampling), phase = row_tile % phases;
   const uint32_t pixel0 = row_tile / phases * Tile::kBlockM, pixels = p.out.rows / phases, width = conv_phase_width(p);

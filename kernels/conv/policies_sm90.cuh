@@ -74,7 +74,7 @@ struct WindowsA {
   static constexpr int kWindows = 2;
   static constexpr uint32_t kWidth = KL_CONV_WINDOW_WIDTH, kLineBytes = kWidth * kSwizzleRowBytes;
   // The row of a window where the pixels of the tile itself begin.
-  static constexpr uint32_t kCentre = kWidth + 1;
+  static constexpr uint32_t kCenter = kWidth + 1;
   static constexpr uint32_t window_bytes(uint32_t rows) { return (rows / KL_CONV_TILE_WIDTH + 2) * kLineBytes; }
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
   static __device__ __forceinline__ const KlTensorMap* first_map(const ConvParams& p) { return &p.image.plane[0]; }
@@ -111,7 +111,7 @@ struct WindowsA {
     // Where the rows of the k-block begin in the window.
     __device__ __forceinline__ uint32_t offset() const {
       const uint32_t row = static_cast<uint32_t>(image.tap_rows >> 6 * tap) & 63;
-      return (is_tap() ? row + phase_row : kCentre) * kSwizzleRowBytes;
+      return (is_tap() ? row + phase_row : kCenter) * kSwizzleRowBytes;
     }
 
     // Whether only the first half of it is multiplied, because the rest is zeros: the last block of a tap's channels is half empty where an

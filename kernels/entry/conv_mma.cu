@@ -1,6 +1,6 @@
 // 3x3 convolution on tensor cores, portable (sm_80 and newer): implicit GEMM over the mainloop of gemm/mma_tile.cuh.
 //
-//   kl_conv_mma_256, _128   out = conv(x) + bias + residual over an NHWC image: same size, after nearest-neighbour upsampling by two (in
+//   kl_conv_mma_256, _128   out = conv(x) + bias + residual over an NHWC image: same size, after nearest-neighbor upsampling by two (in
 //                           phase form), or with stride two and zero padding at the right and bottom edge only; named by the pixels of a
 //                           tile
 //   kl_conv_stats           mean and variance of each group of channels, from the partial moments of the tiles (for group norm)

@@ -5,12 +5,12 @@
 //
 // Bound: HBM, 268 MB each at 1024x1024: what is read of 128 channels, or what is written.
 // Needs: bf16 (but for the result of the first), runs of 32 channels at 16-byte addresses on the wide side, at most KL_NARROW_CHANNELS of
-// them where they are normalised.
+// them where they are normalized.
 //
 // kl_norm_conv_narrow: with three outputs a GEMM of the usual form would be padded to eight columns, and would read each pixel nine times
 // from shared memory. Here every pixel is multiplied by all nine taps at once, which are 27 columns of 32, and the results are added up
 // where they belong: out(y, x) is the sum of products(y + dy, x + dx) of tap (dy, dx). So an input pixel is read once, from global memory
-// to the registers of the MMA that it is an operand of, normalised on the way, and only 27 f32 of it go through shared memory. A CTA
+// to the registers of the MMA that it is an operand of, normalized on the way, and only 27 f32 of it go through shared memory. A CTA
 // walks down a strip of the image, a row of kCols pixels to each warp at a time; outputs are two columns narrower. Warps keep the
 // products of their row in a ring of rows, whose last two are needed again with the next rows.
 //
@@ -145,7 +145,7 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const uint32_t pixel = tile * 16 + e / 2 * 8 + quad;
-        // The padding is that of the normalised image: pixels outside contribute nothing.
+        // The padding is that of the normalized image: pixels outside contribute nothing.
         const bool exists = is_inside(y, p.height) && columns >> (tile * 2 + e / 2) & 1;
 #pragma unroll
         for (uint32_t n = 0; n < kColumnTiles; n++) {
@@ -185,7 +185,7 @@ KL_ENTRY(kl_conv_narrow_in, KlConv, KL_NARROW_IN_THREADS, 2) {
   for (uint32_t i = threadIdx.x; i < outputs * kRun; i += KL_NARROW_IN_THREADS) {
     filters[i] = i % kRun < k_size ? row_of<const bf16>(p.w, i / kRun)[i % kRun] : from_float<bf16>(0.0f);
   }
-  // The eight elements of K that the lane gathers: their offset from the centre, and the bits of the filter rows (0 to 2) and columns (3
+  // The eight elements of K that the lane gathers: their offset from the center, and the bits of the filter rows (0 to 2) and columns (3
   // to 5) that have to be inside the image. Those beyond K have a bit that no pixel has.
   int32_t offset[kVector];
   uint32_t needed[kVector];
@@ -206,11 +206,11 @@ KL_ENTRY(kl_conv_narrow_in, KlConv, KL_NARROW_IN_THREADS, 2) {
       bits |= static_cast<uint32_t>(is_inside(conv_source(KL_SAME, x, 0, tap), p.width)) << (3 + tap);
     }
     if (pixel >= p.out.rows) bits = 0;
-    const int64_t centre = static_cast<int64_t>(pixel) * static_cast<int64_t>(p.x.stride);
+    const int64_t center = static_cast<int64_t>(pixel) * static_cast<int64_t>(p.x.stride);
     float v[kVector];
 #pragma unroll
     for (int e = 0; e < kVector; e++) {
-      v[e] = (bits & needed[e]) == needed[e] ? to_float(row_of<const bf16>(p.x, 0)[centre + offset[e]]) : 0.0f;
+      v[e] = (bits & needed[e]) == needed[e] ? to_float(row_of<const bf16>(p.x, 0)[center + offset[e]]) : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) pairs[i] = pack_bf16(v[2 * i], v[2 * i + 1]);

@@ -1,7 +1,7 @@
 // 3x3 convolution on Hopper: what kl_conv_mma computes, as an implicit GEMM with TMA, wgmma and thread-block clusters.
 //
 //   kl_conv_sm90_128x256, ...   out = conv(x) + bias + residual, or + a 1x1 convolution of another image, over NHWC images of bf16: same
-//                               size, after nearest-neighbour upsampling by two, or with stride two; and the moments of groups of
+//                               size, after nearest-neighbor upsampling by two, or with stride two; and the moments of groups of
 //                               channels for kl_conv_stats. Named by the tile, pixels x output channels
 //
 // Bound: tensor cores and the power they draw, as gemm_bf16_sm90.cu, whose main loop this is; conv/policies_sm90.cuh has what differs.

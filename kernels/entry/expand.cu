@@ -1,4 +1,4 @@
-// Quantised weights as bf16, portable (sm_80 and newer): the pre-pass of a GEMM on a GPU whose tensor cores do not multiply them.
+// Quantized weights as bf16, portable (sm_80 and newer): the pre-pass of a GEMM on a GPU whose tensor cores do not multiply them.
 //
 //   kl_expand   to = codes of e4m3, or codes of e2m1 times the scales of their blocks, exactly: the GEMM applies the scales of rows and of
 //               whole tensors to its sums

@@ -7,7 +7,7 @@
 // Needs: what kl_gemm_mma needs; bf16 outputs at 16-byte aligned addresses with strides that are multiples of 8; for qk-norm tiles of 128
 // or 256 columns, which are whole heads; the same K for all streams.
 //
-// Persistent and warp-specialised: one CTA per SM stays for the whole GEMM. One thread of the producer warpgroup loads both operands by
+// Persistent and warp-specialized: one CTA per SM stays for the whole GEMM. One thread of the producer warpgroup loads both operands by
 // TMA, 64 of K per stage, into a pipeline of shared-memory stages with full and empty mbarriers. Two or three consumer warpgroups run
 // wgmma on 64 or 128 rows each, and each warp stores its own sixteen rows by TMA, while the producer already fills the pipeline for the
 // next tile. The residual of the gate_residual epilogue comes through the pipeline as well.

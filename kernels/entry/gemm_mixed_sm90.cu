@@ -1,4 +1,4 @@
-// Mixed-input GEMM on Hopper (W4A16, W8A16): the GEMM of gemm_bf16_sm90.cu with quantised weights, which are expanded to bf16 while it runs.
+// Mixed-input GEMM on Hopper (W4A16, W8A16): the GEMM of gemm_bf16_sm90.cu with quantized weights, which are expanded to bf16 while it runs.
 //
 //   kl_gemm_mixed_sm90_256x192, ...   out = epilogue(alpha x w^T + bias), activations of bf16, weights of e2m1 with block scales (NVFP4),
 //                                     of e4m3 or of bf16, f32 accumulators
@@ -8,7 +8,7 @@
 // Needs: what gemm_bf16_sm90.cu needs; weights of e4m3 at 16-byte aligned addresses with strides that are multiples of 16, those of e2m1
 // as well; outputs of bf16 or, of SwiGLU and qk-norm, e4m3; a buffer for what is expanded.
 //
-// Weights stay in memory as they are in the file, and activations are not quantised. Each matrix of a weight has a format of its own, so
+// Weights stay in memory as they are in the file, and activations are not quantized. Each matrix of a weight has a format of its own, so
 // that queries, keys and values, or gates and ups, of different formats are one launch.
 #include <common/tile_row.cuh>
 #include <gemm/expand_sm90.cuh>

@@ -218,7 +218,7 @@ KL_ENTRY(kl_group_stats_finish, KlGroupStats, KL_GROUP_THREADS) {
 }
 
 template <class Run, bool kSilu>
-__device__ __forceinline__ void normalise_groups(const KlGroupNorm& p, GroupMoments& moments) {
+__device__ __forceinline__ void normalize_groups(const KlGroupNorm& p, GroupMoments& moments) {
   constexpr int kWidth = Run::kWidth;
   const PixelWalk walk(p.x.cols / kWidth);
   const uint32_t width = p.x.cols / p.groups;
@@ -255,20 +255,20 @@ __device__ __forceinline__ void normalise_groups(const KlGroupNorm& p, GroupMome
 }
 
 template <class Run>
-__device__ __forceinline__ void normalise_image(const KlGroupNorm& p, GroupMoments& moments) {
+__device__ __forceinline__ void normalize_image(const KlGroupNorm& p, GroupMoments& moments) {
   if (p.silu) {
-    normalise_groups<Run, true>(p, moments);
+    normalize_groups<Run, true>(p, moments);
   } else {
-    normalise_groups<Run, false>(p, moments);
+    normalize_groups<Run, false>(p, moments);
   }
 }
 
 KL_ENTRY(kl_group_norm_8, KlGroupNorm, KL_GROUP_THREADS, 3) {
   KL_SHARED(GroupMoments, moments, );
-  normalise_image<EightChannels>(p, moments);
+  normalize_image<EightChannels>(p, moments);
 }
 
 KL_ENTRY(kl_group_norm_any, KlGroupNorm, KL_GROUP_THREADS, 3) {
   KL_SHARED(GroupMoments, moments, );
-  normalise_image<OneChannel>(p, moments);
+  normalize_image<OneChannel>(p, moments);
 }

@@ -5,7 +5,7 @@
 //                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
 //                        with a LoRA branch, of which another kernel has computed the first product;
 //                        inputs, weights and results may be e4m3, and rows of the weight have scales; all three may be NVFP4
-//   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbour)
+//   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbor)
 //                        first, in phase form, or the stride may be two with zero padding at the right and bottom edge only
 //   kl_naive_norm_conv   group norm, SiLU and a 3x3 convolution of the same size, + bias
 //   kl_naive_attention   softmax(q k^T * scale) v, several KV segments, grouped-query attention, optional causal mask
@@ -136,7 +136,7 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
         if constexpr (kCodes) {
           store_of_lanes(p.out, row, col, v, inside, p.saturated);
         } else if (inside) {
-          store_quantised(p.out, row, col, v, p.saturated);
+          store_quantized(p.out, row, col, v, p.saturated);
         }
       });
     } else {
@@ -148,7 +148,7 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
         if (p.epilogue == KL_GATE_RESIDUAL) {
           v = load_any(p.out, row, col) + (p.gate.data ? load_any(p.gate, 0, col) : 1.0f) * v;
         }
-        store_quantised(p.out, row, col, v, p.saturated);
+        store_quantized(p.out, row, col, v, p.saturated);
       });
     }
   };
@@ -203,7 +203,7 @@ KL_ENTRY(kl_naive_norm_conv, KlNormConv, KL_NAIVE_THREADS) {
     const auto x = [&](uint64_t pixel, uint32_t i) {
       const uint32_t tap = i / channels, channel = i % channels, group = channel / group_width;
       const int32_t sy = conv_source(KL_SAME, pixel / p.width, 0, tap / 3), sx = conv_source(KL_SAME, pixel % p.width, 0, tap % 3);
-      // The padding is that of the normalised image.
+      // The padding is that of the normalized image.
       if (sy < 0 || sy >= static_cast<int32_t>(p.height) || sx < 0 || sx >= static_cast<int32_t>(p.width)) return 0.0f;
       const float v = load<X>(p.x, static_cast<uint64_t>(sy) * p.width + sx, channel);
       const float scale = load<float>(p.gain, 0, channel) * rsqrtf(load<float>(p.stats, group, 1) + p.eps);

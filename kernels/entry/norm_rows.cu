@@ -35,11 +35,11 @@ __device__ __forceinline__ float divide(float a, float n) {
 // The type of results in NVFP4.
 struct e2m1 {};
 
-// Stores kVector values as one half of a block of e2m1, of which the neighbouring lane has the other. All lanes of a warp call it; both
+// Stores kVector values as one half of a block of e2m1, of which the neighboring lane has the other. All lanes of a warp call it; both
 // have a place inside the matrix or neither.
 __device__ __forceinline__ void store_half_block(const KlMat& m, uint32_t row, uint32_t col, const float (&v)[kVector], bool inside) {
   const uint32_t mine = largest_magnitude(v);
-  const QuantisedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);
+  const QuantizedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);
   uint32_t codes = 0;
 #pragma unroll
   for (int i = 0; i < kVector / 2; i++) codes |= pack_e2m1(v[2 * i] * block.inverse, v[2 * i + 1] * block.inverse) << 8 * i;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_half_block(const KlMat& m, uint32_t row, u
   if (col % 16 == 0) block_scale(m, row, col / 16) = static_cast<uint8_t>(block.scale);
 }
 
-// Normalises rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it
+// Normalizes rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it
 // then loads the row's first vector instead, and neither counts nor stores it. A row past the end repeats the last row, with the same
 // result. With kRms there is no mean and no shift, and `scale` is the weight. Results are of type T: bf16, e4m3 or e2m1.
 template <class T, int kThreads, int kVecs, bool kRms>
@@ -148,7 +148,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
     }
   }
   uint32_t beyond[kRows] = {};
-  const auto normalised = [&](float v, int r) {
+  const auto normalized = [&](float v, int r) {
     if constexpr (kRms) return v * rstd[r];
     if constexpr (kCodes) return (v + minus[r]) * rstd[r];
     return v * rstd[r] + minus[r];
@@ -174,7 +174,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
       float v[kVector];
       unpack_bf16(values[r][i], v);
 #pragma unroll
-      for (int j = 0; j < kVector; j++) v[j] = kRms ? normalised(v[j], r) * a[j] : normalised(v[j], r) * (1.0f + a[j]) + b[j] * inverse;
+      for (int j = 0; j < kVector; j++) v[j] = kRms ? normalized(v[j], r) * a[j] : normalized(v[j], r) * (1.0f + a[j]) + b[j] * inverse;
       const bool inside = i < kVecs - 1 || full;
       if constexpr (kE2m1) {
         store_half_block(out, row(r), column(i), v, inside);

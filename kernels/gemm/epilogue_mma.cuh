@@ -105,7 +105,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
       : Base{tile, shared, part.out, static_cast<uint64_t>(row_tile) * Tile::kBlockM, static_cast<uint64_t>(col_tile) * width},
         s(s), part(part), saturated(saturated) {}
 
-  // Multiplies accumulators by the scales of quantised operands.
+  // Multiplies accumulators by the scales of quantized operands.
   __device__ __forceinline__ void apply_scales() const {
     const auto is_one = [&](const KlGemmRows& rows) { return rows.alpha == 1.0f && !s.w[rows.matrix].scales; };
     const bool swiglu = part.epilogue == KL_SWIGLU, half_split = part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT;

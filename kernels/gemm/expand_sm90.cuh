@@ -1,4 +1,4 @@
-// Quantised weights for activations of bf16 (mixed input): the policy of a Hopper GEMM whose operand B is expanded while the GEMM runs.
+// Quantized weights for activations of bf16 (mixed input): the policy of a Hopper GEMM whose operand B is expanded while the GEMM runs.
 //
 // The warps of the producer warpgroup that have no loads to issue turn codes into bf16, which is exact but for scales of whole tensors or
 // rows, and write them to a buffer in global memory. From there the producer loads them as weights of bf16, as soon as they are there: from

@@ -131,7 +131,7 @@ struct TileCoord {
     stream = index >= first;
     if (stream) index -= first;
     const KlGemmStream& s = p.stream[stream];
-    // Rasterisation in groups of row tiles: as many rows of x as stay in L2 while all columns pass.
+    // Rasterization in groups of row tiles: as many rows of x as stay in L2 while all columns pass.
     const uint32_t group = p.group[stream], group_index = index / (group * s.col_tiles);
     const uint32_t within = index - group_index * group * s.col_tiles;
     const uint32_t rows = min(group, s.row_tiles - group_index * group);

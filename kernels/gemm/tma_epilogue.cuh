@@ -93,11 +93,11 @@ struct GemmEpilogue {
             float v[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) v[i] = f(m, 4 * (first + 2 * block + i / 2) + 2 * half + i % 2);
-            const QuantisedBlock quantised(quad_max_bits(largest_magnitude(v)), part.out.scale);
-            scales |= quantised.scale << 8 * block;
+            const QuantizedBlock quantized(quad_max_bits(largest_magnitude(v)), part.out.scale);
+            scales |= quantized.scale << 8 * block;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-              bytes[2 * block + i] = pack_e2m1(v[2 * i] * quantised.inverse, v[2 * i + 1] * quantised.inverse);
+              bytes[2 * block + i] = pack_e2m1(v[2 * i] * quantized.inverse, v[2 * i + 1] * quantized.inverse);
             }
           }
           const auto pair = [&](int i) { return bytes[i] | bytes[i + 1] << 8; };
@@ -284,7 +284,7 @@ struct GemmEpilogue {
     store_all<kBlockN / 2>(value);
   }
 
-  // Normalises and weights a pair of elements, and rotates it.
+  // Normalizes and weights a pair of elements, and rotates it.
   static __device__ __forceinline__ void norm_rotate(float& a, float& b, float scale, float weight_a, float weight_b, float cosine,
                                                      float sine) {
     a = a * scale * weight_a, b = b * scale * weight_b;

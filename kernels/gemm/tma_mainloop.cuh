@@ -343,7 +343,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
       typename Config::template Epilogue<Config>(p, tile, acc, pipe, thread).run(pipe);
     };
     if constexpr (Config::kSplitK) {
-      cluster_wait();  // the peer has initialised its mbarriers, long ago
+      cluster_wait();  // the peer has initialized its mbarriers, long ago
       if (finishes) {
         reduce_partials(pipe, acc);
         finish();
@@ -388,6 +388,6 @@ __device__ __forceinline__ void gemm(const typename Config::Params& p) {
     if constexpr (Config::kSplitK) cluster_wait();
   };
   // With split-K the CTAs do not touch each other's shared memory before the end, where they wait for each other's partials.
-  run_warp_specialised<typename Config::Registers, Config::kCluster, Config::kMulticast>(init, run_producer, [&] { consume(p, pipe); });
+  run_warp_specialized<typename Config::Registers, Config::kCluster, Config::kMulticast>(init, run_producer, [&] { consume(p, pipe); });
 }
 }  // namespace kl::gemm

@@ -191,7 +191,7 @@ struct WarpFragments {
 };
 
 // Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, by mma.sync: accumulators that other instructions
-// have written are in the way of wgmma, which ptxas would then serialise in the main loop as well.
+// have written are in the way of wgmma, which ptxas would then serialize in the main loop as well.
 template <class Config>
 __device__ __forceinline__ void add_lora_block(typename Config::Acc& acc, uint32_t row, uint32_t lane, uint32_t stage, uint32_t steps) {
   const WarpFragments<Config> fragments(row, lane);

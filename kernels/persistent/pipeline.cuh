@@ -1,4 +1,4 @@
-// What the persistent, warp-specialised kernels of Hopper share: the ring of TMA stages with its mbarriers, and the division of a CTA into
+// What the persistent, warp-specialized kernels of Hopper share: the ring of TMA stages with its mbarriers, and the division of a CTA into
 // a producer warpgroup and consumer warpgroups. The GEMM and attention differ in what a stage holds and in what they do with it.
 #pragma once
 
@@ -68,12 +68,12 @@ struct RegisterSplit {
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kAtLaunch, "more registers than a CTA has");
 };
 
-// Runs a CTA: one thread calls `init` to initialise mbarriers, then the first warpgroup calls `produce` and the others `consume`. The
+// Runs a CTA: one thread calls `init` to initialize mbarriers, then the first warpgroup calls `produce` and the others `consume`. The
 // kMulticast CTAs of a cluster that multicast into each other start and end together: a CTA must not exit while a peer multicasts into it
 // or arrives at its mbarriers. CTAs of a cluster without multicast only arrive, and call cluster_wait before they use each other's
 // mbarriers.
 template <class Registers, int kCluster, int kMulticast, class Init, class Produce, class Consume>
-__device__ __forceinline__ void run_warp_specialised(Init init, Produce produce, Consume consume) {
+__device__ __forceinline__ void run_warp_specialized(Init init, Produce produce, Consume consume) {
   if (threadIdx.x == 0) {
     init();
     fence_mbarrier_init();

@@ -13,7 +13,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised mbarriers visible to TMA (the async proxy) and to the other CTAs of the cluster.
+// Makes initialized mbarriers visible to TMA (the async proxy) and to the other CTAs of the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -302,7 +302,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 // Every thread of every CTA of the cluster arrives and waits for the others. The arrival is relaxed: it orders no writes but the
-// initialisation of mbarriers (fence_mbarrier_init), because a release would wait until all earlier writes have reached memory.
+// initialization of mbarriers (fence_mbarrier_init), because a release would wait until all earlier writes have reached memory.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync_relaxed() { cluster_arrive(), cluster_wait(); }

@@ -79,7 +79,7 @@ const SCALED_KEYS: &str =
     "attention of e4m3 by 0.37 and 0.0071 or 0.013 130 queries [129, 0, 7, 40] keys 2:1 heads of 128 bf16 whole";
 /// Several KV blocks of a wide head, and row maxima that rise.
 const WIDE: &str = "attention huge 5 queries [600] keys 1:1 heads of 512 bf16 whole";
-/// Every epilogue that normalises heads.
+/// Every epilogue that normalizes heads.
 const QKV: &str = "qkv 113x64 3:3 heads of 128 interleaved mlp some(129) bf16 whole";
 /// Both operands of NVFP4, and the result; the rows of ups begin within a tile of scales.
 const W4A4: &str = "linear_swiglu w4a4 67 rows of 640 to 192, nvfp4 in one matrix into nvfp4 bf16 whole";
@@ -214,10 +214,10 @@ pub const BUGS: &[Planted] = planted! {
         stored_nibbles_exchanged: Report(NVFP4_NORM, "has the code"), "entry/norm_rows.cu",
         "pack_e2m1(v[2 * i] * block.inverse, v[2 * i + 1] * block.inverse) << 8 * i"
         => "pack_e2m1(v[2 * i + 1] * block.inverse, v[2 * i] * block.inverse) << 8 * i";
-        // The norm quantises a lane's half of a block without the other lane's.
+        // The norm quantizes a lane's half of a block without the other lane's.
         largest_of_half_a_block: Report(NVFP4_NORM, "has the scale"), "entry/norm_rows.cu",
-        "const QuantisedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);"
-        => "const QuantisedBlock block(mine, m.scale);";
+        "const QuantizedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);"
+        => "const QuantizedBlock block(mine, m.scale);";
     }
     "attention_mma", "", "AttentionMma" {
         // Attention stores the scale of a block in the place of the next lanes' row.
@@ -272,7 +272,7 @@ pub const BUGS: &[Planted] = planted! {
         => "const uint2 pair = scales.b[n / 8];\n      b0 = (b0 & 0x0f0f0f0f) << 4 | (b0 >> 4 & 0x0f0f0f0f);";
         // SwiGLU puts even columns into the low nibble.
         swiglu_nibbles_exchanged: Report(W4A4, WRONG), "gemm/tma_epilogue.cuh",
-        "pack_e2m1(v[2 * i] * quantised.inverse, v[2 * i + 1]" => "pack_e2m1(v[2 * i + 1] * quantised.inverse, v[2 * i]";
+        "pack_e2m1(v[2 * i] * quantized.inverse, v[2 * i + 1]" => "pack_e2m1(v[2 * i + 1] * quantized.inverse, v[2 * i]";
         // The upper half of a scale tile's rows is taken for the lower.
         lower_half_of_scales: Report(W4A4, WRONG), "gemm/policies_sm120.cuh",
         "half * kScaleBytes + upper * 8 +" => "half * kScaleBytes + 0 * upper +";
@@ -366,7 +366,7 @@ pub const BUGS: &[Planted] = planted! {
         "row_of<const bf16>(p.w, 0) + phase * k_size;" => "row_of<const bf16>(p.w, 0);";
     }
     "conv_narrow", "", "" {
-        // The image is padded before it is normalised.
+        // The image is padded before it is normalized.
         padded_before_the_norm: Report(NORM_CONV, WRONG), "entry/conv_narrow.cu",
         "exists ? acc[tile][n][e] : 0.0f;" => "acc[tile][n][e];";
         // The products of a tap are added one pixel away.
