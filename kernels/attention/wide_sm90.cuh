@@ -276,7 +276,8 @@ struct WideTile : OutputTile<Config::kCols> {
     wgmma_commit();
   }
 
-  // The same of the other CTA's keys. Returns with the wgmma of the last group in flight. Calls `own_done` when p_frag is no longer used.
+  // out += p v, of the other CTA's keys. Returns with the wgmma of the last group in flight. Calls `own_done` when p_frag is no longer
+  // used.
   template <class OwnDone>
   __device__ __forceinline__ void peer_pv_mma(ConsumerStages<Config>& stages, const Peer<Config>& peer, OwnDone own_done) {
     peer.wait_for_p();

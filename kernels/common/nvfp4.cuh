@@ -75,7 +75,7 @@ struct QuantizedBlock {
   uint32_t scale;
   float inverse;
 
-  // Of a block with this largest magnitude, in a matrix whose scale is `tensor`: the largest becomes the largest code.
+  // A block with this largest magnitude, in a matrix whose scale is `tensor`: the largest becomes the largest code.
   __device__ __forceinline__ QuantizedBlock(uint32_t largest, float tensor) {
     // Divisions are those without a subroutine, whose call would take registers of the whole kernel. They are within two ulp, which matters
     // next to a tie alone.

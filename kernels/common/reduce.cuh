@@ -32,7 +32,7 @@ __device__ __forceinline__ float quad_max(float v) {
   return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-// The same for the bits of magnitudes, among which NaN is the largest.
+// Reduces the bits of magnitudes across a quad. NaN is the largest of them.
 __device__ __forceinline__ uint32_t quad_max_bits(uint32_t v) {
   v = max(v, __shfl_xor_sync(0xffffffffu, v, 1));
   return max(v, __shfl_xor_sync(0xffffffffu, v, 2));

@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t swizzled_chunk(uint32_t row, uint32_t chunk)
   return chunk ^ row / (8 / kChunks) % kChunks;
 }
 
-// The same as an offset in bytes from the first row, which is aligned to eight rows.
+// The place of a chunk as an offset in bytes from the first row, which is aligned to eight rows.
 template <uint32_t kRowBytes>
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t chunk) {
   return row * kRowBytes + swizzled_chunk<kRowBytes>(row, chunk) * 16;

@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_any(const KlMat& m, uint64_t row, uint64_t
   }
 }
 
-// The same for operands that may also be of e4m3.
+// Loads an element of an operand that may also be of e4m3.
 template <>
 __device__ __forceinline__ float load<Any>(const KlMat& m, uint64_t row, uint64_t col) {
   return m.dtype == KL_E4M3 ? load<e4m3>(m, row, col) * m.scale : load_any(m, row, col);

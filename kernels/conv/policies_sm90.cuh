@@ -14,7 +14,7 @@
 namespace kl::conv {
 using namespace gemm;
 
-// Groups of channels that the columns of a tile are at most.
+// The most groups of channels that a tile has.
 constexpr uint32_t kMostGroups = KL_CONV_TILE_GROUPS;
 
 // KlConvSm90, with the fields of the GEMM as its own.
@@ -29,7 +29,7 @@ struct PixelOrigin {
   static constexpr uint32_t kWidth = KL_CONV_TILE_WIDTH, kTileLines = Config::kBlockM / kWidth;
   int32_t column, line;
 
-  // Those from row `first` of a tile on.
+  // The pixels from row `first` of a tile on.
   __device__ __forceinline__ PixelOrigin(const ConvParams& p, const TileCoord<Config>& at, uint32_t first) {
     const uint32_t down = at.row_tile / p.image.tiles_across;
     column = (at.row_tile - down * p.image.tiles_across) * kWidth, line = down * kTileLines + first / kWidth;
@@ -114,8 +114,8 @@ struct WindowsA {
       return (is_tap() ? row + phase_row : kCenter) * kSwizzleRowBytes;
     }
 
-    // Whether only the first half of it is multiplied, because the rest is zeros: the last block of a tap's channels is half empty where an
-    // image has 96 of them, as those have that the narrowest tile is for.
+    // Whether only the first half of a k-block is multiplied, because the rest is zeros. Images for the narrowest tile have 96 channels,
+    // so that the last block of a tap's channels is half empty.
     __device__ __forceinline__ bool is_half() const { return Config::kBlockN == 96 && k < image.half_blocks && block % 2 == 1; }
   };
 };

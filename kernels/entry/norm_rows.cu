@@ -208,7 +208,7 @@ constexpr int e4m3_ctas(int ctas) {
 #endif
 }
 
-// Of a norm into e2m1, which scales blocks on every GPU.
+// Resident CTAs per SM of a norm into e2m1, which scales blocks on every GPU.
 constexpr int e2m1_ctas(int ctas) { return ctas > 1 ? ctas - 1 : 1; }
 
 // Entry points for rows of at most kVecs * kThreads vectors, and more than (kVecs - 1) * kThreads. Each number of vectors has its own:

@@ -111,7 +111,7 @@ struct ExpandedB {
       constexpr uint32_t kUnits = units_per_flag<Config>();
       const uint32_t groups = ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
       const uint32_t first_tiles = col_tiles(p.stream[0]), tiles = first_tiles + col_tiles(p.stream[1]);
-      // Of the column tiles of a wave, all have their first k-blocks before any has the next ones.
+      // All column tiles of a wave have their first k-blocks before any has the next ones.
       const uint32_t wave = unit / (kUnits * p.expansion.tiles * groups), first = wave * p.expansion.tiles;
       const uint32_t width = kUnits * min(p.expansion.tiles, tiles - first), within = unit - kUnits * first * groups;
       const uint32_t step = within / width, in_step = within % width, tile = first + in_step / kUnits, part = in_step % kUnits;

@@ -178,7 +178,7 @@ struct MmaTile {
     store_pair(reinterpret_cast<bf16*>(shared + row * kOutPitch + col * 2), a, b);
   }
 
-  // The same in e4m3.
+  // Writes a pair of results to the staged output tile in e4m3.
   static __device__ __forceinline__ void stage_e4m3(unsigned char* shared, uint32_t row, uint32_t col, float a, float b) {
     *reinterpret_cast<uint16_t*>(shared + row * kOutPitch + col) = static_cast<uint16_t>(pack_e4m3(a, b));
   }
@@ -190,7 +190,7 @@ struct MmaTile {
     store_staged_rows<T>(shared, out, [&](uint32_t row) { return row0 + row; }, col0, width);
   }
 
-  // The same where row `row` of the tile is row row_at(row) of the matrix, or none if it has no such row.
+  // Stores the staged output tile where its row `row` is row row_at(row) of the matrix, or none if that has no such row.
   template <class T = bf16, class F>
   static __device__ __forceinline__ void store_staged_rows(const unsigned char* shared, const KlMat& out, F row_at, uint64_t col0,
                                                            uint32_t width) {

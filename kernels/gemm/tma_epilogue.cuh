@@ -74,8 +74,9 @@ struct GemmEpilogue {
     }
   }
 
-  // The same into e2m1. A lane has two of every eight columns, a byte; the lanes of a quad exchange those of eight fragments, so that each
-  // has eight bytes of a row, and the row is a whole sector of 32. It is stored directly, with the four scales of its blocks as one word.
+  // Stores columns into e2m1. A lane has two of every eight columns, a byte; the lanes of a quad exchange those of eight fragments, so that
+  // each has eight bytes of a row, and the row is a whole sector of 32. It is stored directly, with the four scales of its blocks as one
+  // word.
   template <int kWidth, class F>
   __device__ __forceinline__ void store_e2m1(F f) {
     static_assert(kWidth % KL_SCALE_TILE_COLS == 0, "a row has whole words of scales");
@@ -113,7 +114,7 @@ struct GemmEpilogue {
     }
   }
 
-  // The same in the type of the output, which the kernels of some policies choose.
+  // Stores columns in the type of the output, which the kernels of some policies choose.
   template <int kWidth, class F>
   __device__ __forceinline__ void store_all(F f) {
     if constexpr (Store::kStoresE4m3 && kWidth % 32 == 0) {

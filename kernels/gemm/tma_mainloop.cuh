@@ -50,7 +50,7 @@ __device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, ty
   for (int n = 0; n < Config::kMmaN; n++) add_vector(&acc[0][4 * n], load_shared(from + n * (32 * sizeof(float4))));
 }
 
-// Split-K: a warpgroup whose rows the peer finishes has no use for the LoRA branch, but the stages of it are also its to release.
+// Split-K: a warpgroup whose rows the peer finishes does not use the LoRA branch, but has to release the branch's stages.
 template <class Config>
 __device__ __forceinline__ void skip_lora(const KlGemmStream& s, Pipeline<Config>& pipe, uint32_t group) {
   for (uint32_t col = 0; col < s.down_out.cols; col += Config::kLoraCols, pipe.advance()) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Conf
   pipe.release(pipe.previous());
 }
 
-// The same where several k-blocks multiply the same window of A, each its own rows of it.
+// Accumulates the k-blocks of a tile where several of them multiply the same window of A, each its own rows of it.
 template <class Config>
 __device__ __forceinline__ void accumulate_windows(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
                                                    typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
@@ -231,11 +231,11 @@ __device__ __forceinline__ void accumulate_windows(const typename Config::Params
   pipe.release(pipe.previous());
 }
 
-// The same with promotion: the wgmma tiles of a warpgroup take turns with one set of partial accumulators, which covers a single k-block
-// and is then added to those of the tile. Registers have no room for a second set, so a warpgroup does not multiply while it adds. The
-// other one does, if it is half a k-block apart: tensor cores serve both alike, so warpgroups that start together also add together, and
-// then nobody multiplies. The second one starts when the first has finished its first MMAs, and the distance stays. Not so with a range
-// of fewer k-blocks than the pipeline holds, after which the first one could arrive once more before the second has waited.
+// Accumulates with promotion: the wgmma tiles of a warpgroup take turns with one set of partial accumulators, which covers a single k-block
+// and is then added to the accumulators of the tile. Registers have no room for a second set, so a warpgroup does not multiply while it
+// adds. The other one does, if it is half a k-block apart: tensor cores serve both alike, so warpgroups that start together also add
+// together, and then nobody multiplies. The second one starts when the first has finished its first MMAs, and the distance stays. Not so
+// with a range of fewer k-blocks than the pipeline holds, after which the first one could arrive once more before the second has waited.
 template <class Config>
 __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work,
                                                     uint32_t group) {
@@ -263,7 +263,7 @@ __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, type
   }
 }
 
-// The same with promotion after several k-blocks: a sum of each so many of them, which are multiplied as without promotion, is added to the
+// Accumulates with promotion after several k-blocks. These are multiplied as without promotion, and their sum is added to the
 // accumulators of the tile.
 template <class Config>
 __device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work,
@@ -279,7 +279,8 @@ __device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, type
   }
 }
 
-// The same by warps that multiply by themselves. Each loads fragments of its rows and of all columns: 64 bytes of K a k-block, in steps of 32.
+// Accumulates by warps that multiply by themselves. Each loads fragments of its rows and of all columns: 64 bytes of K a k-block, in steps
+// of 32.
 template <class Config>
 __device__ __forceinline__ void accumulate_per_warp(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
                                                     typename Config::Acc& acc, const WorkTile& work, uint32_t group) {

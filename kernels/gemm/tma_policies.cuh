@@ -11,7 +11,7 @@
 //   Store      the element type and shape of what is stored, and where it is     StoreBf16Rows, StoreBf16OrE4m3Rows
 //   Epilogue   what becomes of the accumulators of a finished tile               GemmEpilogue (tma_epilogue.cuh)
 //
-// Those for compute capability 12.x are in policies_sm120.cuh, those of convolutions in conv/policies_sm90.cuh.
+// Policies for compute capability 12.x are in policies_sm120.cuh, policies of convolutions in conv/policies_sm90.cuh.
 // tests/emulated/policies.cu has others, which no kernel needs yet.
 #pragma once
 
@@ -87,7 +87,7 @@ struct HalfOfB {
 
   __device__ __forceinline__ bool is_expanded() const { return dtype != KL_BF16; }
 
-  // The same rows of the LoRA branch.
+  // Goes to the rows of the LoRA branch's up matrix that belong to the same columns.
   __device__ __forceinline__ void point_at_up(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
     const KlOutputRange& part = p.stream[at.stream].part[at.part];
     const bool second = part.epilogue == KL_SWIGLU && half == 1;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN
 }
 
 // Where a lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes. `row`
-// is the first of the warp's rows. The lane is given by the caller, who may have reason not to let the compiler keep what follows from it.
+// is the first of the warp's rows. The caller gives the lane, and so decides whether the compiler keeps it in a register.
 template <class Config>
 struct WarpFragments {
   static constexpr uint32_t kRowBytes = Config::Mma::kRowBytes, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
@@ -184,7 +184,7 @@ struct WarpFragments {
     for (int m = 0; m < Config::kMmaM; m++) ldmatrix_x4(a[m], (stage + a_offset ^ step * kStepBytes) + m * kWgmmaRows * kRowBytes);
   }
 
-  // Those of columns 16 n to 16 n + 15.
+  // Loads the fragments of columns 16 n to 16 n + 15.
   __device__ __forceinline__ void load_b(uint32_t stage, uint32_t step, int n, uint32_t (&b)[4]) const {
     ldmatrix_x4(b, (stage + b_offset ^ step * kStepBytes) + n * 16 * kRowBytes);
   }
@@ -243,7 +243,7 @@ template <class Config>
 struct RowOrigin {
   uint32_t row;
 
-  // Those from row `first` of a tile on.
+  // The rows from row `first` of a tile on.
   __device__ __forceinline__ RowOrigin(const KlGemmTma&, const TileCoord<Config>& at, uint32_t first)
       : row(at.row_tile * Config::kBlockM + first) {}
 
@@ -286,8 +286,8 @@ struct StoreE4m3Rows : StoreBf16Rows {
   using Element = e4m3;
   static constexpr int kMaxBoxCols = 2 * KL_SM90_BOX_COLS;
 
-  // As that of StoreBf16Rows. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four fragments,
-  // so that each can write eight bytes.
+  // Writes a box, as StoreBf16Rows does. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four
+  // fragments, so that each can write eight bytes.
   template <int kCols>
   static __device__ __forceinline__ void stage(const KlGemmTma& p, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
     static_assert(kCols % 32 == 0, "a quad exchanges four fragments of eight columns");

@@ -122,8 +122,8 @@ struct PartialTile {
   }
 };
 
-// What becomes of the accumulators of a tile: if the next worker finishes it, `store` stores them as partials. Otherwise add(peer) adds the
-// partials of every worker that has computed a part of the tile, from the last to the first, and `finish` runs the epilogue.
+// Ends a worker's part of a tile: if the next worker finishes the tile, `store` stores accumulators as partials. Otherwise add(peer) adds
+// the partials of every worker that has computed a part of the tile, from the last to the first, and `finish` runs the epilogue.
 template <class Store, class Add, class Finish>
 __device__ __forceinline__ void finish_or_store(const KlTileSchedule& schedule, const WorkTile& work, uint32_t worker, Store store, Add add,
                                                 Finish finish) {

@@ -39,7 +39,8 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, uint32_
       : "memory");
 }
 
-// The same, and announces how many bytes this thread's warp will store there (store_remote_async) before the phase completes.
+// Arrives at the mbarrier of another CTA, and announces how many bytes this thread's warp will store there (store_remote_async) before the
+// phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx_remote(uint32_t barrier, uint32_t bytes, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -206,7 +207,7 @@ __device__ __forceinline__ void wgmma(float (&acc)[kCols / 2], uint64_t a, uint6
   KL_WGMMA_OF_COLS("k16.f32.bf16.bf16", "1, 1, 0, 0")
 }
 
-// The same over 32 of K, with operands of e4m3. Of a sum, tensor cores keep thirteen binary places.
+// acc = a b^T over 32 of K, with operands of e4m3. Tensor cores keep thirteen binary places of a sum.
 template <int kCols>
 __device__ __forceinline__ void wgmma_e4m3(float (&acc)[kCols / 2], uint64_t a, uint64_t b, uint32_t accumulate) {
   KL_WGMMA_OF_COLS("k32.f32.e4m3.e4m3", "1, 1")
@@ -327,7 +328,7 @@ __device__ __forceinline__ void store_remote_async(uint32_t to, float4 v, uint32
       : "memory");
 }
 
-// The same for words, and for a single number.
+// Stores words, or a single number, in the same way.
 __device__ __forceinline__ void store_remote_async(uint32_t to, uint4 v, uint32_t barrier, uint32_t rank) {
   const float4 same = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
   store_remote_async(to, same, barrier, rank);
