@@ -3,7 +3,7 @@
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use kiln::device::gemm_formats;
-use kiln::{Job, LoadOptions, Pixels};
+use kiln::{Job, LoadOptions, Pixels, estimate};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -14,7 +14,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         job.size = Pixels::new(width.parse()?, height.parse()?)?;
     }
     // On a Hopper GPU, which multiplies FP8 as it is stored.
-    let plan = model.estimate(LoadOptions::default(), gemm_formats((9, 0)), &job)?;
+    let plan = estimate(model.estimate_request(LoadOptions::default(), gemm_formats((9, 0))), &job)?;
     println!("{}, {}x{}, {} steps", model.name, job.size.width(), job.size.height(), job.steps);
     println!("{} text tokens and {} image tokens", plan.text_tokens, plan.canvas_tokens);
     for (stage, flops) in &plan.stages {

@@ -13,7 +13,7 @@
 //! engine.generate(&job, &Silent, &mut |generated| save(generated.image))?;
 //! ```
 //!
-//! [`OpenModel::estimate`] computes the FLOPs and memory of a job without reading a weight, and [`OpenModel::check_memory`] checks
+//! [`estimate()`] computes the FLOPs and memory of a job without reading a weight, and [`OpenModel::check_memory`] checks
 //! that it fits into a backend's memory. The fields of [`Job`] are public: size, steps, guidance scale, seeds and reference images
 //! can be set. [`service::Service`] runs an engine on a thread of its own for many callers. `docs/library.md` lists every public
 //! item; `ARCHITECTURE.md` describes the inside.
@@ -62,8 +62,8 @@ pub use names::{LayerRole, Layout};
 pub use noise::{CHANNELS, NoiseKind};
 pub use part::{Part, PerPart};
 pub use pipeline::{
-    AdapterUse, AttentionFormatCount, Configs, Engine, Estimate, Expansion, Formats, GeneratedImage, Job, KindFormat,
-    LoadOptions, Noise, OpenModel, ReferenceInput, estimate_timed,
+    AdapterUse, AttentionFormatCount, Configs, Engine, Estimate, EstimateRequest, Expansion, Formats, GeneratedImage, Job,
+    KindFormat, LoadOptions, Noise, OpenModel, ReferenceInput, estimate,
 };
 pub use reference::{DecodedReference, PreparedReference};
 pub use sampler::Sigmas;

@@ -18,9 +18,7 @@ mod weights;
 
 pub use branches::AdapterUse;
 pub use engine::Engine;
-#[cfg(feature = "internals")]
-pub use estimate::estimate;
-pub use estimate::{Estimate, OpTime, estimate_timed};
+pub use estimate::{Estimate, EstimateRequest, OpTime, estimate};
 pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat};
 pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
 pub use open::{Configs, OpenModel};

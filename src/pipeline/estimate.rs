@@ -81,36 +81,38 @@ impl Progress for Meter {
     }
 }
 
-/// Estimates the cost of one image of `job` on a model of these sizes, whose files are not quantised, and a backend with these
-/// GEMMs.
-#[cfg(feature = "internals")]
-pub fn estimate(configs: &Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
-    estimate_timed((configs, &Adapters::default()), variant, options, gemms, job, None)
+/// What is estimated: a model, and a device for it. No weight is read.
+#[derive(Clone)]
+pub struct EstimateRequest<'a> {
+    /// The sizes of the model.
+    pub configs: &'a Configs,
+    /// How it was trained.
+    pub variant: Variant,
+    /// Its files, whose dtypes f32 precision keeps. Without files all weights are in bf16.
+    pub weights: PerPart<Option<&'a Weights>>,
+    /// Its adapters.
+    pub adapters: &'a Adapters,
+    /// How it is loaded.
+    pub options: LoadOptions,
+    /// The quantised GEMMs of the device.
+    pub gemms: GemmFormats,
+    /// The time of an op, if times are to be predicted.
+    pub time: Option<OpTime>,
 }
 
-/// The same with predicted times, if it is told what ops take.
-pub fn estimate_timed(
-    (configs, adapters): (&Configs, &Adapters),
-    variant: Variant,
-    options: LoadOptions,
-    gemms: GemmFormats,
-    job: &Job,
-    time: Option<OpTime>,
-) -> Result<Estimate> {
-    estimate_from((configs, PerPart::default(), adapters), variant, options, gemms, job, time)
+impl<'a> EstimateRequest<'a> {
+    /// A model without files and adapters, and no times.
+    pub fn new(configs: &'a Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats) -> Self {
+        static NONE: Adapters = Adapters(Vec::new());
+        Self { configs, variant, weights: PerPart::default(), adapters: &NONE, options, gemms, time: None }
+    }
 }
 
 impl OpenModel {
-    /// Estimates the cost of one image of `job` on this model and a backend with these GEMMs. In f32 precision weights have the
-    /// dtype of their file.
-    pub fn estimate(&self, options: LoadOptions, gemms: GemmFormats, job: &Job) -> Result<Estimate> {
-        self.estimate_timed(options, gemms, job, None)
-    }
-
-    /// The same with predicted times, if it is told what ops take.
-    pub fn estimate_timed(&self, options: LoadOptions, gemms: GemmFormats, job: &Job, time: Option<OpTime>) -> Result<Estimate> {
-        let model = (&self.configs, self.weights.each_ref().map(Some), &self.adapters);
-        estimate_from(model, self.variant, options, gemms, job, time)
+    /// The request for an estimate of this model, without times.
+    pub fn estimate_request(&self, options: LoadOptions, gemms: GemmFormats) -> EstimateRequest<'_> {
+        let (weights, adapters) = (self.weights.each_ref().map(Some), &self.adapters);
+        EstimateRequest { weights, adapters, ..EstimateRequest::new(&self.configs, self.variant, options, gemms) }
     }
 
     /// The formats of the linear layers and of attention, in the files and on a backend with these GEMMs.
@@ -120,14 +122,9 @@ impl OpenModel {
     }
 }
 
-fn estimate_from(
-    (configs, sources, adapters): (&Configs, PerPart<Option<&Weights>>, &Adapters),
-    variant: Variant,
-    options: LoadOptions,
-    gemms: GemmFormats,
-    job: &Job,
-    time: Option<OpTime>,
-) -> Result<Estimate> {
+/// Estimates the cost of one image of `job`.
+pub fn estimate(request: EstimateRequest<'_>, job: &Job) -> Result<Estimate> {
+    let EstimateRequest { configs, variant, weights, adapters, options, gemms, time } = request;
     let (meter, is_timed) = (Meter::default(), time.is_some());
     let so_far = meter.so_far.clone();
     let mut plan = Observed::new(Box::new(Plan::new(gemms)), move |plan: &mut Plan, op: Op<'_>| {
@@ -135,7 +132,7 @@ fn estimate_from(
         so_far.set((plan.flops, so_far.get().1 + time.as_ref().map_or(0.0, |time| time(&op))));
         Ok(())
     });
-    let (mut networks, sizes, copied) = Stages::place(configs, sources, options, adapters, gemms)?;
+    let (mut networks, sizes, copied) = Stages::place(configs, weights, options, adapters, gemms)?;
     let chosen = adapters_of(job.adapters.as_deref(), adapters, networks.layers())?;
     let branches = Branches::place(chosen, networks.layers(), options.precision)?;
     networks.attach(&branches);
@@ -192,7 +189,7 @@ mod tests {
 
     fn of(configs: &Configs, variant: Variant, side: usize, references: usize) -> Estimate {
         let options = LoadOptions { references: references > 0, ..LoadOptions::DEFAULT };
-        estimate(configs, variant, options, GemmFormats::NONE, &job(side, references)).unwrap()
+        estimate(EstimateRequest::new(configs, variant, options, GemmFormats::NONE), &job(side, references)).unwrap()
     }
 
     fn tera(estimate: &Estimate, phase: Phase) -> f64 {
@@ -228,8 +225,9 @@ mod tests {
         let (finest, channels) = (1_u64 << 20, 256 + 256 + 128);
         let options = |vae_tiling| LoadOptions { vae_tiling, ..LoadOptions::DEFAULT };
         let bytes = |side: usize, tiling| {
-            let job = job(side, 0);
-            estimate(&Configs::klein_4b(), Variant::Distilled, options(tiling), GemmFormats::NONE, &job).unwrap().arena_bytes
+            let klein = Configs::klein_4b();
+            let request = EstimateRequest::new(&klein, Variant::Distilled, options(tiling), GemmFormats::NONE);
+            estimate(request, &job(side, 0)).unwrap().arena_bytes
         };
         for (side, tiling, megapixels) in [(1024, false, 1), (2048, false, 4), (2048, true, 1)] {
             let (found, decoder) = (bytes(side, tiling), 2 * megapixels * finest * channels);
@@ -282,6 +280,8 @@ mod tests {
     #[test]
     fn too_many_tokens_are_refused() {
         let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
-        assert!(estimate(&Configs::klein_4b(), Variant::Distilled, options, GemmFormats::NONE, &job(2048, 9)).is_err());
+        let klein = Configs::klein_4b();
+        let request = EstimateRequest::new(&klein, Variant::Distilled, options, GemmFormats::NONE);
+        assert!(estimate(request, &job(2048, 9)).is_err());
     }
 }

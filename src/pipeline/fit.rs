@@ -1,6 +1,6 @@
 //! Checks before anything is loaded whether a job fits into a backend's memory, and whether it needs low-memory mode for that.
 
-use super::estimate::Estimate;
+use super::estimate::{Estimate, EstimateRequest, estimate};
 use super::job::{Job, LoadOptions};
 use super::open::OpenModel;
 use crate::backend::Backend;
@@ -31,10 +31,10 @@ impl OpenModel {
     /// large, with remedies that include the largest size that fits. `machine` names the device in the error.
     pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<LoadOptions> {
         let Some(have) = backend.available()? else { return Ok(options) };
-        let gemms = backend.gemm_formats();
-        let estimate = self.estimate(options, gemms, job)?;
+        let request = self.estimate_request(options, backend.gemm_formats());
+        let planned = estimate(request.clone(), job)?;
         let in_place = backend.reads_files();
-        if let Some(low_memory) = estimate.fit(have, in_place, options.low_memory) {
+        if let Some(low_memory) = planned.fit(have, in_place, options.low_memory) {
             return Ok(LoadOptions { low_memory, ..options });
         }
         // The search for the largest image that fits tries sides of 7/8 to 1/8 of those requested.
@@ -43,18 +43,19 @@ impl OpenModel {
             Pixels::new(side(job.size.width()), side(job.size.height())).ok()
         };
         let smaller = (1..8).rev().filter_map(scaled).find_map(|size| {
-            let bytes = self.estimate(options, gemms, &Job { size, ..job.clone() }).ok()?.bytes(in_place, true);
+            let bytes = estimate(request.clone(), &Job { size, ..job.clone() }).ok()?.bytes(in_place, true);
             (bytes <= have).then_some(Remedy::SizeThatFits { width: size.width(), height: size.height(), bytes })
         });
         let mut ways: Vec<Remedy> = smaller.into_iter().collect();
         if !options.vae_tiling {
-            let bytes = self.estimate(LoadOptions { vae_tiling: true, ..options }, gemms, job)?.bytes(in_place, true);
+            let tiled = LoadOptions { vae_tiling: true, ..options };
+            let bytes = estimate(EstimateRequest { options: tiled, ..request }, job)?.bytes(in_place, true);
             ways.extend((bytes <= have).then_some(Remedy::VaeTiling { bytes }));
         }
         if job.references.len() > 1 {
             ways.push(Remedy::FewerReferences);
         }
-        let need = estimate.bytes(in_place, true);
+        let need = planned.bytes(in_place, true);
         if in_place {
             ways.extend([Remedy::ClosePrograms, Remedy::AllowMemory]);
             return Err(Error::HostMemory { need, have, ways });

@@ -11,7 +11,7 @@ use kiln::internals::dump::Record;
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{LayerRole, Layout, Stream};
 use kiln::internals::part::Part;
-use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel};
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{ALIGN, DType, Precision};
@@ -156,8 +156,8 @@ fn without_strength_nothing_changes() {
         let without = bytes(&record(model(), options(precision, AdapterMode::Auto)));
         for &mode in modes {
             let with = with(model(), &[(&of_transformer(4), 0.0), (&other(), -0.0)]);
-            let planned = with.estimate(options(precision, mode), GemmFormats::ALL, &job()).unwrap();
-            assert_eq!(planned, model().estimate(options(precision, mode), GemmFormats::ALL, &job()).unwrap());
+            let planned = estimate(with.estimate_request(options(precision, mode), GemmFormats::ALL), &job()).unwrap();
+            assert_eq!(planned, estimate(model().estimate_request(options(precision, mode), GemmFormats::ALL), &job()).unwrap());
             assert!(bytes(&record(with, options(precision, mode))) == without, "{precision:?} {mode:?}");
         }
     }
@@ -325,8 +325,9 @@ fn weights_that_are_quantised_at_load() {
 fn memory_is_as_planned() {
     let (a, job) = (of_transformer(20), Job { size: Pixels::new(128, 64).unwrap(), ..small_job() });
     for (precision, size) in [(Precision::Bf16, 2), (Precision::F32, 4)] {
-        let estimate =
-            |model: &OpenModel, mode, job: &Job| model.estimate(options(precision, mode), GemmFormats::ALL, job).unwrap();
+        let estimate = |model: &OpenModel, mode, job: &Job| {
+            estimate(model.estimate_request(options(precision, mode), GemmFormats::ALL), job).unwrap()
+        };
         let (without, with) = (plain(), with(plain(), &[(&a, 0.1)]));
         let none = estimate(&without, AdapterMode::Branch, &job);
         let beside = estimate(&with, AdapterMode::Branch, &job);

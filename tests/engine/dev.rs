@@ -14,7 +14,7 @@ use kiln::internals::config::{ConfigFile, Conventions, TextConfig, TextFamily, T
 use kiln::internals::model::{Loader, TextEncoder, text_manifest};
 use kiln::internals::names::{Layout, file_tensors};
 use kiln::internals::part::Part;
-use kiln::internals::pipeline::{Configs, Engine, Job, LoadOptions, estimate};
+use kiln::internals::pipeline::{Configs, Engine, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{Arena, DType, Precision, Region, Tensor};
@@ -336,7 +336,8 @@ fn all_layers_of_the_turbo_adapter_are_matched() {
 #[test]
 fn the_plan_has_the_sizes_of_the_published_model() {
     let job = Job { size: Pixels::new(1024, 1024).unwrap(), steps: 50, padding: Padding::Left, ..small_job() };
-    let estimate = |options| estimate(&Configs::dev(), Variant::Dev, options, GemmFormats::ALL, &job).unwrap();
+    let configs = Configs::dev();
+    let estimate = |options| estimate(EstimateRequest::new(&configs, Variant::Dev, options, GemmFormats::ALL), &job).unwrap();
     let plain = estimate(LoadOptions::DEFAULT);
     // Weights of the transformer, 30 layers of the encoder and the VAE's decoder; tensors are aligned.
     let weights = 64_446_562_304 + 33_345_331_200;

@@ -3,10 +3,9 @@
 
 use common::sandbox::Sandbox;
 use kiln::device::Arch;
-use kiln::internals::adapter::Adapters;
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::config::{Conventions, Variant};
-use kiln::internals::pipeline::{Configs, Estimate, Job, LoadOptions, estimate, estimate_timed};
+use kiln::internals::pipeline::{Configs, Estimate, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::DType;
 use kiln::internals::tensor::quantise::QuantisedFormat;
@@ -29,16 +28,15 @@ fn job(side: usize) -> Job {
     Job { size: Pixels::new(side, side).unwrap(), ..job }
 }
 
-fn options(quantise: Option<QuantisedFormat>) -> LoadOptions {
-    LoadOptions { quantise, ..LoadOptions::DEFAULT }
+fn request(configs: &Configs, quantise: Option<QuantisedFormat>, gemms: GemmFormats) -> EstimateRequest<'_> {
+    let options = LoadOptions { quantise, ..LoadOptions::DEFAULT };
+    EstimateRequest::new(configs, Variant::Distilled, options, gemms)
 }
 
 fn predict(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card, arch: Arch) -> (Prediction, Estimate) {
     let predictor = Predictor::new(card, arch).unwrap();
-    let time = Some(predictor.op_time());
-    let gemms = gemm_formats(card, arch);
-    let estimate =
-        estimate_timed((configs, &Adapters::default()), Variant::Distilled, options(quantise), gemms, &job(side), time).unwrap();
+    let request = request(configs, quantise, gemm_formats(card, arch));
+    let estimate = estimate(EstimateRequest { time: Some(predictor.op_time()), ..request }, &job(side)).unwrap();
     (Prediction::of(&estimate), estimate)
 }
 
@@ -85,16 +83,8 @@ fn no_op_exceeds_the_hardware() {
                     seconds
                 });
                 let configs = Configs::klein_4b();
-                let gemms = gemm_formats(card, arch);
-                estimate_timed(
-                    (&configs, &Adapters::default()),
-                    Variant::Distilled,
-                    options(quantise),
-                    gemms,
-                    &job(512),
-                    Some(check),
-                )
-                .unwrap();
+                let request = request(&configs, quantise, gemm_formats(card, arch));
+                estimate(EstimateRequest { time: Some(check), ..request }, &job(512)).unwrap();
                 assert!(ops.get() > 500, "only {} ops", ops.get());
             }
         }
@@ -130,13 +120,12 @@ fn predicting_changes_nothing_of_the_plan() {
         for (_, quantise) in FORMATS {
             let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, card, card.arch());
             let gemms = card.gemm_formats();
-            let plain = estimate(&Configs::klein_4b(), Variant::Distilled, options(quantise), gemms, &job(512)).unwrap();
+            let plain = estimate(request(&Configs::klein_4b(), quantise, gemms), &job(512)).unwrap();
             assert!(plain.seconds.is_empty() && timed.seconds.len() == plain.stages.len());
             assert_eq!(Estimate { seconds: Vec::new(), ..timed }, plain);
         }
     }
-    let none =
-        Prediction::of(&estimate(&Configs::klein_4b(), Variant::Distilled, options(None), GemmFormats::NONE, &job(256)).unwrap());
+    let none = Prediction::of(&estimate(request(&Configs::klein_4b(), None, GemmFormats::NONE), &job(256)).unwrap());
     assert_eq!((none.step(), none.stage(Phase::Decode)), (None, None));
 }
 

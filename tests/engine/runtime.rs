@@ -19,7 +19,7 @@ use kiln::internals::checkpoint::Weights;
 use kiln::internals::config::{Conventions, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::part::{Part, PerPart};
-use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
+use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{ALIGN, Arena, Bytes, DType, Region, Tensor, WeightPart};
 use kiln::internals::tiny::{self, TinyModel};
@@ -90,7 +90,7 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
         let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
         let weights = driver.bytes.get().0;
         let plan = engine.plan(&job).unwrap();
-        let estimate = model.open(variant).estimate(OPTIONS, cuda::gemm_formats((9, 0)), &job).unwrap();
+        let estimate = estimate(model.open(variant).estimate_request(OPTIONS, cuda::gemm_formats((9, 0))), &job).unwrap();
         assert_eq!(weights, if low_memory { estimate.low_memory_weight_bytes } else { estimate.weight_bytes });
         assert!(estimate.low_memory_weight_bytes < estimate.weight_bytes);
         let before = driver.replays.get();
@@ -195,7 +195,7 @@ fn weights_are_expanded_in_free_working_memory() {
         quantised::model(weights(Part::Transformer, "nvfp4", Form::BFL), Some(encoder), 64)
     };
     let (options, job, stop) = (LoadOptions::DEFAULT, Job { steps: 3, ..small_job() }, Arc::default());
-    let arena_bytes = |gemms| open().estimate(options, gemms, &job).unwrap().arena_bytes;
+    let arena_bytes = |gemms| estimate(open().estimate_request(options, gemms), &job).unwrap().arena_bytes;
     let mut working = 0;
     // Weights are expanded by a kernel before the GEMM, and on Hopper, which is the last, by the GEMM itself.
     for (capability, shared) in [((8, 0), 166_912), ((8, 9), 101_376), ((12, 0), 101_376), ((9, 0), DeviceInfo::SM90_SHARED)] {
@@ -239,7 +239,8 @@ fn weights_are_quantised_while_they_are_uploaded() {
     let (model, stop) = (Model::new(), Arc::default());
     let [(variant, job), _] = jobs();
     let load = |options: LoadOptions| {
-        let (driver, estimate) = (StandIn::new(PLENTY), model.open(variant).estimate(options, cuda::gemm_formats((9, 0)), &job));
+        let (driver, estimate) =
+            (StandIn::new(PLENTY), estimate(model.open(variant).estimate_request(options, cuda::gemm_formats((9, 0))), &job));
         let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), model.open(variant), options, &Silent).unwrap();
         let (estimate, weights) = (estimate.unwrap(), driver.bytes.get().0);
         assert_eq!(weights, if options.low_memory { estimate.low_memory_weight_bytes } else { estimate.weight_bytes });
@@ -509,7 +510,7 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
     let job = Job { size, ..job };
     let open = model.open(variant);
     let options = LoadOptions { references: false, ..OPTIONS };
-    let estimate = open.estimate(options, cuda::gemm_formats((9, 0)), &job).unwrap();
+    let estimate = estimate(open.estimate_request(options, cuda::gemm_formats((9, 0))), &job).unwrap();
     let need = estimate.weight_bytes + estimate.arena_bytes;
     let least = estimate.low_memory_weight_bytes + estimate.arena_bytes;
     // What comes on top: the scratch, and up to 2 MiB by which the driver rounds up each of three allocations.

@@ -13,7 +13,7 @@ use kiln::internals::model::transformer_manifest;
 use kiln::internals::names::Layout;
 use kiln::internals::noise::NoiseKind;
 use kiln::internals::part::Part;
-use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel};
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::{ALIGN, DType, Precision};
 use kiln::internals::tiny;
@@ -49,7 +49,7 @@ fn nvfp4_model(form: Form) -> OpenModel {
 /// The bytes that a model takes beside its files after a run in bf16, and the bytes of weights that the plan says are copied.
 fn copied_and_planned(model: OpenModel, job: &Job) -> [usize; 2] {
     let options = LoadOptions::DEFAULT;
-    let planned = model.estimate(options, GemmFormats::ALL, job).unwrap().copied_bytes as usize;
+    let planned = estimate(model.estimate_request(options, GemmFormats::ALL), job).unwrap().copied_bytes as usize;
     let before = OTHER.now();
     let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();
     engine.generate(job, &Silent, &mut |_| Ok(())).unwrap();

@@ -7,7 +7,7 @@ use kiln::internals::backend::GemmFormats;
 use kiln::internals::model::Nvfp4Math;
 use kiln::internals::names::Layout;
 use kiln::internals::part::Part;
-use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
+use kiln::internals::pipeline::{Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block, scale_bytes, scale_offset, tiles_along};
 use kiln::internals::tensor::quantise::QuantisedFormat;
@@ -120,7 +120,8 @@ fn results_are_those_of_the_quantised_file() {
         assert!(dump(plain(layout), options(format)) == right, "{format:?} {layout:?}: to the bit");
         assert!(right != as_stored, "quantising makes a difference");
         // What is planned is what the quantised model takes. On the CPU these weights and their scales are copies.
-        let planned = |model: OpenModel, options| model.estimate(options, GemmFormats::ALL, &small_job()).unwrap();
+        let planned =
+            |model: OpenModel, options| estimate(model.estimate_request(options, GemmFormats::ALL), &small_job()).unwrap();
         let (at_load, of_file) =
             (planned(plain(layout), options(format)), planned(quantised_model(layout, format), LoadOptions::DEFAULT));
         assert_eq!((at_load.weight_bytes, at_load.arena_bytes), (of_file.weight_bytes, of_file.arena_bytes));

@@ -7,7 +7,7 @@ use kiln::internals::backend::GemmFormats;
 use kiln::internals::model::{LayerFormat, PartFormat, PlainInput};
 use kiln::internals::names::Layout;
 use kiln::internals::part::Part;
-use kiln::internals::pipeline::{Formats, Job, LoadOptions, OpenModel};
+use kiln::internals::pipeline::{Formats, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::nvfp4::BLOCK;
 use kiln::internals::tensor::{DType, Precision};
 
@@ -63,7 +63,7 @@ fn layers_are_held_as_the_backend_multiplies_them() {
 
 /// The bytes of all weights, as planned.
 fn planned(content: &Content, gemms: GemmFormats) -> u64 {
-    open(content, Form::BFL).estimate(options(Precision::Bf16), gemms, &small_job()).unwrap().weight_bytes
+    estimate(open(content, Form::BFL).estimate_request(options(Precision::Bf16), gemms), &small_job()).unwrap().weight_bytes
 }
 
 #[test]

@@ -8,7 +8,7 @@ use kiln::error::Error;
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::model::{AttentionFormat, Nvfp4Math};
 use kiln::internals::part::Part;
-use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
+use kiln::internals::pipeline::{Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::formats::{e2m1, e4m3, to_e4m3};
 use kiln::internals::tensor::nvfp4::BLOCK;
 use kiln::internals::tensor::{DType, Precision};
@@ -69,8 +69,9 @@ fn re_encoded_weights_are_those_of_an_fp8_file() {
     }
 
     // What is planned is what an FP8 model takes.
-    let planned =
-        |content: &Content, options| open(content, Form::BFL).estimate(options, GemmFormats::ALL, &small_job()).unwrap();
+    let planned = |content: &Content, options| {
+        estimate(open(content, Form::BFL).estimate_request(options, GemmFormats::ALL), &small_job()).unwrap()
+    };
     let (as_fp8, of_fp8) = (planned(nvfp4, math), planned(&fp8, LoadOptions::DEFAULT));
     assert_eq!((as_fp8.weight_bytes, as_fp8.arena_bytes), (of_fp8.weight_bytes, of_fp8.arena_bytes));
     // On the CPU these weights are copies.

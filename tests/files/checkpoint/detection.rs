@@ -12,7 +12,7 @@ use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::noise::NoiseKind;
 use kiln::internals::part::Part;
 use kiln::internals::part::PerPart;
-use kiln::internals::pipeline::{Configs, Engine, Job, LoadOptions, Noise, ReferenceInput};
+use kiln::internals::pipeline::{Configs, Engine, Job, LoadOptions, Noise, ReferenceInput, estimate};
 use kiln::internals::sequence::{Grid, Pixels};
 use kiln::internals::tensor::{DType, Precision};
 use kiln::internals::tiny;
@@ -128,7 +128,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
         adapters: None,
     };
     let options = LoadOptions { precision: Precision::F32, references: true, ..LoadOptions::DEFAULT };
-    let planned = model.estimate(options, GemmFormats::ALL, &job).unwrap();
+    let planned = estimate(model.estimate_request(options, GemmFormats::ALL), &job).unwrap();
     assert_eq!((planned.text_tokens, planned.canvas_tokens, planned.reference_tokens), (48, 20, vec![20]));
     let cpu = Cpu::new(0, Arc::default()).unwrap();
     let mut engine = Engine::load(Box::new(cpu), model, options, &Silent).unwrap();

@@ -17,8 +17,8 @@ use kiln::predict::{Card, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
 use kiln::{
-    AttentionFormatCount, Configs, Conventions, Estimate, Job, KindFormat, LoadOptions, OpenModel, Precision, Variant,
-    display_name, estimate_timed,
+    AttentionFormatCount, Configs, Conventions, Estimate, EstimateRequest, Job, KindFormat, LoadOptions, OpenModel, Precision,
+    Variant, display_name, estimate,
 };
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -236,10 +236,13 @@ impl PlannedModel {
     /// klein as published is taken to be bfloat16.
     fn estimate(&self, options: LoadOptions, gpu: &PlannedGpu, job: &Job) -> Result<Estimate> {
         let (gemms, time) = (gemm_formats(gpu.capability), gpu.predictor.as_ref().map(Predictor::op_time));
-        match &self.source {
-            Source::Files(model) => model.estimate_timed(options, gemms, job, time),
-            Source::Published(configs, adapters) => estimate_timed((configs, adapters), self.variant, options, gemms, job, time),
-        }
+        let request = match &self.source {
+            Source::Files(model) => model.estimate_request(options, gemms),
+            Source::Published(configs, adapters) => {
+                EstimateRequest { adapters, ..EstimateRequest::new(configs, self.variant, options, gemms) }
+            }
+        };
+        estimate(EstimateRequest { time, ..request }, job)
     }
 }
 

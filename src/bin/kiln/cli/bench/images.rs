@@ -16,7 +16,7 @@ use kiln::microbench::median;
 use kiln::predict::{Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::{shown, shown_line};
-use kiln::{Engine, MAX_PROMPT_BYTES, Precision, check_length};
+use kiln::{Engine, EstimateRequest, MAX_PROMPT_BYTES, Precision, check_length, estimate};
 use serde::Serialize;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -315,7 +315,7 @@ fn start<'a>(
         Precision::F32 => Err("f32 is not for tensor cores".into()),
     });
     let (gemms, time) = (session.backend.backend.gemm_formats(), predictor.as_ref().ok().map(Predictor::op_time));
-    let plan = session.model.estimate_timed(session.options, gemms, &settings.job, time)?;
+    let plan = estimate(EstimateRequest { time, ..session.model.estimate_request(session.options, gemms) }, &settings.job)?;
     let predicted = predictor.map(|predictor| (Prediction::of(&plan), predictor));
     let weights = if session.options.low_memory { plan.low_memory_weight_bytes } else { plan.weight_bytes };
     // Memory is measured on GPUs only: the free memory of the host changes with every other process.
