@@ -7,7 +7,7 @@ use super::job::{GeneratedImage, Job, LoadOptions};
 use super::kept::Kept;
 use super::open::OpenModel;
 use super::prepared::{DryRun, Shapes, Tables, initial_noise};
-use super::stages::{Images, Stages};
+use super::stages::{Canvas, Encoded, Images, Prompts, Stages};
 use super::weights::Store;
 use crate::backend::{Backend, Plan};
 use crate::config::Variant;
@@ -17,6 +17,7 @@ use crate::progress::{Progress, Silent, Traced};
 use crate::tensor::{Arena, Region};
 use crate::threads;
 use crate::tokenizer::{self, Padding, Tokenizer, Tokens};
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -33,6 +34,15 @@ pub struct Engine {
     tokenizer: Tokenizer,
     variant: Variant,
     name: String,
+}
+
+/// What the denoising of a job starts with.
+struct Start<'a> {
+    encoded: Encoded,
+    canvas: Canvas,
+    tables: Arc<Tables>,
+    /// The noise of the first image.
+    first: Cow<'a, [f32]>,
 }
 
 impl Engine {
@@ -205,64 +215,90 @@ impl Engine {
         progress: &dyn Progress,
         sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
     ) -> Result<()> {
-        let progress = &Traced::new(progress);
+        let (progress, mut ws) = (&Traced::new(progress), Arena::new(Region::Arena));
         let inputs = self.inputs(job, progress)?;
-        let DryRun { bytes, ops, flops } = self.dry_run(&inputs)?;
+        self.prepare(&inputs, progress)?;
+        match self.encode(&mut ws, &inputs, progress)? {
+            Some(start) => self.denoise(&mut ws, &inputs, start, progress, sink),
+            None => Ok(()),
+        }
+    }
+
+    /// Reserves the memory of a job, finds its kernels and loads the text encoder.
+    fn prepare(&mut self, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<()> {
+        let DryRun { bytes, ops, flops } = self.dry_run(inputs)?;
         progress.detail(&format!(
             "{} tokens, {ops} ops, {:.3} TFLOP, {:.1} MiB of working memory",
             inputs.plan.tokens(),
             flops as f64 / 1e12,
             bytes as f64 / 1_048_576.0
         ));
-        let Self { backend, stages, store, side, shapes, kept: results, working, .. } = self;
-        let (be, mut ws) = (backend.as_mut(), Arena::new(Region::Arena));
-        side.upload(be, &store.branches, results)?;
+        let Self { backend, stages, store, side, shapes, kept, working, .. } = self;
+        let be = backend.as_mut();
+        side.upload(be, &store.branches, kept)?;
         // Should this fail, nothing is left of what was there.
         let before = std::mem::take(working);
         be.reserve(Region::Arena, bytes)?;
         *working = bytes.max(before);
-        let known = shapes.tables(&inputs);
         if let Some(cuda) = be.cuda() {
-            shapes.rehearse(&inputs, || cuda.rehearse(&mut |be| stages.walk(be, &inputs, &Silent).map(drop)))?;
+            shapes.rehearse(inputs, || cuda.rehearse(&mut |be| stages.walk(be, inputs, &Silent).map(drop)))?;
         }
         // What a job that failed left is not of these images.
         be.take_saturated()?;
-        store.load_text(&mut stages.text, be, progress)?;
+        store.load_text(&mut stages.text, be, progress)
+    }
 
+    /// Encodes the prompts, while the host prepares what denoising starts with; a job without seeds has none. Loads the transformer.
+    fn encode<'a>(&mut self, ws: &mut Arena, inputs: &Inputs<'a>, progress: &dyn Progress) -> Result<Option<Start<'a>>> {
+        let Self { backend, stages, store, shapes, kept, .. } = self;
+        let (be, job, known) = (backend.as_mut(), inputs.job, shapes.tables(inputs));
         let (config, precision) = (&stages.transformer_config, store.options.precision);
-        let noise_of = |seed: u64| initial_noise(job, seed, precision);
         let (prompts, (tables, first)) = threads::join(
-            || stages.encode_prompts(be, &mut ws, &inputs, results, progress),
+            || stages.encode_prompts(be, ws, inputs, kept, progress),
             || {
-                let tables = known.unwrap_or_else(|| Arc::new(Tables::new(config, &inputs)));
-                (tables, job.seeds.first().map(|&seed| noise_of(seed)))
+                let tables = known.unwrap_or_else(|| Arc::new(Tables::new(config, inputs)));
+                (tables, job.seeds.first().map(|&seed| initial_noise(job, seed, precision)))
             },
         );
-        let prompts = prompts?;
-        shapes.keep_tables(&inputs, &tables);
+        let Prompts { encoded, counts } = prompts?;
+        shapes.keep_tables(inputs, &tables);
         let Some(first) = first else {
             progress.end();
-            return Ok(());
+            return Ok(None);
         };
-        let canvas = stages.place_canvas(be, &mut ws, &inputs, &tables, &first)?;
+        let canvas = stages.place_canvas(be, ws, inputs, &tables, &first)?;
         // If the transformer is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
         if store.transformer {
-            inputs.check_prompts(be, prompts.counts)?;
+            inputs.check_prompts(be, counts)?;
             progress.end();
         } else {
             progress.end();
             store.load_transformer(&mut stages.image, be, progress)?;
-            inputs.check_prompts(be, prompts.counts)?;
+            inputs.check_prompts(be, counts)?;
         }
+        Ok(Some(Start { encoded, canvas, tables, first }))
+    }
+
+    /// Denoises and decodes the images, and loads the VAE.
+    fn denoise<'a>(
+        &mut self,
+        ws: &mut Arena,
+        inputs: &Inputs<'a>,
+        Start { encoded, canvas, tables, first }: Start<'a>,
+        progress: &dyn Progress,
+        sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
+    ) -> Result<()> {
+        let Self { backend, stages, store, kept, .. } = self;
+        let (be, job, precision) = (backend.as_mut(), inputs.job, store.options.precision);
         if !job.references.is_empty() {
             store.load_vae(be)?;
         }
         let load_vae = &mut |be: &mut dyn Backend| store.load_vae(be);
         // Zeros would be pages that the system provides one by one when the device's copy arrives.
         let pixel_buffer = &|| vec![u8::MAX; 3 * job.size.width() * job.size.height()];
-        let (seeds, tables, noise_of) = (&*job.seeds, &*tables, &noise_of);
-        let images = Images { canvas, tables, seeds, first, noise_of, kept: results, load_vae, pixel_buffer };
-        stages.denoise_and_decode(be, &mut ws, &inputs, prompts.encoded, images, progress, &mut |seed, mut values| {
+        let (seeds, tables, noise_of) = (&*job.seeds, &*tables, &|seed: u64| initial_noise(job, seed, precision));
+        let images = Images { canvas, tables, seeds, first, noise_of, kept, load_vae, pixel_buffer };
+        stages.denoise_and_decode(be, ws, inputs, encoded, images, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let saturated = values.saturated;
             let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
