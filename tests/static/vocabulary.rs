@@ -51,6 +51,8 @@ const REPLACED: &[(&str, &str)] = &[
     ("terms of low rank", "LoRA branches"),
     ("ScaledTerm", "ScaledDelta"),
     ("LayerPlace", "LayerId"),
+    ("ShapeArgs", "ImageOptions"),
+    ("--beside", "--compare"),
 ];
 
 /// Folders with text of the project; recorded results and fixtures are data.

@@ -52,7 +52,7 @@ pub struct RunArgs {
     pub backend: BackendArg,
 
     /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize..=1023), help_heading = "Run")]
+    #[arg(long, value_name = "N", value_parser = within(DEVICES), help_heading = "Run")]
     pub device: Option<usize>,
 
     /// In which formats results are stored, and layers and attention computed
@@ -67,7 +67,7 @@ pub struct RunArgs {
     pub low_memory: bool,
 
     /// CPU threads, at most one per core [default: one per core]
-    #[arg(long, value_name = "N", value_parser = within(1usize..=1024), help_heading = "Run")]
+    #[arg(long, value_name = "N", value_parser = within(THREADS), help_heading = "Run")]
     pub threads: Option<usize>,
 
     /// A trace of the run

@@ -1,6 +1,6 @@
 //! `kiln quantize`: writes a model in FP8 or NVFP4.
 
-use super::args::{BackendArg, FormatArg, PartArg, STEPS, VariantArg, WeightLayoutArg, pixels, within};
+use super::args::{BackendArg, DEVICES, FormatArg, PartArg, STEPS, THREADS, VariantArg, WeightLayoutArg, pixels, within};
 use super::device::{SelectedBackend, select_backend};
 use super::stdout::{json_line, line_of, print};
 use super::{Process, Subcommand};
@@ -118,7 +118,7 @@ pub struct QuantizeArgs {
     pub backend: Option<BackendArg>,
 
     /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize..=1023), help_heading = "Calibration")]
+    #[arg(long, value_name = "N", value_parser = within(DEVICES), help_heading = "Calibration")]
     pub device: Option<usize>,
 
     /// Text encoder to calibrate with or to copy, instead of the model's
@@ -150,7 +150,7 @@ pub struct QuantizeArgs {
     pub json: bool,
 
     /// CPU threads, at most one per core [default: one per core]
-    #[arg(long, value_name = "N", value_parser = within(1usize..=1024), help_heading = "Run")]
+    #[arg(long, value_name = "N", value_parser = within(THREADS), help_heading = "Run")]
     pub threads: Option<usize>,
 
     /// Print nothing but errors

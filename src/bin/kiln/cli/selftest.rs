@@ -1,6 +1,6 @@
 //! `kiln selftest`: checks a GPU and prints a line for each check, between marks that make it a block to paste into an issue.
 
-use super::args::within;
+use super::args::{DEVICES, within};
 use super::device::describe_gpu;
 use super::stdout::{json_line, print};
 use super::{Process, Subcommand};
@@ -38,7 +38,7 @@ Examples:
 #[command(allow_negative_numbers = true)]
 pub struct SelftestArgs {
     /// Which GPU, as `kiln doctor` numbers them [default: 0]
-    #[arg(long, value_name = "N", value_parser = within(0usize..=1023))]
+    #[arg(long, value_name = "N", value_parser = within(DEVICES))]
     pub device: Option<usize>,
 
     /// Only what takes less than a second: no large GEMM, no rates

@@ -240,6 +240,12 @@ pub enum BackendArg {
     Cpu,
 }
 
+/// The indices that a GPU may have.
+pub const DEVICES: RangeInclusive<usize> = 0..=1023;
+
+/// How many CPU threads may be asked for.
+pub const THREADS: RangeInclusive<usize> = 1..=1024;
+
 /// Parses a number of pixels. Whether it is legal depends on the other side of the image as well, so that is checked later.
 pub fn pixels(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())

