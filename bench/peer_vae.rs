@@ -3,11 +3,11 @@
 
 use super::{Handle, Message, PeerTensor, guarded, wrong};
 use kiln::error::Result;
-use kiln::internals::backend::{Backend, GemmFormats, Plan};
+use kiln::internals::backend::{Backend, DryRun, GemmFormats};
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::{ConfigFile, VaeConfig};
 use kiln::internals::model::{Loader, Vae};
-use kiln::internals::part::Part;
 use kiln::internals::sequence::{Grid, PATCH};
 use kiln::internals::tensor::{ALIGN, Arena, Precision, Region, Tensor};
 use std::ffi::{CStr, c_char};
@@ -41,9 +41,9 @@ fn place(
 
 impl PeerVae {
     fn open(folder: &Path, tiling: bool) -> Result<Self> {
-        let weights = Weights::open(Part::Vae, folder)?;
+        let weights = Weights::open(Component::Vae, folder)?;
         let config = VaeConfig::detect(&weights, Some(&ConfigFile::read(&folder.join("config.json"))?))?;
-        let (vae, weight_bytes) = place(&mut Plan::new(GemmFormats::NONE), &weights, &config, tiling, 0, true)?;
+        let (vae, weight_bytes) = place(&mut DryRun::new(GemmFormats::NONE), &weights, &config, tiling, 0, true)?;
         Ok(Self { weights, config, tiling, vae, weight_bytes })
     }
 
@@ -160,7 +160,7 @@ pub unsafe extern "C" fn kiln_peers_vae_run(
         // SAFETY: null, or from `kiln_peers_open` and used by one thread.
         match unsafe { handle.as_mut() } {
             Some(handle) => vae.run(&mut handle.cuda, encode != 0, out, x, [width, height], workspace),
-            None => vae.run(&mut Plan::new(GemmFormats::NONE), encode != 0, out, x, [width, height], workspace),
+            None => vae.run(&mut DryRun::new(GemmFormats::NONE), encode != 0, out, x, [width, height], workspace),
         }
     };
     guarded(Message { text: error, len: error_len }, body).unwrap_or(0)

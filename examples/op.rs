@@ -3,7 +3,7 @@
 
 use kiln::DType;
 use kiln::device::{Backend, Cpu};
-use kiln::ops::{Arena, Bytes, Op, Region, Role, WeightPart};
+use kiln::ops::{Arena, Bytes, Op, Region, Role, WeightSlice};
 use std::sync::Arc;
 
 fn main() -> kiln::Result<()> {
@@ -21,7 +21,7 @@ fn main() -> kiln::Result<()> {
 
     be.reserve(Region::Weights, weights.peak())?;
     let bytes: Vec<u8> = gain.iter().flat_map(|value| value.to_le_bytes()).collect();
-    be.upload(weight, Role::Vector, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::F32, 1)])?;
+    be.upload(weight, Role::Vector, &[WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::F32, 1)])?;
     be.reserve(Region::Arena, workspace.peak())?;
     be.write(input, &x)?;
     be.run(Op::RmsNorm { out: output, x: input, weight, eps })?;

@@ -60,7 +60,7 @@ pub struct Adapter {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Coverage {
     /// At least one layer.
-    Part,
+    Component,
     /// All layers.
     Whole,
 }
@@ -82,7 +82,7 @@ impl Adapter {
 
     /// What [`Adapter::open`] reads, of a file that is open.
     pub fn read(shard: &Shard, targets: &LayerTargets) -> Result<Self> {
-        Self::gather(shard, targets, Coverage::Part)
+        Self::gather(shard, targets, Coverage::Component)
     }
 
     fn gather(shard: &Shard, targets: &LayerTargets, coverage: Coverage) -> Result<Self> {

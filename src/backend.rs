@@ -3,18 +3,19 @@
 //! Model code describes what to compute by passing [`Op`] values to a [`Backend`]; it never asks which backend that is. An op is
 //! a plain description over [`Tensor`] descriptors, at the granularity of one fused kernel, and is executed eagerly: there is no
 //! computation graph and no graph optimiser. Because ops are values, their shape rules ([`Op::check`]), their cost
-//! ([`Op::flops`]) and their operands ([`Op::operands`]) are written once, and a backend that plans ([`Plan`]), compares
+//! ([`Op::flops`]) and their operands ([`Op::operands`]) are written once, and a backend that plans ([`DryRun`]), compares
 //! ([`Lockstep`]) or watches another one ([`Observed`]) is a few lines long.
 
 pub mod cpu;
 pub mod cuda;
+mod dry_run;
 #[cfg(feature = "internals")]
 mod lockstep;
 mod observed;
 mod op;
-mod plan;
 use kiln_numerics::up_conv;
 
+pub use dry_run::DryRun;
 #[cfg(feature = "internals")]
 pub use lockstep::Lockstep;
 pub use observed::{Observed, Observer};
@@ -22,10 +23,9 @@ pub use op::{
     Access, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, LoraBranch, Modulated, Op, OpKind, Projection,
     QkNorm, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
-pub use plan::Plan;
 
 use crate::error::{Error, Result};
-use crate::tensor::{Arena, DType, Region, Tensor, WeightPart};
+use crate::tensor::{Arena, DType, Region, Tensor, WeightSlice};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -228,9 +228,9 @@ pub trait Backend {
     fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
-    /// that can be [converted](WeightPart::converts_to) or quantised to it. Ops that were
+    /// that can be [converted](WeightSlice::converts_to) or quantised to it. Ops that were
     /// issued earlier still read the old values.
-    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()>;
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()>;
 
     /// Bytes of memory that can still be allocated, if the backend knows.
     fn available(&self) -> Result<Option<u64>> {

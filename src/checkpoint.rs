@@ -19,11 +19,11 @@ pub use header::{Entry, StoredDtype};
 pub use read_ahead::ReadAhead;
 pub use shard::{Identity, Shard, digits};
 
+use crate::component::Component;
 use crate::error::{Error, Remedy, Result};
 use crate::names::{self, Layout, Rows, Spelling, TensorRole, TensorSpec};
-use crate::part::Part;
 use crate::tensor::nvfp4::TILE_ROWS;
-use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, ScaleKind, Stored, WeightPart};
+use crate::tensor::{Bytes, DType, Nvfp4Layout, ScaleKind, SliceScaling, Stored, WeightSlice};
 use crate::text::shown_path;
 use crate::trace;
 use quantised::{FileWeight, Quantisation};
@@ -35,7 +35,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[derive(Clone, Debug)]
 pub struct StoredWeight {
     /// Its rows in order. A vector is one row.
-    pub parts: Vec<WeightPart>,
+    pub parts: Vec<WeightSlice>,
     /// How the checkpoint wants the input of the layer to be stored; `None` if it is not to be quantised.
     pub input: Option<Stored>,
     /// Whether the parts want it stored differently, so that it cannot be quantised for all of them.
@@ -45,7 +45,7 @@ pub struct StoredWeight {
 /// The weights of one model part under their canonical names.
 #[derive(Clone, Debug)]
 pub struct Weights {
-    part: Part,
+    part: Component,
     path: PathBuf,
     shards: Vec<Shard>,
     /// The pieces of each tensor in row order, by canonical name. A piece that no file has is `None`.
@@ -72,7 +72,7 @@ struct Segment {
 
 impl Weights {
     /// Opens a `.safetensors` file, or a folder that holds one or holds its shards.
-    pub fn open(part: Part, path: &Path) -> Result<Self> {
+    pub fn open(part: Component, path: &Path) -> Result<Self> {
         let _span = trace::span_of("open part", || part.to_string());
         let meta = std::fs::metadata(path).map_err(|e| match e.kind() {
             std::io::ErrorKind::NotFound => {
@@ -85,12 +85,12 @@ impl Weights {
     }
 
     /// Collects the weights of files that are already open.
-    pub fn from_shards(part: Part, shards: Vec<Shard>) -> Result<Self> {
+    pub fn from_shards(part: Component, shards: Vec<Shard>) -> Result<Self> {
         let path = shards.first().map(|shard| shard.path().to_path_buf()).unwrap_or_default();
         Self::gather(part, path, shards)
     }
 
-    fn gather(part: Part, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
+    fn gather(part: Component, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
         // Adapters and unsupported formats are refused first, because their tensors would otherwise be reported as faults.
         shards.iter().try_for_each(refuse_adapter)?;
         let quantisation = Quantisation::read(part, &shards)?;
@@ -125,7 +125,7 @@ impl Weights {
     }
 
     /// The part of the model that these weights belong to.
-    pub fn part(&self) -> Part {
+    pub fn component(&self) -> Component {
         self.part
     }
 
@@ -218,7 +218,7 @@ impl Weights {
         extras.sort();
         extras.dedup();
         match extras.first() {
-            Some((shard, name)) if self.part == Part::Transformer => {
+            Some((shard, name)) if self.part == Component::Transformer => {
                 Err(Error::TensorUnknown { path: self.shards[*shard].path().to_path_buf(), name: name.clone() })
             }
             _ => Ok(extras.into_iter().map(|(_, name)| name).collect()),
@@ -325,7 +325,7 @@ impl Weights {
         bytes: Bytes,
         rows: Rows,
         want: &[usize],
-    ) -> Result<(WeightPart, Option<Stored>)> {
+    ) -> Result<(WeightSlice, Option<Stored>)> {
         let (path, name) = (|| self.shards[weight.shard].path().to_path_buf(), || weight.name.to_owned());
         let format = self.quantisation.format(weight)?;
         let stored_as = weight.entry.dtype.name;
@@ -338,17 +338,17 @@ impl Weights {
         }
         let (scaling, input) = match format {
             Some(format) => self.quantisation.scaling(weight, format, self.nvfp4)?,
-            None => (PartScaling::Unscaled, None),
+            None => (SliceScaling::Unscaled, None),
         };
         if !halves {
-            return Ok((WeightPart { bytes, dtype, rows: count, scaling }, input));
+            return Ok((WeightSlice { bytes, dtype, rows: count, scaling }, input));
         }
         let second = rows == Rows::SecondHalf;
         let halved = scales::half_of(&bytes, second).zip(scales::half(scaling, count, second));
         let (bytes, scaling) = halved.ok_or_else(|| {
             weight.invalid(format_args!("has {count} rows, and half of them is no multiple of {TILE_ROWS}, as its scales need"))
         })?;
-        Ok((WeightPart { bytes, dtype, rows: count / 2, scaling }, input))
+        Ok((WeightSlice { bytes, dtype, rows: count / 2, scaling }, input))
     }
 
     /// The error for a piece that no file has, in the files' own spelling.

@@ -139,7 +139,7 @@ pub struct TextConfig {
     /// Epsilon of every RMS norm, added to the mean square.
     pub eps: f32,
     /// The prompt embeddings are the residual stream after each of these numbers of layers.
-    pub taps: [usize; 3],
+    pub text_layers: [usize; 3],
     /// Number of tokens of a padded prompt.
     pub max_tokens: usize,
 }
@@ -159,7 +159,7 @@ impl TextFamily {
     }
 
     /// The layers whose output a FLUX.2 model takes as prompt embeddings, by convention.
-    pub const fn taps(self) -> [usize; 3] {
+    pub const fn text_layers(self) -> [usize; 3] {
         match self {
             Self::Qwen3 => QWEN3_TAPS,
             Self::Mistral3 => MISTRAL_TAPS,
@@ -190,7 +190,7 @@ impl TextConfig {
             vocab,
             rope_theta,
             eps,
-            taps: family.taps(),
+            text_layers: family.text_layers(),
             max_tokens: TEXT_TOKENS,
         }
     }
@@ -222,12 +222,12 @@ impl TextConfig {
 
     /// Number of layers that are run: up to the last tap.
     pub const fn used_layers(&self) -> usize {
-        self.taps[2]
+        self.text_layers[2]
     }
 
-    /// Width of a prompt embedding: the taps concatenated.
+    /// Width of a prompt embedding: the text_layers concatenated.
     pub const fn features(&self) -> usize {
-        self.taps.len() * self.hidden
+        self.text_layers.len() * self.hidden
     }
 }
 
@@ -282,10 +282,15 @@ pub fn check_fit(transformer: &TransformerConfig, text: &TextConfig) -> Result<(
         ("[dev]", "Mistral Small 3", TextConfig::dev().hidden),
         ("the tiny model", "its own text encoder", TextConfig::tiny().hidden),
     ];
-    let needs = known.iter().find(|(.., hidden)| hidden * text.taps.len() == transformer.context);
+    let needs = known.iter().find(|(.., hidden)| hidden * text.text_layers.len() == transformer.context);
     let detail = match needs {
         Some((model, encoder, hidden)) => format!("{model} needs {encoder} (hidden {hidden}), found hidden {}", text.hidden),
-        None => format!("it needs features of width {}, found hidden {} x {}", transformer.context, text.hidden, text.taps.len()),
+        None => format!(
+            "it needs features of width {}, found hidden {} x {}",
+            transformer.context,
+            text.hidden,
+            text.text_layers.len()
+        ),
     };
     let found = known.iter().find(|(.., hidden)| *hidden == text.hidden);
     let hint = found.map(|(model, ..)| format!("this looks like the encoder of {model}").into());

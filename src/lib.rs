@@ -22,6 +22,7 @@
 mod adapter;
 mod backend;
 mod checkpoint;
+mod component;
 mod config;
 mod dump;
 pub mod error;
@@ -35,7 +36,6 @@ mod model;
 mod names;
 mod noise;
 pub mod output;
-mod part;
 mod pipeline;
 pub mod predict;
 pub mod progress;
@@ -53,6 +53,7 @@ mod tokenizer;
 pub mod trace;
 mod words;
 
+pub use component::{Component, PerComponent};
 pub use config::{Conventions, Guidance, Variant, display_name};
 pub use dump::read_noise;
 pub use error::{Error, Result};
@@ -60,14 +61,13 @@ pub use files::read as read_file;
 pub use model::{AttentionFormat, Nvfp4Math, PlainHeads, PlainInput};
 pub use names::{LayerRole, Layout};
 pub use noise::{CHANNELS, NoiseKind};
-pub use part::{Part, PerPart};
 pub use pipeline::{
     AdapterUse, AttentionFormatCount, Configs, Engine, Estimate, EstimateRequest, Expansion, Formats, GeneratedImage, Job,
     KindFormat, LoadOptions, Noise, OpenModel, ReferenceInput, estimate,
 };
 pub use reference::{DecodedReference, PreparedReference};
 pub use sampler::Sigmas;
-pub use sequence::{Grid, Pixels, SequencePlan};
+pub use sequence::{Grid, Pixels, SequenceLayout};
 pub use tensor::{DType, Nvfp4Layout, Precision};
 pub use tiny::write_to as write_tiny_model;
 pub use tokenizer::{MAX_PROMPT_BYTES, Padding, SHORTEN, check_length};
@@ -94,7 +94,7 @@ pub mod lora {
 /// Single ops on any [`Backend`](crate::device::Backend), for kernel benchmarks; `examples/op.rs` runs one.
 pub mod ops {
     pub use crate::backend::{Op, Role};
-    pub use crate::tensor::{Arena, Bytes, Region, Tensor, WeightPart};
+    pub use crate::tensor::{Arena, Bytes, Region, Tensor, WeightSlice};
 }
 
 /// The inside of the library, for kiln's own tests and benchmarks. Nothing in it is stable.
@@ -105,7 +105,7 @@ pub mod internals {
         ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
     }
     open! {
-        adapter backend checkpoint config dump files model names noise part pipeline reference sampler sequence tensor tiny tokenizer
+        adapter backend checkpoint component config dump files model names noise pipeline reference sampler sequence tensor tiny tokenizer
         words
     }
 }

@@ -10,10 +10,10 @@ pub use adapter::locate_adapter;
 pub use cache::Environment;
 pub use embedded::Embedded;
 
+use crate::component::PerComponent;
 use crate::config::Conventions;
 use crate::error::{Error, Remedy, Result};
 use crate::files;
-use crate::part::PerPart;
 use crate::tensor::Nvfp4Layout;
 use cache::NoSnapshot;
 use parts::{Sought, describe_faults, folder_of_weights, single_file};
@@ -50,7 +50,7 @@ pub struct LocateRequest {
     /// A folder, a repository id, or the name of a model that needs no files.
     pub model: Option<PathBuf>,
     /// Replaces parts of the model: a file, or a folder of shards, for each.
-    pub parts: PerPart<Option<PathBuf>>,
+    pub parts: PerComponent<Option<PathBuf>>,
     /// Replaces the model's tokenizer: a `tokenizer.json`, or a folder that holds one.
     pub tokenizer: Option<PathBuf>,
     /// Replaces the order in which files seem to store NVFP4.
@@ -63,7 +63,7 @@ pub struct LocateRequest {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelFiles {
     /// A safetensors file, or a folder of them, for each part.
-    pub parts: PerPart<PathBuf>,
+    pub parts: PerComponent<PathBuf>,
     /// A `tokenizer.json`; without one, the embedded tokenizer is used.
     pub tokenizer: Option<PathBuf>,
     /// The pipeline's `model_index.json`, if it describes this transformer.
@@ -208,7 +208,7 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
         }
         given => given.clone().or(folder.tokenizer.clone()),
     };
-    let Ok(parts) = PerPart::try_from_fn(|part| folder.parts[part].path().ok_or(())) else {
+    let Ok(parts) = PerComponent::try_from_fn(|part| folder.parts[part].path().ok_or(())) else {
         let (what, hint) = folder.faults().unzip();
         let what = what.unwrap_or_default();
         return Err(match base.path {
@@ -228,7 +228,7 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
 struct Folder {
     path: Option<PathBuf>,
     origin: String,
-    parts: PerPart<Sought>,
+    parts: PerComponent<Sought>,
     tokenizer: Option<PathBuf>,
     index: Option<PathBuf>,
     conventions: Option<PathBuf>,
@@ -275,7 +275,7 @@ impl Folder {
         Self {
             path: Some(path.into()),
             origin: origin.into(),
-            parts: PerPart {
+            parts: PerComponent {
                 text_encoder: text_encoder_in(path, &transformer),
                 transformer,
                 vae: part("vae", "vae", &["ae", "flux2-vae", "full_encoder_small_decoder"]),

@@ -86,8 +86,8 @@ fn format_of(op: &Op<'_>) -> Option<&'static str> {
         let to = match (t.region, access) {
             _ if !t.dtype.is_quantised() => return,
             (Region::Weights | Region::Adapters, _) => &mut weights,
-            (Region::Arena | Region::Kept, Access::Read) => &mut inputs,
-            (Region::Arena | Region::Kept, _) => &mut results,
+            (Region::Arena | Region::Cache, Access::Read) => &mut inputs,
+            (Region::Arena | Region::Cache, _) => &mut results,
         };
         *to = Some(t.dtype);
     });

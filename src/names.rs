@@ -10,10 +10,10 @@ mod tables;
 
 pub use layer::{LayerId, LayerRole, Stream};
 
-use crate::part::Part;
+use crate::component::Component;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
 
-impl Part {
+impl Component {
     fn rows(self) -> &'static [Row] {
         match self {
             Self::Transformer => TRANSFORMER,
@@ -138,17 +138,17 @@ impl TensorSpec {
 }
 
 /// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper; more specific ones come first.
-const PREFIXES: [(&str, Part); 9] = [
-    ("model.diffusion_model.", Part::Transformer),
-    ("model.model.", Part::Transformer),
-    ("net.", Part::Transformer),
-    ("vae.", Part::Vae),
-    ("text_encoders.qwen3_4b.transformer.", Part::TextEncoder),
-    ("text_encoders.qwen3_8b.transformer.", Part::TextEncoder),
-    ("text_encoders.mistral3_24b.transformer.", Part::TextEncoder),
+const PREFIXES: [(&str, Component); 9] = [
+    ("model.diffusion_model.", Component::Transformer),
+    ("model.model.", Component::Transformer),
+    ("net.", Component::Transformer),
+    ("vae.", Component::Vae),
+    ("text_encoders.qwen3_4b.transformer.", Component::TextEncoder),
+    ("text_encoders.qwen3_8b.transformer.", Component::TextEncoder),
+    ("text_encoders.mistral3_24b.transformer.", Component::TextEncoder),
     // A language model inside one that also sees, as it is stored and as it is called in memory.
-    ("language_model.", Part::TextEncoder),
-    (IN_MEMORY, Part::TextEncoder),
+    ("language_model.", Component::TextEncoder),
+    (IN_MEMORY, Component::TextEncoder),
 ];
 
 /// Here `model.` itself is a part of the prefix.
@@ -232,7 +232,7 @@ pub fn is_adapter(name: &str) -> bool {
 }
 
 /// The prefix of a name, the rest, and the part that the prefix stands for. Without a prefix a name may be any part's.
-fn split_prefix(name: &str) -> (&'static str, &str, Option<Part>) {
+fn split_prefix(name: &str) -> (&'static str, &str, Option<Component>) {
     let found = PREFIXES.iter().find_map(|(prefix, owner)| Some((*prefix, name.strip_prefix(prefix)?, Some(*owner))));
     found.unwrap_or(("", name, None))
 }
@@ -243,7 +243,7 @@ pub fn without_prefix(name: &str) -> &str {
 }
 
 /// Determines the meaning of the tensor `name` of a file for `part`.
-pub fn resolve(part: Part, name: &str) -> TensorRole {
+pub fn resolve(part: Component, name: &str) -> TensorRole {
     let (prefix, bare, owner) = split_prefix(name);
     if owner.is_some_and(|owner| owner != part) {
         return TensorRole::OtherPart;
@@ -263,14 +263,14 @@ pub fn resolve(part: Part, name: &str) -> TensorRole {
     }
     // Some files call the learned scale of a query or key norm its weight.
     let renamed = match bare.strip_suffix("_norm.weight") {
-        Some(stem) if part == Part::Transformer => Some(format!("{stem}_norm.scale")),
+        Some(stem) if part == Component::Transformer => Some(format!("{stem}_norm.scale")),
         _ => None,
     };
     let bare = renamed.as_deref().unwrap_or(bare);
     part.rows().iter().find_map(|row| spelling(part, row, prefix, bare)).map_or(TensorRole::Unknown, TensorRole::Weight)
 }
 
-fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<Spelling> {
+fn spelling(part: Component, row: &Row, prefix: &'static str, name: &str) -> Option<Spelling> {
     let shared = row.other.is_empty();
     let canonical_layout = part.canonical_layout().filter(|_| !shared);
     if let Some(captured) = matches(row.canonical, name) {
@@ -293,7 +293,7 @@ fn spelling(part: Part, row: &Row, prefix: &'static str, name: &str) -> Option<S
 }
 
 /// The names under which `layout` stores a canonical tensor, in row order. A name that is in no table is returned unchanged.
-pub fn spell(part: Part, layout: Layout, canonical: &str) -> Vec<String> {
+pub fn spell(part: Component, layout: Layout, canonical: &str) -> Vec<String> {
     let found = part.rows().iter().find_map(|row| matches(row.canonical, canonical).map(|captured| (row, captured)));
     match found {
         Some((row, captured)) if !row.other.is_empty() && part.canonical_layout() != Some(layout) => {
@@ -304,12 +304,12 @@ pub fn spell(part: Part, layout: Layout, canonical: &str) -> Vec<String> {
 }
 
 /// The tensors that a file of `layout` holds for a canonical one.
-pub fn file_tensors(part: Part, layout: Layout, spec: &TensorSpec) -> Vec<TensorSpec> {
+pub fn file_tensors(part: Component, layout: Layout, spec: &TensorSpec) -> Vec<TensorSpec> {
     let names = spell(part, layout, &spec.name);
     if names.len() == 1 {
         let mut shape = spec.shape.clone();
         // The original VAE writes the projections of its attention as 1x1 convolutions.
-        if part == Part::Vae && layout == Layout::Bfl && shape.len() == 2 {
+        if part == Component::Vae && layout == Layout::Bfl && shape.len() == 2 {
             shape.extend([1, 1]);
         }
         return names.into_iter().map(|name| TensorSpec::new(name, &shape)).collect();
@@ -319,11 +319,11 @@ pub fn file_tensors(part: Part, layout: Layout, spec: &TensorSpec) -> Vec<Tensor
 }
 
 /// True for tensors that every checkpoint may have and no run reads.
-pub fn is_unused(part: Part, name: &str) -> bool {
+pub fn is_unused(part: Component, name: &str) -> bool {
     match part {
-        Part::Transformer => false,
-        Part::TextEncoder => UNUSED_TEXT.iter().any(|unused| name.starts_with(unused)),
-        Part::Vae => name == "bn.num_batches_tracked",
+        Component::Transformer => false,
+        Component::TextEncoder => UNUSED_TEXT.iter().any(|unused| name.starts_with(unused)),
+        Component::Vae => name == "bn.num_batches_tracked",
     }
 }
 
@@ -345,7 +345,7 @@ mod tests {
     use super::tables::Captured;
     use super::*;
 
-    fn weight(part: Part, name: &str) -> Spelling {
+    fn weight(part: Component, name: &str) -> Spelling {
         match resolve(part, name) {
             TensorRole::Weight(spelling) => spelling,
             other => panic!("{name}: {other:?}"),
@@ -354,29 +354,29 @@ mod tests {
 
     #[test]
     fn split_projections_are_rows_of_one_tensor() {
-        let key = weight(Part::Transformer, "transformer_blocks.3.attn.to_k.weight");
+        let key = weight(Component::Transformer, "transformer_blocks.3.attn.to_k.weight");
         assert_eq!(key.canonical, "double_blocks.3.img_attn.qkv.weight");
         assert_eq!((key.pieces, key.holds, key.layout), (3, vec![(1, Rows::All)], Some(Layout::Diffusers)));
         for prefix in ["language_model.model", "model.language_model", "text_encoders.mistral3_24b.transformer.model", "model"] {
-            let value = weight(Part::TextEncoder, &format!("{prefix}.layers.3.self_attn.v_proj.weight"));
+            let value = weight(Component::TextEncoder, &format!("{prefix}.layers.3.self_attn.v_proj.weight"));
             assert_eq!(
                 (value.canonical.as_str(), value.holds),
                 ("model.layers.3.self_attn.qkv_proj.weight", vec![(2, Rows::All)])
             );
-            let scale = resolve(Part::TextEncoder, &format!("{prefix}.layers.3.mlp.up_proj.weight_scale"));
+            let scale = resolve(Component::TextEncoder, &format!("{prefix}.layers.3.mlp.up_proj.weight_scale"));
             assert_eq!(scale, TensorRole::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Companion::WeightScale));
             assert_eq!(text_layer(&format!("{prefix}.layers.31.mlp.up_proj.weight")), Some(31));
         }
-        let up = weight(Part::TextEncoder, "text_encoders.qwen3_8b.transformer.model.layers.26.mlp.up_proj.weight");
+        let up = weight(Component::TextEncoder, "text_encoders.qwen3_8b.transformer.model.layers.26.mlp.up_proj.weight");
         assert_eq!((up.canonical.as_str(), up.holds), ("model.layers.26.mlp.gate_up_proj.weight", vec![(1, Rows::All)]));
     }
 
     #[test]
     fn the_final_modulation_swaps_its_halves_in_one_layout_only() {
-        let swapped = weight(Part::Transformer, "norm_out.linear.weight");
+        let swapped = weight(Component::Transformer, "norm_out.linear.weight");
         assert_eq!(swapped.canonical, "final_layer.adaLN_modulation.1.weight");
         assert_eq!(swapped.holds, [(0, Rows::SecondHalf), (1, Rows::FirstHalf)]);
-        let plain = weight(Part::Transformer, "model.diffusion_model.final_layer.adaLN_modulation.1.weight");
+        let plain = weight(Component::Transformer, "model.diffusion_model.final_layer.adaLN_modulation.1.weight");
         assert_eq!((plain.canonical, plain.holds), (swapped.canonical, vec![(0, Rows::All)]));
         assert_eq!(plain.prefix, "model.diffusion_model.");
     }
@@ -394,18 +394,18 @@ mod tests {
             ("decoder.post_quant_conv.weight", "post_quant_conv.weight"),
             ("decoder.norm_out.weight", "decoder.conv_norm_out.weight"),
         ] {
-            let found = weight(Part::Vae, file);
+            let found = weight(Component::Vae, file);
             assert_eq!((found.canonical.as_str(), found.layout), (canonical, Some(Layout::Bfl)));
-            assert_eq!(spell(Part::Vae, Layout::Bfl, canonical), [file.trim_start_matches("vae.")]);
+            assert_eq!(spell(Component::Vae, Layout::Bfl, canonical), [file.trim_start_matches("vae.")]);
         }
-        assert_eq!(weight(Part::Vae, "decoder.conv_in.weight").layout, None);
+        assert_eq!(weight(Component::Vae, "decoder.conv_in.weight").layout, None);
     }
 
     #[test]
     fn query_norms_may_be_called_scale_or_weight() {
         for suffix in ["scale", "weight"] {
             let name = format!("single_blocks.7.norm.key_norm.{suffix}");
-            assert_eq!(weight(Part::Transformer, &name).canonical, "single_blocks.7.norm.key_norm.scale");
+            assert_eq!(weight(Component::Transformer, &name).canonical, "single_blocks.7.norm.key_norm.scale");
         }
     }
 
@@ -413,31 +413,31 @@ mod tests {
     fn other_tensors_are_classified() {
         let beside = |layer: &str, kind| TensorRole::Quantisation(layer.into(), kind);
         for (part, name, place) in [
-            (Part::TextEncoder, "lm_head.weight", TensorRole::Unused),
-            (Part::TextEncoder, "model.norm.weight", TensorRole::Unused),
-            (Part::TextEncoder, "language_model.lm_head.weight", TensorRole::Unused),
-            (Part::TextEncoder, "model.language_model.norm.weight", TensorRole::Unused),
-            (Part::TextEncoder, "vision_tower.transformer.layers.0.attention.q_proj.weight", TensorRole::Unused),
-            (Part::TextEncoder, "model.multi_modal_projector.norm.weight", TensorRole::Unused),
-            (Part::TextEncoder, "tekken_model", TensorRole::Unused),
-            (Part::Vae, "bn.num_batches_tracked", TensorRole::Unused),
-            (Part::Vae, "model.diffusion_model.img_in.weight", TensorRole::OtherPart),
-            (Part::Transformer, "vae.decoder.conv_in.weight", TensorRole::OtherPart),
-            (Part::TextEncoder, "lm_head.weight_scale", TensorRole::Unused),
-            (Part::Transformer, "img_in.weight_scale", beside("img_in", Companion::WeightScale)),
-            (Part::Transformer, "img_in.weight_scale_2", beside("img_in", Companion::TensorScale)),
-            (Part::Transformer, "img_in.scale_input", beside("img_in", Companion::InputScale)),
-            (Part::Transformer, "img_in.weight_packed", beside("img_in", Companion::Unsupported)),
-            (Part::Transformer, "net.img_in.comfy_quant", beside("net.img_in", Companion::Settings)),
-            (Part::TextEncoder, "net.img_in.comfy_quant", TensorRole::OtherPart),
-            (Part::Transformer, "scaled_fp8", TensorRole::Fp8Marker),
-            (Part::Transformer, "model.diffusion_model.scaled_fp8", TensorRole::Fp8Marker),
-            (Part::Transformer, "double_blocks.0.img_mod.lin.weight", TensorRole::Unknown),
-            (Part::Transformer, "double_blocks.00.img_mlp.0.weight", TensorRole::Unknown),
-            (Part::Transformer, "double_blocks.99999.img_mlp.0.weight", TensorRole::Unknown),
-            (Part::Transformer, "double_blocks..img_mlp.0.weight", TensorRole::Unknown),
-            (Part::Vae, "decoder.up.4.block.0.conv1.weight", TensorRole::Unknown),
-            (Part::Transformer, "", TensorRole::Unknown),
+            (Component::TextEncoder, "lm_head.weight", TensorRole::Unused),
+            (Component::TextEncoder, "model.norm.weight", TensorRole::Unused),
+            (Component::TextEncoder, "language_model.lm_head.weight", TensorRole::Unused),
+            (Component::TextEncoder, "model.language_model.norm.weight", TensorRole::Unused),
+            (Component::TextEncoder, "vision_tower.transformer.layers.0.attention.q_proj.weight", TensorRole::Unused),
+            (Component::TextEncoder, "model.multi_modal_projector.norm.weight", TensorRole::Unused),
+            (Component::TextEncoder, "tekken_model", TensorRole::Unused),
+            (Component::Vae, "bn.num_batches_tracked", TensorRole::Unused),
+            (Component::Vae, "model.diffusion_model.img_in.weight", TensorRole::OtherPart),
+            (Component::Transformer, "vae.decoder.conv_in.weight", TensorRole::OtherPart),
+            (Component::TextEncoder, "lm_head.weight_scale", TensorRole::Unused),
+            (Component::Transformer, "img_in.weight_scale", beside("img_in", Companion::WeightScale)),
+            (Component::Transformer, "img_in.weight_scale_2", beside("img_in", Companion::TensorScale)),
+            (Component::Transformer, "img_in.scale_input", beside("img_in", Companion::InputScale)),
+            (Component::Transformer, "img_in.weight_packed", beside("img_in", Companion::Unsupported)),
+            (Component::Transformer, "net.img_in.comfy_quant", beside("net.img_in", Companion::Settings)),
+            (Component::TextEncoder, "net.img_in.comfy_quant", TensorRole::OtherPart),
+            (Component::Transformer, "scaled_fp8", TensorRole::Fp8Marker),
+            (Component::Transformer, "model.diffusion_model.scaled_fp8", TensorRole::Fp8Marker),
+            (Component::Transformer, "double_blocks.0.img_mod.lin.weight", TensorRole::Unknown),
+            (Component::Transformer, "double_blocks.00.img_mlp.0.weight", TensorRole::Unknown),
+            (Component::Transformer, "double_blocks.99999.img_mlp.0.weight", TensorRole::Unknown),
+            (Component::Transformer, "double_blocks..img_mlp.0.weight", TensorRole::Unknown),
+            (Component::Vae, "decoder.up.4.block.0.conv1.weight", TensorRole::Unknown),
+            (Component::Transformer, "", TensorRole::Unknown),
         ] {
             assert_eq!(resolve(part, name), place, "{name}");
         }
@@ -459,7 +459,7 @@ mod tests {
         ] {
             assert!(is_adapter(name), "{name}");
         }
-        for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+        for part in [Component::Transformer, Component::TextEncoder, Component::Vae] {
             assert!(part.rows().iter().all(|row| !is_adapter(row.canonical) && !row.other.iter().any(|name| is_adapter(name))));
         }
     }
@@ -479,7 +479,7 @@ mod tests {
 
     #[test]
     fn every_spelling_resolves_to_its_canonical_name() {
-        for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+        for part in [Component::Transformer, Component::TextEncoder, Component::Vae] {
             for row in part.rows() {
                 let captured = Captured { number: 2, block: 1, side: "encoder", op: "norm2", leaf: "bias" };
                 let canonical = fill(row.canonical, &captured);

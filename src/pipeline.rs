@@ -8,11 +8,11 @@ mod fit;
 mod formats;
 mod inputs;
 mod job;
-mod kept;
 mod open;
 mod prepared;
+mod result_cache;
 mod stages;
-mod tap;
+mod text_layer;
 mod values;
 mod weights;
 

@@ -29,15 +29,15 @@ pub(crate) use policy::{Policy, constant_scale};
 #[cfg(feature = "internals")]
 pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
-pub use source::PartSource;
+pub use source::ComponentSource;
 
 use crate::checkpoint::Weights;
+use crate::component::Component;
 use crate::config::{TextConfig, TransformerConfig, Variant};
 use crate::error::{Error, Remedy, Result};
 use crate::model::transformer_manifest;
 use crate::names::LayerRole;
 use crate::output::{Staged, StagedFile};
-use crate::part::Part;
 use crate::progress::{Phase, Progress};
 use crate::tensor::Scale;
 use calibrate::input_scale;
@@ -72,7 +72,7 @@ pub struct Options {
 
 /// The files of an output, decided to the last byte but for the values.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct FilePlan {
     files: Vec<PlannedFile>,
     copies: Vec<Copied>,
     calibration: Option<String>,
@@ -83,7 +83,7 @@ pub struct Plan {
 /// A file with quantised layers.
 #[derive(Clone, Debug)]
 struct PlannedFile {
-    part: Part,
+    part: Component,
     /// Its path in the folder of the output.
     path: PathBuf,
     weights: Weights,
@@ -110,20 +110,20 @@ pub struct Target {
 pub type Calibrate<'a> = &'a mut dyn FnMut() -> Result<BTreeMap<String, f32>>;
 
 impl PlannedFile {
-    fn new(source: &PartSource, options: &Options) -> Result<Self> {
+    fn new(source: &ComponentSource, options: &Options) -> Result<Self> {
         let Options { format, layout, keep, calibration } = options;
         let (part, weights, path, mut layers) = match source {
-            PartSource::Transformer(weights, config, variant) => {
+            ComponentSource::Transformer(weights, config, variant) => {
                 let policy = Policy::transformer(config, *variant, *format, keep);
                 let layers = transformer_layers(weights, &transformer_manifest(config), &policy)?;
-                (Part::Transformer, weights, transformer_file(config, *variant, *format), layers)
+                (Component::Transformer, weights, transformer_file(config, *variant, *format), layers)
             }
-            PartSource::TextEncoder(weights) => {
+            ComponentSource::TextEncoder(weights) => {
                 let layers = text_encoder_layers(weights, &Policy::text_encoder(*format, keep))?;
-                (Part::TextEncoder, weights, text_encoder_file(weights, *format), layers)
+                (Component::TextEncoder, weights, text_encoder_file(weights, *format), layers)
             }
         };
-        for SourceLayer { spec, .. } in layers.iter_mut().filter(|_| part == Part::Transformer) {
+        for SourceLayer { spec, .. } in layers.iter_mut().filter(|_| part == Component::Transformer) {
             let constant = spec.format.and_then(|format| constant_scale(spec.layer?, format));
             spec.has_input_scale = spec.format.is_some() && (calibration.is_some() || constant.is_some());
         }
@@ -169,13 +169,13 @@ fn text_encoder_file(weights: &Weights, format: QuantisedFormat) -> String {
     format!("text_encoder/{name}_{}.safetensors", format.name())
 }
 
-impl Plan {
+impl FilePlan {
     /// Decides what is written for these parts, and which files a folder gets besides.
-    pub fn new(parts: &[PartSource], copies: Vec<Copied>, options: &Options) -> Result<Self> {
+    pub fn new(parts: &[ComponentSource], copies: Vec<Copied>, options: &Options) -> Result<Self> {
         let files = parts.iter().map(|part| PlannedFile::new(part, options)).collect::<Result<Vec<_>>>()?;
         let layers = files.iter().flat_map(|file| &file.layers).filter(|layer| layer.spec.shape.len() == 2);
         policy::check_patterns(&options.keep, layers.map(|layer| layer.spec.name()))?;
-        let has_transformer = files.iter().any(|file| file.part == Part::Transformer);
+        let has_transformer = files.iter().any(|file| file.part == Component::Transformer);
         let calibration = options.calibration.clone().filter(|_| has_transformer);
         Ok(Self { files, copies, calibration, calibrated_by: Vec::new() })
     }
@@ -274,7 +274,7 @@ impl Plan {
 
 /// A run that writes an output.
 struct Writer<'a> {
-    plan: &'a Plan,
+    plan: &'a FilePlan,
     staged: Staged,
     journal: Journal,
     /// Lines of the journal that are not saved.

@@ -118,14 +118,14 @@ impl Default for RopeSpec {
 
 /// The layout of a token sequence: `text | canvas | reference 0 | reference 1 | ...`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SequencePlan {
+pub struct SequenceLayout {
     text: usize,
     canvas: Grid,
     references: Vec<Grid>,
     tokens: usize,
 }
 
-impl SequencePlan {
+impl SequenceLayout {
     /// Lays out a sequence, or returns an error if it is longer than `MAX_TOKENS`.
     pub fn new(text: usize, canvas: Grid, references: &[Grid]) -> Result<Self> {
         let tokens = references.iter().chain([&canvas]).fold(text, |sum, grid| sum.saturating_add(grid.tokens()));
@@ -229,7 +229,7 @@ mod tests {
     fn spans_are_consecutive_and_position_ids_match_them() {
         // Two references of different sizes and a 1024 x 1024 canvas: 10,002 image tokens.
         let references = [grid(592, 800), grid(1248, 832)];
-        let plan = SequencePlan::new(512, grid(1024, 1024), &references).unwrap();
+        let plan = SequenceLayout::new(512, grid(1024, 1024), &references).unwrap();
         assert_eq!(plan.text(), 0..512);
         assert_eq!(plan.canvas(), 512..4608);
         assert_eq!((plan.tokens(), plan.tokens() - 512, plan.references.len()), (10_514, 10_002, 2));
@@ -246,12 +246,12 @@ mod tests {
     #[test]
     fn a_sequence_over_the_limit_is_refused() {
         let canvas = Grid { width: 1, height: MAX_TOKENS - 512 };
-        assert_eq!(SequencePlan::new(512, canvas, &[]).unwrap().tokens(), MAX_TOKENS);
-        let error = SequencePlan::new(512, canvas, &[Grid { width: 1, height: 1 }]).unwrap_err();
+        assert_eq!(SequenceLayout::new(512, canvas, &[]).unwrap().tokens(), MAX_TOKENS);
+        let error = SequenceLayout::new(512, canvas, &[Grid { width: 1, height: 1 }]).unwrap_err();
         assert!(matches!(error, Error::TooManyTokens { text: 512, image: 51_489, limit: MAX_TOKENS }), "{error}");
         // Sizes that overflow also count as too many tokens, and the message can be formatted.
         let huge = Grid { width: usize::MAX, height: usize::MAX };
-        assert!(SequencePlan::new(512, huge, &[huge]).unwrap_err().to_string().starts_with("too many tokens"));
+        assert!(SequenceLayout::new(512, huge, &[huge]).unwrap_err().to_string().starts_with("too many tokens"));
     }
 
     #[test]
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn rope_rows_hold_cosines_then_sines_grouped_by_axis() {
-        let plan = SequencePlan::new(3, Grid { width: 5, height: 4 }, &[Grid { width: 2, height: 2 }]).unwrap();
+        let plan = SequenceLayout::new(3, Grid { width: 5, height: 4 }, &[Grid { width: 2, height: 2 }]).unwrap();
         let table = plan.rope_table(&RopeSpec::default());
         assert_eq!(table.len(), plan.tokens() * 128);
         for (row, id) in table.chunks_exact(128).zip(plan.ids()) {

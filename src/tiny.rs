@@ -9,11 +9,11 @@ mod files;
 pub use files::{contents, write_to};
 
 use crate::checkpoint::{Shard, Weights};
+use crate::component::Component;
 use crate::config::{TextConfig, TransformerConfig, VaeConfig};
 use crate::error::{Error, Result};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorSpec};
-use crate::part::Part;
 use crate::tensor::{Bytes, DType};
 use kiln_numerics::hashed::values;
 use rayon::prelude::*;
@@ -36,16 +36,16 @@ pub struct TinyModel {
 
 impl TinyModel {
     /// The file of one part.
-    pub fn file(&self, part: Part) -> &Bytes {
+    pub fn file(&self, part: Component) -> &Bytes {
         match part {
-            Part::Transformer => &self.transformer,
-            Part::TextEncoder => &self.text_encoder,
-            Part::Vae => &self.vae,
+            Component::Transformer => &self.transformer,
+            Component::TextEncoder => &self.text_encoder,
+            Component::Vae => &self.vae,
         }
     }
 
     /// The weights of one part.
-    pub fn weights(&self, part: Part) -> Result<Weights> {
+    pub fn weights(&self, part: Component) -> Result<Weights> {
         let shard = Shard::from_bytes(&format!("built-in tiny {part}"), self.file(part).clone())?;
         Weights::from_shards(part, vec![shard])
     }
@@ -54,44 +54,44 @@ impl TinyModel {
 /// Generates the model. Weights are stored as `dtype`, which has to be a floating-point type.
 pub fn model(layout: Layout, dtype: DType) -> Result<TinyModel> {
     let diffusers = TinyModel {
-        transformer: file(Part::Transformer, &manifest(Part::Transformer), dtype)?,
-        text_encoder: file(Part::TextEncoder, &manifest(Part::TextEncoder), dtype)?,
-        vae: file(Part::Vae, &manifest(Part::Vae), dtype)?,
+        transformer: file(Component::Transformer, &manifest(Component::Transformer), dtype)?,
+        text_encoder: file(Component::TextEncoder, &manifest(Component::TextEncoder), dtype)?,
+        vae: file(Component::Vae, &manifest(Component::Vae), dtype)?,
     };
     match layout {
         Layout::Diffusers => Ok(diffusers),
         Layout::Bfl => Ok(TinyModel {
-            transformer: respelled(&diffusers, Part::Transformer, dtype)?,
-            vae: respelled(&diffusers, Part::Vae, dtype)?,
+            transformer: respelled(&diffusers, Component::Transformer, dtype)?,
+            vae: respelled(&diffusers, Component::Vae, dtype)?,
             text_encoder: diffusers.text_encoder,
         }),
     }
 }
 
 /// Every canonical tensor that the files hold.
-fn manifest(part: Part) -> Vec<TensorSpec> {
+fn manifest(part: Component) -> Vec<TensorSpec> {
     match part {
-        Part::Transformer => transformer_manifest(&TransformerConfig::tiny()),
+        Component::Transformer => transformer_manifest(&TransformerConfig::tiny()),
         // All layers are written, as in a real checkpoint; the output of the last one is not used.
-        Part::TextEncoder => {
+        Component::TextEncoder => {
             let config = TextConfig::tiny();
-            let [first, second, _] = config.taps;
-            let mut list = text_manifest(&TextConfig { taps: [first, second, config.layers], ..config });
+            let [first, second, _] = config.text_layers;
+            let mut list = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config });
             list.push(TensorSpec::new("model.norm.weight", &[config.hidden]));
             list
         }
-        Part::Vae => vae_manifest(&VaeConfig::tiny()),
+        Component::Vae => vae_manifest(&VaeConfig::tiny()),
     }
 }
 
 /// Weights of a part with the tensors of `manifest` instead of the tiny model's; their values follow the same rule.
 #[cfg(feature = "internals")]
-pub fn weights_of(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<Weights> {
+pub fn weights_of(part: Component, manifest: &[TensorSpec], dtype: DType) -> Result<Weights> {
     Weights::from_shards(part, vec![Shard::from_bytes(&format!("built-in {part}"), file(part, manifest, dtype)?)?])
 }
 
 /// The diffusers file of one part. The values of both layouts are hashed from the names in this file.
-fn file(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<Bytes> {
+fn file(part: Component, manifest: &[TensorSpec], dtype: DType) -> Result<Bytes> {
     let kind = float_type(dtype)?;
     let specs: Vec<TensorSpec> = manifest.iter().flat_map(|spec| names::file_tensors(part, Layout::Diffusers, spec)).collect();
     let valued = |spec: TensorSpec| {
@@ -102,7 +102,7 @@ fn file(part: Part, manifest: &[TensorSpec], dtype: DType) -> Result<Bytes> {
 }
 
 /// The same weights in the original layout.
-fn respelled(model: &TinyModel, part: Part, dtype: DType) -> Result<Bytes> {
+fn respelled(model: &TinyModel, part: Component, dtype: DType) -> Result<Bytes> {
     let weights = model.weights(part)?;
     let mut tensors = Vec::new();
     for spec in manifest(part) {
@@ -125,7 +125,7 @@ fn float_type(dtype: DType) -> Result<Dtype> {
     }
 }
 
-fn serialise(part: Part, kind: Dtype, tensors: &[(TensorSpec, Vec<u8>)]) -> Result<Bytes> {
+fn serialise(part: Component, kind: Dtype, tensors: &[(TensorSpec, Vec<u8>)]) -> Result<Bytes> {
     let broken = |e: safetensors::SafeTensorError| Error::Op { op: "serialise", what: e.to_string() };
     let mut views = Vec::with_capacity(tensors.len() + 1);
     for (spec, bytes) in tensors {
@@ -133,7 +133,7 @@ fn serialise(part: Part, kind: Dtype, tensors: &[(TensorSpec, Vec<u8>)]) -> Resu
     }
     // Every batch norm of PyTorch stores this counter; loaders have to ignore it.
     let counter = 0i64.to_le_bytes();
-    if part == Part::Vae {
+    if part == Component::Vae {
         views.push(("bn.num_batches_tracked", TensorView::new(Dtype::I64, Vec::new(), &counter).map_err(broken)?));
     }
     Ok(Bytes::new(Arc::new(safetensors::serialize(views, None).map_err(broken)?)))

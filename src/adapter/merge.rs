@@ -3,7 +3,7 @@
 use super::{Adapter, WeightDelta};
 use crate::error::{Error, Result};
 use crate::names::LayerId;
-use crate::tensor::{Bytes, DType, WeightPart};
+use crate::tensor::{Bytes, DType, WeightSlice};
 use kiln_numerics::merging::{BLOCK, Block, ScaledDelta};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -88,8 +88,8 @@ impl Merger {
     ///
     /// # Panics
     /// If a delta is for a weight of another shape, which [`Adapters::rank`] refuses.
-    pub fn merged(&mut self, adapters: &Adapters, id: LayerId, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
-        let cols = parts.first().map_or(0, WeightPart::cols);
+    pub fn merged(&mut self, adapters: &Adapters, id: LayerId, parts: &[WeightSlice], to: DType) -> Vec<WeightSlice> {
+        let cols = parts.first().map_or(0, WeightSlice::cols);
         let (rows, pitch) = (parts.iter().map(|part| part.rows).sum::<usize>(), to.bytes(cols));
         let deltas: Vec<(ScaledDelta, &[Range<usize>])> =
             adapters.deltas(id).map(|(delta, ranges, strength)| (delta.scaled(strength), ranges)).collect();
@@ -98,7 +98,7 @@ impl Merger {
             *next += part.rows;
             Some((first, part))
         });
-        let first_rows: Vec<(usize, &WeightPart)> = first_rows.collect();
+        let first_rows: Vec<(usize, &WeightSlice)> = first_rows.collect();
         let bytes = rows * pitch;
         let memory = match Arc::get_mut(&mut self.memory).filter(|memory| memory.len() >= bytes) {
             Some(memory) => memory,
@@ -118,7 +118,7 @@ impl Merger {
         let all = Bytes::new(self.memory.clone());
         let merged = first_rows.iter().map(|(first, part)| {
             let own = all.slice(first * pitch..(first + part.rows) * pitch).expect("all rows were merged");
-            WeightPart::plain(own, to, part.rows)
+            WeightSlice::plain(own, to, part.rows)
         });
         merged.collect()
     }
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn terms_are_added_to_their_rows() {
         let part =
-            |values: &[f32]| WeightPart::plain(Bytes::new(Arc::new(DType::Bf16.encoded(values))), DType::Bf16, values.len() / 2);
+            |values: &[f32]| WeightSlice::plain(Bytes::new(Arc::new(DType::Bf16.encoded(values))), DType::Bf16, values.len() / 2);
         let parts = [part(&[1.0, 2.0]), part(&[3.0, 4.0, 5.0, 6.0, 7.0, 8.0])];
         // Halves that are stored the other way round, and rows in the middle.
         let adapters =
@@ -184,7 +184,7 @@ mod tests {
         let product = Product::Lora { down: matrix(rank, cols, &down), up: matrix(rows, rank, &up) };
         let layers = vec![Layer { name: "l".into(), target, delta: WeightDelta { product, scale: 0.5 } }];
         let adapter = Adapter { path: "a".into(), layers, unmatched: vec![], digest: String::new(), file: None };
-        let part = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
+        let part = WeightSlice::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
         let (mut merger, adapters) = (Merger::default(), Adapters(vec![(adapter, 1.5)]));
         let first = merger.merged(&adapters, LAYER, std::slice::from_ref(&part), DType::F32);
         // What is held stays as it is, and gives its memory to the next one afterwards.

@@ -1,8 +1,8 @@
 //! Where an adapter's layers belong: every spelling of every layer that a model has, found by looking it up. Names with underscores in place of
 //! dots cannot be taken apart by a rule, so all spellings are made from the model's own names.
 
+use crate::component::Component;
 use crate::names::{self, LayerId, LayerRole, Layout, Rows, TensorSpec};
-use crate::part::Part;
 use crate::text::nearest;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -49,9 +49,9 @@ const FLAT_TEXT_PREFIXES: [&str; 4] = ["lora_te_", "lora_te1_", "lora_text_encod
 #[derive(Debug, Default)]
 pub struct LayerTargets {
     /// By names with dots and without a prefix.
-    dotted: HashMap<(Part, String), LayerTarget>,
+    dotted: HashMap<(Component, String), LayerTarget>,
     /// By the same with underscores.
-    flat: HashMap<(Part, String), LayerTarget>,
+    flat: HashMap<(Component, String), LayerTarget>,
 }
 
 impl LayerTargets {
@@ -109,7 +109,7 @@ impl LayerTargets {
 
     /// The target of an adapter's layer, however it is spelled.
     pub fn find(&self, layer: &str) -> Option<&LayerTarget> {
-        let of = |part: Part, prefixes: &[&str], flat: &[&str]| {
+        let of = |part: Component, prefixes: &[&str], flat: &[&str]| {
             let bare = without(layer, prefixes);
             // A converter cut off the beginning of this word, another put an underscore where a dot belongs.
             let whole = if bare.starts_with("sformer_blocks.") { format!("tran{bare}") } else { bare.to_owned() };
@@ -118,8 +118,8 @@ impl LayerTargets {
                 flat.iter().filter_map(|prefix| layer.strip_prefix(prefix)).map(str::to_owned).chain([whole.replace('.', "_")]);
             dotted.or_else(|| names.find_map(|name| self.flat.get(&(part, name))))
         };
-        let text = || of(Part::TextEncoder, &TEXT_PREFIXES, &FLAT_TEXT_PREFIXES);
-        of(Part::Transformer, &TRANSFORMER_PREFIXES, &FLAT_TRANSFORMER_PREFIXES).or_else(text)
+        let text = || of(Component::TextEncoder, &TEXT_PREFIXES, &FLAT_TEXT_PREFIXES);
+        of(Component::Transformer, &TRANSFORMER_PREFIXES, &FLAT_TRANSFORMER_PREFIXES).or_else(text)
     }
 
     /// The layer whose name is spelled most like this one, for messages.

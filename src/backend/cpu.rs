@@ -7,7 +7,7 @@
 use super::{Backend, GemmFormats, Linear, Op, Role, Sampling, StepKey, Stop, up_conv};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::tensor::{ALIGN, Bytes, DType, PartScaling, Region, Scaling, Stored, Tensor, WeightPart, quantise};
+use crate::tensor::{ALIGN, Bytes, DType, Region, Scaling, SliceScaling, Stored, Tensor, WeightSlice, quantise};
 use crate::threads;
 use kiln_numerics::view::{In, Out};
 use kiln_numerics::{image, kernels};
@@ -192,7 +192,7 @@ impl Cpu {
         }
         Self::check_alignment(tensor, op)?;
         match tensor.region {
-            Region::Arena | Region::Kept => {
+            Region::Arena | Region::Cache => {
                 let (ptr, scales) = self.addresses(tensor, op)?;
                 // SAFETY: elements and scales lie inside a buffer that lives as long as `self`.
                 Ok(unsafe { In::new(tensor, &[(0, ptr.cast_const())], scales) })
@@ -221,7 +221,7 @@ impl Cpu {
 
     /// The addresses of a tensor's elements and of its scales, which are no weight's.
     fn addresses(&self, tensor: Tensor, op: &'static str) -> Result<(*mut u8, *mut u8)> {
-        let (scales, buffer) = (tensor.scale_extent(), if tensor.region == Region::Kept { &self.kept } else { &self.arena });
+        let (scales, buffer) = (tensor.scale_extent(), if tensor.region == Region::Cache { &self.kept } else { &self.arena });
         if tensor.extent().end.max(scales.end) > buffer.len as u64 {
             return Err(Self::outside(tensor, op));
         }
@@ -371,7 +371,7 @@ impl Backend for Cpu {
         self.stop.job = cancel;
     }
 
-    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         self.stop.check()?;
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {to:?}") };
         if to.stride != to.cols || parts.iter().map(|part| part.rows).sum::<usize>() != to.rows {
@@ -411,14 +411,14 @@ impl Backend for Cpu {
                 return Err(wrong("have the format of"));
             }
             segments.push((range, SegmentData::Mapped(part.bytes)));
-            if let PartScaling::Rows(scales) | PartScaling::Blocks16 { scales, .. } = part.scaling {
+            if let SliceScaling::Rows(scales) | SliceScaling::Blocks16 { scales, .. } = part.scaling {
                 segments.push((to.scale_extent(), SegmentData::Mapped(scales)));
             }
         }
         let uploaded = match to.region {
             Region::Weights => &mut self.weights,
             Region::Adapters => &mut self.adapters,
-            Region::Arena | Region::Kept => return Err(wrong("belong into")),
+            Region::Arena | Region::Cache => return Err(wrong("belong into")),
         };
         segments.into_iter().for_each(|(range, data)| uploaded.insert(range, data));
         Ok(())
@@ -428,7 +428,7 @@ impl Backend for Cpu {
         match region {
             Region::Weights => self.weights = Segments::default(),
             Region::Adapters => self.adapters = Segments::default(),
-            Region::Kept => {
+            Region::Cache => {
                 self.kept = Buffer::EMPTY;
                 self.kept = Buffer::new(bytes)?;
             }
@@ -508,7 +508,7 @@ impl Backend for Cpu {
 }
 
 /// A part's values in another format, at an aligned address.
-fn converted(part: &WeightPart, to: Stored) -> Result<SegmentData> {
+fn converted(part: &WeightSlice, to: Stored) -> Result<SegmentData> {
     /// Elements that one thread converts at a time.
     const GRAIN: usize = 4 << 10;
     let (rows, cols) = (part.rows, part.cols());

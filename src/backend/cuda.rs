@@ -18,13 +18,13 @@ pub mod driver;
 mod expansion;
 mod gemm;
 mod graph;
+mod kernel_preload;
 mod launch;
 mod lora;
 mod memory;
 mod norm;
 mod params;
 mod pointwise;
-mod rehearsal;
 mod select;
 mod selftest;
 mod staging;
@@ -48,19 +48,19 @@ pub use selftest::CopyGraph;
 pub use selftest::{CopyBy, Fragments, LANES, Mma};
 pub use system::{CAPABILITY, System, devices, driver_release, has_driver};
 
-use super::plan::Live;
+use super::dry_run::Live;
 use super::{Backend, Fp8Accumulate, GemmFormats, Op, Role, StepKey, Stop};
 use crate::error::{Error, Result};
-use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightPart, nvfp4};
+use crate::tensor::{ALIGN, DType, Region, Scaling, Tensor, WeightSlice, nvfp4};
 use crate::trace;
 use context::OpContext;
 use dispatch::dispatch;
 use driver::{DeviceInfo, Driver, Rows, Stream};
 use graph::{CapturedGraph, Steps};
+use kernel_preload::KernelPreload;
 use launch::Kernels;
 use memory::Memory;
 use params::{NO_CODE, dtype_code};
-use rehearsal::Rehearsal;
 use staging::Staging;
 use std::ops::Range;
 use std::rc::Rc;
@@ -245,13 +245,13 @@ impl Cuda {
 
     /// Goes through ops that will run later, with what they are issued by, and computes nothing: what cannot run is noticed, and what takes
     /// time to find is found. Results that are read back in `body` have no meaning.
-    pub(crate) fn rehearse(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
+    pub(crate) fn preload_kernels(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         let _span = trace::span("find kernels");
-        self.refuse_in_capture("rehearse")?;
+        self.refuse_in_capture("preload_kernels")?;
         let live = self.live.clone();
-        self.context.kernels.set_rehearsing(true);
-        let done = body(&mut Rehearsal::new(self));
-        self.context.kernels.set_rehearsing(false);
+        self.context.kernels.set_preloading(true);
+        let done = body(&mut KernelPreload::new(self));
+        self.context.kernels.set_preloading(false);
         self.live = live;
         done
     }
@@ -408,7 +408,7 @@ impl Backend for Cuda {
         self.stop.job = cancel;
     }
 
-    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         self.refuse_in_capture("upload")?;
         let _span = trace::span_of("upload", || format!("{to:?}"));
         let addresses = (self.rows(to, "upload")?.address, self.context.memory.scales(to));

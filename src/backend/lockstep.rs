@@ -4,7 +4,7 @@
 use super::cuda::Cuda;
 use super::{Access, Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Region, Scaling, Tensor, WeightPart, nvfp4};
+use crate::tensor::{DType, Region, Scaling, Tensor, WeightSlice, nvfp4};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -125,7 +125,7 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         self.tested.set_cancel(cancel);
     }
 
-    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         self.trusted.upload(to, role, parts)?;
         self.tested.upload(to, role, parts)
     }

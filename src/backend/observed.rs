@@ -2,7 +2,7 @@
 
 use super::{Backend, GemmFormats, Op, Role, StepKey, cuda};
 use crate::error::Result;
-use crate::tensor::{Region, Tensor, WeightPart};
+use crate::tensor::{Region, Tensor, WeightSlice};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -20,7 +20,7 @@ pub trait Observer<B: Backend + ?Sized> {
     }
 
     /// Uploads a weight.
-    fn upload(&mut self, be: &mut B, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, be: &mut B, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         be.upload(to, role, parts)
     }
 
@@ -85,7 +85,7 @@ impl<B: Backend + ?Sized, O: Observer<B>> Backend for Observed<B, O> {
         self.inner.set_cancel(cancel);
     }
 
-    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         self.observer.upload(&mut self.inner, to, role, parts)
     }
 

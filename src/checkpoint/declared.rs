@@ -3,9 +3,9 @@
 
 use super::header::UniqueMap;
 use super::shard::Shard;
+use crate::component::Component;
 use crate::error::{Error, Result};
 use crate::names::{self, QUANTISATION_METADATA};
-use crate::part::Part;
 use crate::tensor::DType;
 use crate::text::shown;
 use serde::Deserialize;
@@ -103,7 +103,7 @@ pub(super) struct Declarations {
 
 impl Declarations {
     /// Reads the metadata of all files. In an all-in-one checkpoint layers of other parts are ignored.
-    pub fn read(part: Part, shards: &[Shard]) -> Result<Self> {
+    pub fn read(part: Component, shards: &[Shard]) -> Result<Self> {
         let mut all = Self::default();
         for (index, shard) in shards.iter().enumerate() {
             let Some(text) = shard.metadata().get(QUANTISATION_METADATA) else { continue };

@@ -8,18 +8,18 @@ use super::declared::{Declarations, Declared, Settings, UNKNOWN, invalid};
 use super::header::Entry;
 use super::scales::ScaleTensor;
 use super::shard::Shard;
+use crate::component::Component;
 use crate::error::{Error, Result};
 use crate::names::{self, Companion, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, TensorRole, UNSUPPORTED_QUANTISERS};
-use crate::part::Part;
 use crate::tensor::formats::Format;
-use crate::tensor::{DType, Nvfp4Layout, PartScaling, Scale, ScaleKind, Stored};
+use crate::tensor::{DType, Nvfp4Layout, Scale, ScaleKind, SliceScaling, Stored};
 use crate::text::shown;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The quantised layers of one part.
 #[derive(Clone, Debug)]
 pub(super) struct Quantisation {
-    part: Part,
+    part: Component,
     /// What is declared, by layer without prefix.
     declared: BTreeMap<String, Declared>,
     /// The tensors beside weights, by layer with prefix.
@@ -72,7 +72,7 @@ impl FileWeight<'_> {
 
 impl Quantisation {
     /// Reads what the files say about quantised layers, and fails if the format of one is not supported.
-    pub fn read(part: Part, shards: &[Shard]) -> Result<Self> {
+    pub fn read(part: Component, shards: &[Shard]) -> Result<Self> {
         let mut layers: BTreeMap<String, Layer> = BTreeMap::new();
         let mut declarations = Declarations::read(part, shards)?;
         let mut marker = None;
@@ -228,11 +228,11 @@ impl Quantisation {
     }
 
     /// The scales of a weight, and how its layer's input is to be stored.
-    pub fn scaling(&self, weight: FileWeight<'_>, dtype: DType, layout: Nvfp4Layout) -> Result<(PartScaling, Option<Stored>)> {
+    pub fn scaling(&self, weight: FileWeight<'_>, dtype: DType, layout: Nvfp4Layout) -> Result<(SliceScaling, Option<Stored>)> {
         let (layer, declared) = self.layer(weight.name);
         let (format, title) = (dtype.format(), dtype.format().title);
         let scaling = match format.scales {
-            ScaleKind::None => PartScaling::Unscaled,
+            ScaleKind::None => SliceScaling::Unscaled,
             ScaleKind::TensorOrRows => {
                 if let Some(extra) = &layer.tensor_scale {
                     return Err(weight.invalid(format_args!("is {title}, but has a scale `{}`", shown(&extra.name))));
@@ -240,7 +240,7 @@ impl Quantisation {
                 match find(weight.shards, layer.weight_scale.as_ref()) {
                     Some(scale) => scale.fp8(if let [rows, _, ..] = *weight.entry.shape { rows } else { 1 })?,
                     // Values that were converted without scales.
-                    None if declared.is_none() => PartScaling::Unscaled,
+                    None if declared.is_none() => SliceScaling::Unscaled,
                     None => return Err(weight.invalid("is FP8, but has no tensor with its scale")),
                 }
             }
@@ -249,11 +249,11 @@ impl Quantisation {
                 let scales = find(weight.shards, layer.weight_scale.as_ref()).ok_or_else(|| missing("block scales"))?;
                 let tensor = find(weight.shards, layer.tensor_scale.as_ref()).ok_or_else(|| missing("the scale of the whole"))?;
                 let size = self.block_matrix(weight, format)?;
-                PartScaling::Blocks16 { scales: scales.blocks(size, layout)?, tensor: tensor.single()?, layout }
+                SliceScaling::Blocks16 { scales: scales.blocks(size, layout)?, tensor: tensor.single()?, layout }
             }
         };
         // Text encoders compute with the activations as they are, as in ComfyUI, and so do layers that ask for it.
-        let quantises = self.part == Part::Transformer && !declared.is_some_and(|declared| declared.full_precision);
+        let quantises = self.part == Component::Transformer && !declared.is_some_and(|declared| declared.full_precision);
         if !quantises || !format.holds_results {
             return Ok((scaling, None));
         }

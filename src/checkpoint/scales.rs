@@ -7,7 +7,7 @@ use super::header::Entry;
 use super::shard::Shard;
 use crate::error::{Error, Remedy, Result};
 use crate::tensor::nvfp4::{self, BLOCK, TILE_ROWS};
-use crate::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale};
+use crate::tensor::{Bytes, DType, Nvfp4Layout, Scale, SliceScaling};
 use crate::text::shown;
 use rayon::prelude::*;
 
@@ -43,9 +43,9 @@ impl ScaleTensor<'_> {
     }
 
     /// The scales of an FP8 weight: a single one, or one for each row.
-    pub fn fp8(self, rows: usize) -> Result<PartScaling> {
+    pub fn fp8(self, rows: usize) -> Result<SliceScaling> {
         match *self.entry.shape {
-            [] | [1] => return Ok(PartScaling::Tensor(self.single()?)),
+            [] | [1] => return Ok(SliceScaling::Tensor(self.single()?)),
             [n] | [n, 1] if n == rows => {}
             _ => {
                 let detail = format!("is {:?}, needed is one scale, or one for each of {rows} rows", self.entry.shape);
@@ -59,7 +59,7 @@ impl ScaleTensor<'_> {
         for (row, value) in bytes.as_chunks().0.iter().enumerate() {
             self.positive(f32::from_le_bytes(*value), &format!(" in row {row}"))?;
         }
-        Ok(PartScaling::Rows(bytes))
+        Ok(SliceScaling::Rows(bytes))
     }
 
     fn positive(self, value: f32, place: &str) -> Result<Scale> {
@@ -181,12 +181,12 @@ pub(super) fn half_of(bytes: &Bytes, second: bool) -> Option<Bytes> {
 }
 
 /// The scales of one half of the rows; none if the half does not begin at a whole tile.
-pub(super) fn half(scaling: PartScaling, rows: usize, second: bool) -> Option<PartScaling> {
+pub(super) fn half(scaling: SliceScaling, rows: usize, second: bool) -> Option<SliceScaling> {
     Some(match scaling {
-        PartScaling::Rows(scales) => PartScaling::Rows(half_of(&scales, second)?),
-        PartScaling::Blocks16 { layout, .. } if layout.tiled && !(rows / 2).is_multiple_of(TILE_ROWS) => return None,
-        PartScaling::Blocks16 { scales, tensor, layout } => {
-            PartScaling::Blocks16 { scales: half_of(&scales, second)?, tensor, layout }
+        SliceScaling::Rows(scales) => SliceScaling::Rows(half_of(&scales, second)?),
+        SliceScaling::Blocks16 { layout, .. } if layout.tiled && !(rows / 2).is_multiple_of(TILE_ROWS) => return None,
+        SliceScaling::Blocks16 { scales, tensor, layout } => {
+            SliceScaling::Blocks16 { scales: half_of(&scales, second)?, tensor, layout }
         }
         same => same,
     })

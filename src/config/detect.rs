@@ -41,7 +41,7 @@ impl TransformerConfig {
         };
         // Modulations that are shared by all blocks distinguish FLUX.2 from FLUX.1, where each block has its own.
         if modulations.iter().all(|role| weights.shape(&role.only().canonical()).is_none()) {
-            let name = spell(weights.part(), weights.layout(), &modulations[0].only().canonical()).concat();
+            let name = spell(weights.component(), weights.layout(), &modulations[0].only().canonical()).concat();
             return Err(foreign(format!("it has no `{name}`")));
         }
         // The width is a majority over several tensors, so that a single one of a wrong shape is reported by its name later.
@@ -160,7 +160,7 @@ impl TextConfig {
         }
         let layers = count(weights, "model.layers.");
         let mut found = Self::sized(family, hidden, layers, [heads, kv_heads], intermediate, vocab);
-        found.taps = conventions.text_layers.unwrap_or(family.taps());
+        found.text_layers = conventions.text_layers.unwrap_or(family.text_layers());
         found.max_tokens = conventions.max_text_tokens;
         let whole = text.map(|config| config.whole("num_hidden_layers")).transpose()?.flatten();
         conventions.check_depth(found.layers, whole)?;
@@ -314,8 +314,8 @@ fn size(weights: &Weights, what: &str, found: Option<usize>) -> Result<usize> {
         Some(size) => format!("its {what} is {size}"),
         None => format!("the tensors that tell its {what} are missing"),
     };
-    let error = Error::bad_file(weights.path(), "unknown architecture", format!("{}: {detail}", weights.part()));
-    Err(error.with_hint(format!("this is no {} of FLUX.2 [klein]", weights.part())))
+    let error = Error::bad_file(weights.path(), "unknown architecture", format!("{}: {detail}", weights.component()));
+    Err(error.with_hint(format!("this is no {} of FLUX.2 [klein]", weights.component())))
 }
 
 /// The value that occurs most often; the first of them in a tie.

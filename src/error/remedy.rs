@@ -1,7 +1,7 @@
 //! What can be done about an error, as data. The library knows no flags: a front end puts a remedy into its own words (a command
 //! line names its flags), and the [`Display`](fmt::Display) form serves callers that have none.
 
-use crate::part::Part;
+use crate::component::Component;
 use crate::text::amount;
 use std::fmt;
 
@@ -78,9 +78,9 @@ pub enum Remedy {
     /// Complete the folder, or give the weights of each part as a file of its own.
     CompleteFolder,
     /// Say which of several files is meant, for each of these parts.
-    PickParts(Vec<Part>),
+    PickParts(Vec<Component>),
     /// Put a complete file there, or name another one, for each of these parts.
-    ReplaceParts(Vec<Part>),
+    ReplaceParts(Vec<Component>),
     /// Say in which order the file stores NVFP4.
     Nvfp4Layout,
     /// Leave the format of attention to the model and the device.
@@ -111,7 +111,7 @@ pub fn alternatives(ways: &[String]) -> String {
 
 impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names = |parts: &[Part]| parts.iter().map(Part::to_string).collect::<Vec<_>>().join(" and the ");
+        let names = |parts: &[Component]| parts.iter().map(Component::to_string).collect::<Vec<_>>().join(" and the ");
         match self {
             Self::Advice(text) => f.write_str(text),
             Self::AnyOf(ways) => {

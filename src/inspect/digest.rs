@@ -2,8 +2,8 @@
 
 use super::finite::files;
 use crate::checkpoint::{Shard, Weights, digits};
+use crate::component::{Component, PerComponent};
 use crate::error::{Error, Result};
-use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
@@ -16,7 +16,7 @@ const CHUNK: usize = 64 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileDigest {
     /// The part that the file holds, or the first of them.
-    pub part: Part,
+    pub part: Component,
     /// The name of the file without its folder, or its path if it has none.
     pub name: String,
     /// The digest as hexadecimal digits.
@@ -30,8 +30,8 @@ pub fn hex(bytes: &[u8]) -> String {
 
 /// Hashes the files of a model, several at a time, as far as there are several. Fails if a file changes meanwhile, or if `stop` is
 /// set.
-pub fn digests(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<Vec<FileDigest>> {
-    let mut states: Vec<(Part, &Shard, Sha256)> =
+pub fn digests(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<Vec<FileDigest>> {
+    let mut states: Vec<(Component, &Shard, Sha256)> =
         files(weights).into_iter().map(|(part, shard)| (part, shard, Sha256::new())).collect();
     let longest = states.iter().map(|(_, shard, _)| shard.contents().len()).max().unwrap_or(0);
     progress.begin(Phase::Hash, states.iter().map(|(_, shard, _)| shard.contents().len() as u64).sum());
@@ -68,7 +68,7 @@ mod tests {
     #[test]
     fn files_are_hashed_whole_and_once() {
         let model = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
-        let weights = PerPart::try_from_fn(|part| model.weights(part)).unwrap();
+        let weights = PerComponent::try_from_fn(|part| model.weights(part)).unwrap();
         let found = digests(&weights, &AtomicBool::new(false), &Silent).unwrap();
         let want: Vec<String> = weights.values().flat_map(Weights::shards).map(Shard::sha256).collect();
         assert_eq!(found.iter().map(|file| file.sha256.clone()).collect::<Vec<_>>(), want);

@@ -4,8 +4,8 @@
 //! a loop without branches that the compiler vectorises; only the blocks that have one are looked at again, value by value.
 
 use crate::checkpoint::{Shard, StoredDtype, Weights};
+use crate::component::{Component, PerComponent};
 use crate::error::{Error, Result};
-use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress};
 use kiln_numerics::scan::{NonFinite, non_finite};
 use rayon::prelude::*;
@@ -41,7 +41,7 @@ impl FiniteReport {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NonFiniteTensor {
     /// The part that it belongs to.
-    pub part: Part,
+    pub part: Component,
     /// Its name in the file.
     pub name: String,
     /// Its dtype, as the header spells it.
@@ -66,7 +66,7 @@ struct Block<'a> {
 
 /// Looks at every value in the files of a model, those that no image needs as well. Fails if a file changes meanwhile, or if `stop`
 /// is set.
-pub fn scan(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<FiniteReport> {
+pub fn scan(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<FiniteReport> {
     let files = files(weights);
     let entries = || files.iter().flat_map(|(_, shard)| shard.tensors());
     let total = entries().map(|(_, entry)| entry.range.len() as u64).sum();
@@ -119,7 +119,7 @@ pub fn scan(weights: &PerPart<Weights>, stop: &AtomicBool, progress: &dyn Progre
 }
 
 /// The files of a model, each once: a file may hold several parts.
-pub(super) fn files(weights: &PerPart<Weights>) -> Vec<(Part, &Shard)> {
+pub(super) fn files(weights: &PerComponent<Weights>) -> Vec<(Component, &Shard)> {
     let mut seen = BTreeSet::new();
     let all = weights.iter().flat_map(|(part, weights)| weights.shards().iter().map(move |shard| (part, shard)));
     all.filter(|(_, shard)| seen.insert(shard.path())).collect()
@@ -140,7 +140,7 @@ fn windows(blocks: &[Block<'_>]) -> Vec<Range<usize>> {
 
 /// Fails if a matrix is zero where no trained matrix is: what is missing of an unfinished download reads as zeros. Vectors are not
 /// looked at, because biases may be zero.
-pub fn refuse_unwritten(weights: &PerPart<Weights>) -> Result<()> {
+pub fn refuse_unwritten(weights: &PerComponent<Weights>) -> Result<()> {
     for weights in weights.values() {
         let matrices = weights.names().filter(|name| weights.shape(name).is_some_and(|shape| shape.len() >= 2));
         matrices.for_each(|name| weights.note_used(name, name.contains("embed_tokens")));
@@ -158,11 +158,11 @@ mod tests {
     use crate::tiny;
 
     /// The tiny model with other bytes in the file of one part.
-    fn changed(dtype: DType, part: Part, change: impl FnOnce(&mut Vec<u8>, &Shard)) -> PerPart<Weights> {
+    fn changed(dtype: DType, part: Component, change: impl FnOnce(&mut Vec<u8>, &Shard)) -> PerComponent<Weights> {
         let model = tiny::model(Layout::Bfl, dtype).unwrap();
         let mut bytes = model.file(part).to_vec();
         change(&mut bytes, &Shard::from_bytes("x", model.file(part).clone()).unwrap());
-        PerPart::from_fn(|other| match other == part {
+        PerComponent::from_fn(|other| match other == part {
             true => {
                 let shard = Shard::from_bytes("changed", Bytes::new(std::sync::Arc::new(bytes.clone()))).unwrap();
                 Weights::from_shards(part, vec![shard]).unwrap()
@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn planted_values_are_found_in_every_part() {
         for (dtype, name, size) in [(DType::Bf16, "BF16", 2), (DType::F16, "F16", 2), (DType::F32, "F32", 4)] {
-            for part in Part::ALL {
+            for part in Component::ALL {
                 let mut want = Vec::new();
                 let weights = changed(dtype, part, |bytes, shard| {
                     let (tensor, entry) = shard.tensors().filter(|(_, entry)| entry.range.len() > 8 * size).last().unwrap();
@@ -190,7 +190,7 @@ mod tests {
                 assert_eq!((report.count(), report.bytes), (3, (report.values - 1) * size as u64 + 8));
             }
         }
-        let whole = changed(DType::Bf16, Part::Vae, |_, _| ());
+        let whole = changed(DType::Bf16, Component::Vae, |_, _| ());
         assert_eq!(scan(&whole, &AtomicBool::new(false), &Silent).unwrap().faults, []);
         assert!(refuse_unwritten(&whole).is_ok());
         assert!(matches!(scan(&whole, &AtomicBool::new(true), &Silent), Err(Error::Interrupted)));
@@ -200,7 +200,7 @@ mod tests {
     fn zeros_in_place_of_a_matrix_are_refused() {
         let name = "double_blocks.0.img_mlp.0.weight";
         let weights =
-            changed(DType::Bf16, Part::Transformer, |bytes, shard| bytes[shard.entry(name).unwrap().range.clone()].fill(0));
+            changed(DType::Bf16, Component::Transformer, |bytes, shard| bytes[shard.entry(name).unwrap().range.clone()].fill(0));
         let error = refuse_unwritten(&weights).unwrap_err().to_string();
         assert!(error.contains(&format!("tensor `{name}` is all zeros")), "{error}");
     }

@@ -6,10 +6,10 @@
 
 use super::digest::hex;
 use crate::checkpoint::Weights;
+use crate::component::Component;
 use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorRole, TensorSpec};
-use crate::part::Part;
 use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
 use crate::tensor::quantise::QuantisedFormat;
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ pub struct KnownFile {
     /// What it is, for display.
     pub name: &'static str,
     /// The part that it holds.
-    pub part: Part,
+    pub part: Component,
     /// Its size, where that was published for a single file.
     pub bytes: Option<u64>,
     /// The fingerprint of its header, where one was published; see [`fingerprint`].
@@ -53,16 +53,16 @@ enum Content {
 /// The sizes of a transformer.
 type Sizes = fn() -> TransformerConfig;
 
-const fn known(name: &'static str, part: Part, content: Content) -> KnownFile {
+const fn known(name: &'static str, part: Component, content: Content) -> KnownFile {
     KnownFile { name, part, bytes: None, fingerprint: None, sha256: None, content }
 }
 
 const fn transformer(name: &'static str, bytes: u64, content: Content) -> KnownFile {
-    KnownFile { bytes: Some(bytes), ..known(name, Part::Transformer, content) }
+    KnownFile { bytes: Some(bytes), ..known(name, Component::Transformer, content) }
 }
 
 const fn encoder(name: &'static str, bytes: u64, content: Content) -> KnownFile {
-    KnownFile { bytes: Some(bytes), ..known(name, Part::TextEncoder, content) }
+    KnownFile { bytes: Some(bytes), ..known(name, Component::TextEncoder, content) }
 }
 
 impl KnownFile {
@@ -90,8 +90,12 @@ pub static KNOWN: [KnownFile; 30] = {
         transformer("flux-2-klein-4b or flux-2-klein-base-4b in bf16", 7_751_105_712, Plain(KLEIN_4B, Bfl))
             .with_sha256("ec3d4e733a771f61c052fb4856c48b336c55eaf2c65487c2a1faeb9bbda7a343"),
         transformer("flux-2-klein-9b, flux-2-klein-base-9b or flux-2-klein-9b-kv in bf16", 18_157_185_168, Plain(KLEIN_9B, Bfl)),
-        known("FLUX.2-klein-4B or FLUX.2-klein-base-4B as diffusers stores it", Part::Transformer, Plain(KLEIN_4B, Diffusers)),
-        known("FLUX.2-klein-9B, -base-9B or -9b-kv as diffusers stores it", Part::Transformer, Plain(KLEIN_9B, Diffusers)),
+        known(
+            "FLUX.2-klein-4B or FLUX.2-klein-base-4B as diffusers stores it",
+            Component::Transformer,
+            Plain(KLEIN_4B, Diffusers),
+        ),
+        known("FLUX.2-klein-9B, -base-9B or -9b-kv as diffusers stores it", Component::Transformer, Plain(KLEIN_9B, Diffusers)),
         transformer("flux-2-klein-4b-fp8", 4_070_624_520, Quantised(KLEIN_4B, Distilled, Fp8))
             .with_fingerprint("2ff21124fb997716c2da1597fab0824dc7bedcaf1aa182ade036e46788b79d6b")
             .with_sha256("97ed34fe0567e436200f2faee3939b88f2b5d99f8af2a4dc16532c4245c0ccb6"),
@@ -111,7 +115,7 @@ pub static KNOWN: [KnownFile; 30] = {
             .with_sha256("5c72214496dd278f721a112e1bd1585fffed487bc0831c894bcbf30d12e9ee48"),
         transformer("flux-2-klein-base-9b-nvfp4", 5_809_193_808, Inferred(KLEIN_9B, Base, Nvfp4)),
         transformer("flux2-dev in bf16", 64_446_596_128, Plain(DEV, Bfl)),
-        known("FLUX.2-dev as diffusers stores it", Part::Transformer, Plain(DEV, Diffusers)),
+        known("FLUX.2-dev as diffusers stores it", Component::Transformer, Plain(DEV, Diffusers)),
         transformer("flux2_dev_fp8mixed", 35_455_599_592, Inferred(DEV, Variant::Dev, Fp8))
             .with_sha256("863a82e4ff950a42a6b0e80bea824828f129eb1a8fbbdbd9e8cb29859127b486"),
         transformer("flux2-dev-nvfp4", 21_035_602_376, Inferred(DEV, Variant::Dev, Nvfp4)),
@@ -127,10 +131,10 @@ pub static KNOWN: [KnownFile; 30] = {
         encoder("qwen_3_4b_fp4_flux2", 3_848_213_998, NotKnown),
         encoder("qwen_3_4b_fp8_mixed", 5_631_994_051, NotKnown),
         encoder("qwen_3_4b_fp4_mixed", 3_479_416_193, NotKnown),
-        known("FLUX.2's VAE in bf16, as diffusers stores it", Part::Vae, Vae(Diffusers, "BF16")),
-        known("FLUX.2's VAE in f32, as diffusers stores it", Part::Vae, Vae(Diffusers, "F32")),
-        known("FLUX.2's VAE in bf16, in BFL's layout", Part::Vae, Vae(Bfl, "BF16")),
-        known("FLUX.2's VAE in f32, in BFL's layout", Part::Vae, Vae(Bfl, "F32")),
+        known("FLUX.2's VAE in bf16, as diffusers stores it", Component::Vae, Vae(Diffusers, "BF16")),
+        known("FLUX.2's VAE in f32, as diffusers stores it", Component::Vae, Vae(Diffusers, "F32")),
+        known("FLUX.2's VAE in bf16, in BFL's layout", Component::Vae, Vae(Bfl, "BF16")),
+        known("FLUX.2's VAE in f32, in BFL's layout", Component::Vae, Vae(Bfl, "F32")),
     ]
 };
 
@@ -142,16 +146,16 @@ impl KnownFile {
             specs.map(|spec| (spec.name, (dtype, spec.shape))).collect::<Tensors>()
         };
         Some(match self.content {
-            Content::Plain(sizes, layout) => plain(Part::Transformer, layout, &transformer_manifest(&sizes()), "BF16"),
+            Content::Plain(sizes, layout) => plain(Component::Transformer, layout, &transformer_manifest(&sizes()), "BF16"),
             Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
                 quantised(&sizes(), variant, format)
             }
             Content::Encoder(sizes, has_head) => {
                 let config = sizes();
-                let [first, second, _] = config.taps;
+                let [first, second, _] = config.text_layers;
                 // The files hold all layers, and not only those that klein reads.
-                let manifest = text_manifest(&TextConfig { taps: [first, second, config.layers], ..config });
-                let mut tensors = plain(Part::TextEncoder, Layout::Diffusers, &manifest, "BF16");
+                let manifest = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config });
+                let mut tensors = plain(Component::TextEncoder, Layout::Diffusers, &manifest, "BF16");
                 tensors.insert("model.norm.weight".into(), ("BF16", vec![config.hidden]));
                 if has_head {
                     tensors.insert("lm_head.weight".into(), ("BF16", vec![config.vocab, config.hidden]));
@@ -159,7 +163,7 @@ impl KnownFile {
                 tensors
             }
             Content::Vae(layout, dtype) => {
-                let mut tensors = plain(Part::Vae, layout, &vae_manifest(&VaeConfig::klein_4b()), dtype);
+                let mut tensors = plain(Component::Vae, layout, &vae_manifest(&VaeConfig::klein_4b()), dtype);
                 // PyTorch's batch norm counts its updates.
                 tensors.insert("bn.num_batches_tracked".into(), ("I64", Vec::new()));
                 tensors
@@ -182,7 +186,7 @@ fn quantised(config: &TransformerConfig, variant: Variant, format: QuantisedForm
         LayerSpec { has_input_scale: layer.format.is_some(), ..layer }
     };
     let layers: Vec<LayerSpec> = transformer_manifest(config).into_iter().map(layer).collect();
-    let layout = FileLayout::new(Part::Transformer, WeightLayout::Comfy, &layers);
+    let layout = FileLayout::new(Component::Transformer, WeightLayout::Comfy, &layers);
     layout.tensors.into_iter().map(|tensor| (tensor.name, (tensor.dtype, tensor.shape))).collect()
 }
 
@@ -229,19 +233,19 @@ pub fn identify(weights: &Weights) -> Finding {
     let mut own = Tensors::new();
     for (name, entry) in weights.shards().iter().flat_map(|shard| shard.tensors()) {
         let tensor = (entry.dtype.name, entry.shape.clone());
-        if names::resolve(weights.part(), name) != TensorRole::OtherPart {
+        if names::resolve(weights.component(), name) != TensorRole::OtherPart {
             own.insert(names::without_prefix(name).to_owned(), tensor.clone());
         }
         all.insert(name.to_owned(), tensor);
     }
     let shards = weights.shards();
     let bytes = shards.iter().map(|shard| shard.contents().len() as u64).sum();
-    let likeness = likeness(weights.part(), &own, Some(bytes).filter(|_| shards.len() == 1));
+    let likeness = likeness(weights.component(), &own, Some(bytes).filter(|_| shards.len() == 1));
     Finding { tensors: all.len(), bytes, files: shards.len(), fingerprint: fingerprint(&all), likeness }
 }
 
 /// The published file of a part that these tensors, in a single file of this size or in shards, are like.
-fn likeness(part: Part, tensors: &Tensors, bytes: Option<u64>) -> Likeness {
+fn likeness(part: Component, tensors: &Tensors, bytes: Option<u64>) -> Likeness {
     let files = || KNOWN.iter().filter(|file| file.part == part);
     let compared = files().filter_map(|file| Some((file, differences(tensors, &file.tensors()?))));
     let nearest = compared.min_by_key(|(_, differences)| differences.len());
@@ -350,7 +354,7 @@ mod tests {
         tensors.get_mut("img_in.weight").unwrap().1[1] += 1;
         tensors.remove("single_blocks.19.linear2.input_scale");
         tensors.insert("double_blocks.0.extra".into(), ("F32", vec![3]));
-        let Likeness::Unknown(Some((file, differences))) = likeness(Part::Transformer, &tensors, Some(1)) else { panic!() };
+        let Likeness::Unknown(Some((file, differences))) = likeness(Component::Transformer, &tensors, Some(1)) else { panic!() };
         assert_eq!(file.name, "flux-2-klein-4b-fp8");
         let want = [
             "`double_blocks.0.extra`, F32 [3], is not in it",
@@ -361,10 +365,10 @@ mod tests {
         // A file of the right size whose layers were inferred may have other ones.
         let inferred = named("flux-2-klein-base-4b-nvfp4");
         assert!(inferred.is_inferred() && !file.is_inferred());
-        let found = likeness(Part::Transformer, &tensors, inferred.bytes);
+        let found = likeness(Component::Transformer, &tensors, inferred.bytes);
         assert!(matches!(found, Likeness::SameSize(file) if file.name == inferred.name), "{found:?}");
         // Nothing is near to a file of another kind.
         let other: Tensors = [("a".to_owned(), ("BF16", vec![1]))].into();
-        assert!(matches!(likeness(Part::Vae, &other, None), Likeness::Unknown(None)));
+        assert!(matches!(likeness(Component::Vae, &other, None), Likeness::Unknown(None)));
     }
 }

@@ -96,8 +96,8 @@ pub fn compare(found: Rows) -> Comparison {
 mod tests {
     use super::*;
     use crate::checkpoint::Shard;
+    use crate::component::Component;
     use crate::names::Layout;
-    use crate::part::Part;
     use crate::tensor::Bytes;
     use crate::tiny;
     use crate::tokenizer::Tokenizer;
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn only_the_plain_encoder_is_judged() {
         for dtype in [DType::Bf16, DType::F16, DType::F32] {
-            let weights = tiny::model(Layout::Diffusers, dtype).unwrap().weights(Part::TextEncoder).unwrap();
+            let weights = tiny::model(Layout::Diffusers, dtype).unwrap().weights(Component::TextEncoder).unwrap();
             assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Published);
             for config in [TextConfig::klein_9b(), TextConfig::tiny(), TextConfig { eps: 1e-5, ..TextConfig::klein_4b() }] {
                 assert_eq!(Applicability::of(&config, &weights), Applicability::OtherEncoder);
@@ -127,7 +127,7 @@ mod tests {
         let header = r#"{"model.layers.0.mlp.down_proj.weight":{"dtype":"F8_E4M3","shape":[1,1],"data_offsets":[0,1]}}"#;
         let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0]].concat();
         let shard = Shard::from_bytes("x", Bytes::new(Arc::new(file))).unwrap();
-        let weights = Weights::from_shards(Part::TextEncoder, vec![shard]).unwrap();
+        let weights = Weights::from_shards(Component::TextEncoder, vec![shard]).unwrap();
         assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Quantised);
     }
 

@@ -2,9 +2,9 @@
 
 use super::BUILT_IN;
 use crate::checkpoint::{Shard, Weights};
+use crate::component::Component;
 use crate::config::{ConfigFile, Conventions};
 use crate::error::{Error, Result};
-use crate::part::Part;
 use crate::tensor::Bytes;
 use crate::tokenizer::Tokenizer;
 use std::fmt;
@@ -51,7 +51,7 @@ impl Embedded {
     }
 
     /// The weights of a part, which are a single file.
-    pub fn weights(self, part: Part, name: &str) -> Result<Weights> {
+    pub fn weights(self, part: Component, name: &str) -> Result<Weights> {
         let bytes = Bytes::new(Arc::new(self.file(name)?));
         Weights::from_shards(part, vec![Shard::from_bytes(&Self::path(name).to_string_lossy(), bytes)?])
     }

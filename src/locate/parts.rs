@@ -2,9 +2,9 @@
 //! only looks like a file (a link whose target was never downloaded, a pipe, a folder with the name of a file) is reported with
 //! the reason, and if several files match, none is guessed.
 
+use crate::component::PerComponent;
 use crate::error::Remedy;
 use crate::files;
-use crate::part::PerPart;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ impl Sought {
 }
 
 /// Describes what is wrong with the parts that were not found, with the remedy. Paths are shown relative to `folder`.
-pub(super) fn describe_faults(parts: &PerPart<Sought>, folder: Option<&Path>) -> Option<(String, Remedy)> {
+pub(super) fn describe_faults(parts: &PerComponent<Sought>, folder: Option<&Path>) -> Option<(String, Remedy)> {
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let list = |paths: &[PathBuf]| paths.iter().map(|path| inside(path)).collect::<Vec<String>>().join(", ");

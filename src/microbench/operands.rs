@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, Linear, Modulated, Op, Role, repeat_rows};
 use crate::error::Result;
-use crate::tensor::{Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart, nvfp4};
+use crate::tensor::{Arena, Bytes, DType, Nvfp4Layout, Region, Scale, Scaling, SliceScaling, Stored, Tensor, WeightSlice, nvfp4};
 use std::sync::Arc;
 
 /// In which formats the operands of a row are stored.
@@ -185,14 +185,14 @@ impl Operands {
             let stored = if role == Role::UpConv { to.len() / 16 * 9 } else { to.len() };
             let bytes = owned(block, to.dtype.bytes(stored));
             let scaling = match to.scaling {
-                Scaling::Tensor(scale) => PartScaling::Tensor(scale),
+                Scaling::Tensor(scale) => SliceScaling::Tensor(scale),
                 Scaling::Blocks16 { tensor, .. } => {
                     let scales = owned(&blocks, nvfp4::scale_bytes(to.rows, to.cols));
-                    PartScaling::Blocks16 { scales, tensor, layout: Nvfp4Layout::COMFY }
+                    SliceScaling::Blocks16 { scales, tensor, layout: Nvfp4Layout::COMFY }
                 }
-                _ => PartScaling::Unscaled,
+                _ => SliceScaling::Unscaled,
             };
-            be.upload(to, role, &[WeightPart { scaling, ..WeightPart::plain(bytes, to.dtype, to.rows) }])?;
+            be.upload(to, role, &[WeightSlice { scaling, ..WeightSlice::plain(bytes, to.dtype, to.rows) }])?;
         }
         let source = self.norm_source()?;
         let rows = self.nvfp4.iter().map(|t| t.rows).max().unwrap_or(0).min(NVFP4_ROWS);

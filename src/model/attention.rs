@@ -153,14 +153,14 @@ fn refused(name: &str, why: PlainHeads) -> Error {
 mod tests {
     use super::super::bounds::NormGain;
     use super::*;
-    use crate::tensor::{Bytes, Region, WeightPart};
+    use crate::tensor::{Bytes, Region, WeightSlice};
     use std::sync::Arc;
 
     /// The format of a block, all of whose gains are the same, and the bounds in bf16 and in e4m3.
     fn block(asked: AttentionFormat, gain: f32) -> (BlockAttention, [f32; 2]) {
         let norm = || {
             let bytes = DType::F32.encoded(&[gain; HEAD_DIM]);
-            NormGain::of(&[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::F32, 1)])
+            NormGain::of(&[WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::F32, 1)])
         };
         let gains = QkGain { q: norm(), k: norm() };
         let weight = Arena::new(Region::Weights).alloc(HEAD_DIM, HEAD_DIM, DType::Bf16).unwrap();

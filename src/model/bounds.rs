@@ -5,7 +5,7 @@
 //! and RoPE is a rotation, which preserves norms. A score is a sum over the pairs of elements that are rotated together; by the
 //! Cauchy-Schwarz inequality the sum is at most the product of both norms times the largest product of the gains of one pair.
 
-use crate::tensor::WeightPart;
+use crate::tensor::WeightSlice;
 use std::f32::consts::{LOG2_E, SQRT_2};
 
 /// Margin for the rounding of queries and keys to bf16, with some reserve.
@@ -17,7 +17,7 @@ pub struct NormGain(Vec<f32>);
 
 impl NormGain {
     /// The gain of a norm, from its weights as they are stored.
-    pub fn of(parts: &[WeightPart]) -> Self {
+    pub fn of(parts: &[WeightSlice]) -> Self {
         let mut values = Vec::new();
         for (part, row) in parts.iter().flat_map(|part| (0..part.rows).map(move |row| (part, row))) {
             let first = values.len();
@@ -89,7 +89,7 @@ mod tests {
 
     fn gain(values: &[f32]) -> NormGain {
         let bytes = DType::Bf16.encoded(values);
-        NormGain::of(&[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, 1)])
+        NormGain::of(&[WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, 1)])
     }
 
     #[test]

@@ -13,7 +13,7 @@ use crate::error::{Error, Remedy, Result};
 use crate::names::{LayerId, TensorSpec};
 use crate::tensor::formats::Format;
 use crate::tensor::quantise::{QuantisedFormat, largest_magnitude};
-use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scales, Scaling, Stored, Tensor, WeightPart};
+use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scales, Scaling, Stored, Tensor, WeightSlice};
 use std::sync::Arc;
 
 /// Hands a model the tensors that its `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
@@ -260,7 +260,7 @@ fn listed(list: &mut Vec<TensorSpec>, spec: TensorSpec) -> Tensor {
 
 /// The type of a matrix of plain elements. In f32 it stays as it is stored, which every op can read exactly; quantised values are
 /// expanded.
-fn plain_dtype(parts: &[WeightPart], precision: Precision) -> DType {
+fn plain_dtype(parts: &[WeightSlice], precision: Precision) -> DType {
     match precision {
         Precision::Bf16 => DType::Bf16,
         Precision::F32 => {
@@ -271,7 +271,7 @@ fn plain_dtype(parts: &[WeightPart], precision: Precision) -> DType {
 }
 
 /// The formats of a weight that was loaded from these parts, or from none in a dry run without a checkpoint.
-fn part_formats(parts: &[WeightPart], weight: &Weight) -> Vec<PartFormat> {
+fn part_formats(parts: &[WeightSlice], weight: &Weight) -> Vec<PartFormat> {
     let held = |tensor: Tensor| (tensor.dtype, tensor.bytes());
     if parts.is_empty() {
         // A checkpoint would have plain values.
@@ -283,7 +283,7 @@ fn part_formats(parts: &[WeightPart], weight: &Weight) -> Vec<PartFormat> {
         return weight.parts().iter().map(format).collect();
     }
     let mut first = 0;
-    let mut format = |part: &WeightPart| {
+    let mut format = |part: &WeightSlice| {
         // One tensor may hold all parts, if they are expanded to the same type.
         let rows = weight.slice(first..first + part.rows);
         first += part.rows;
@@ -345,7 +345,7 @@ impl Upload<'_> {
         let why = input.err().filter(|_| is_quantised);
         let plain = Stored::plain(precision.activations());
         let input = input.unwrap_or(plain);
-        let is_kept = |part: &WeightPart| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
+        let is_kept = |part: &WeightSlice| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
         let stays = reencoded.is_some() || parts.iter().any(is_kept);
         if self.merges(spec, stays)? {
             let weight = match self.merged_by_backend(spec, &parts, plain)? {
@@ -397,7 +397,7 @@ impl Upload<'_> {
         let input = quantise::input(format, producer, self.backend.gemm_formats(), precision, math)?;
         let merges = self.merges(spec, true)?;
         let own = if merges && !self.dry { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
-        let stored = |part: &[WeightPart]| {
+        let stored = |part: &[WeightSlice]| {
             let scales = match scales {
                 ScaleKind::None | ScaleKind::TensorOrRows => Scales::Rows,
                 ScaleKind::Blocks if self.dry => Scales::Blocks16(Scale::ONE),
@@ -438,7 +438,7 @@ impl Upload<'_> {
 
     /// Uploads a weight and has the backend add to it what adapters do, if its memory is apart from the host's: the GEMM runs while the next
     /// weight is copied. `None` if the weight is not uploaded as it is stored, or too much is added to it.
-    fn merged_by_backend(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: Stored) -> Result<Option<Tensor>> {
+    fn merged_by_backend(&mut self, spec: &TensorSpec, parts: &[WeightSlice], to: Stored) -> Result<Option<Tensor>> {
         let (Some(Added { adapters, room_at, .. }), Some(id)) = (self.adapters, spec.layer) else { return Ok(None) };
         if self.dry || self.source.is_none() || self.backend.reads_files() {
             return Ok(None);
@@ -460,12 +460,12 @@ impl Upload<'_> {
     }
 
     /// A weight with what adapters add to it. In a dry run there are no values, but parts of another type, which count as copied.
-    fn merged(&mut self, spec: &TensorSpec, parts: &[WeightPart], to: DType) -> Vec<WeightPart> {
+    fn merged(&mut self, spec: &TensorSpec, parts: &[WeightSlice], to: DType) -> Vec<WeightSlice> {
         match (self.adapters.filter(|_| !self.dry), spec.layer) {
             (Some(Added { adapters, .. }), Some(id)) => self.merger.merged(adapters, id, parts, to),
             _ => {
                 let other = if to == DType::F32 { DType::Bf16 } else { DType::F32 };
-                vec![WeightPart::plain(Bytes::new(Arc::new([])), other, extent(spec).0)]
+                vec![WeightSlice::plain(Bytes::new(Arc::new([])), other, extent(spec).0)]
             }
         }
     }
@@ -474,7 +474,7 @@ impl Upload<'_> {
     fn loaded_layer(
         &mut self,
         spec: &TensorSpec,
-        parts: &[WeightPart],
+        parts: &[WeightSlice],
         weight: Weight,
         input: Stored,
         why: Option<PlainInput>,
@@ -489,7 +489,7 @@ impl Upload<'_> {
     }
 
     /// Allocates a tensor and uploads the parts that it consists of.
-    fn upload(&mut self, role: Role, [rows, cols]: [usize; 2], stored: Stored, parts: &[WeightPart]) -> Result<Tensor> {
+    fn upload(&mut self, role: Role, [rows, cols]: [usize; 2], stored: Stored, parts: &[WeightSlice]) -> Result<Tensor> {
         let tensor = self.region.alloc_stored(rows, cols, stored)?;
         if self.source.is_some() {
             self.backend.upload(tensor, role, parts)?;
@@ -508,7 +508,7 @@ impl Upload<'_> {
     }
 
     /// A tensor as the checkpoint stores it; nothing without a checkpoint.
-    fn stored(&self, spec: &TensorSpec) -> Result<Vec<WeightPart>> {
+    fn stored(&self, spec: &TensorSpec) -> Result<Vec<WeightSlice>> {
         let Some(source) = self.source else { return Ok(Vec::new()) };
         Ok(source.weight(spec)?.parts)
     }

@@ -2,18 +2,18 @@
 //! hold hundreds of megabytes for them.
 
 use crate::error::{Error, Result};
-use crate::tensor::{DType, WeightPart};
+use crate::tensor::{DType, WeightSlice};
 
 /// A table with one row per token of the vocabulary.
 pub struct TokenTable {
     /// Its rows in order; none in a dry run.
-    parts: Vec<WeightPart>,
+    parts: Vec<WeightSlice>,
     rows: usize,
     cols: usize,
 }
 
 impl TokenTable {
-    pub fn new(parts: Vec<WeightPart>, rows: usize, cols: usize) -> Self {
+    pub fn new(parts: Vec<WeightSlice>, rows: usize, cols: usize) -> Self {
         Self { parts, rows, cols }
     }
 
@@ -21,7 +21,7 @@ impl TokenTable {
     pub fn bytes(&self) -> u64 {
         match &*self.parts {
             [] => DType::Bf16.bytes(self.rows * self.cols) as u64,
-            parts => parts.iter().map(WeightPart::stored_bytes).sum(),
+            parts => parts.iter().map(WeightSlice::stored_bytes).sum(),
         }
     }
 
@@ -55,7 +55,7 @@ mod tests {
     fn rows_are_found_in_every_part() {
         let part = |first: usize, rows: usize| {
             let values: Vec<f32> = (0..2 * rows).map(|i| (2 * first + i) as f32).collect();
-            WeightPart::plain(Bytes::new(Arc::new(DType::Bf16.encoded(&values))), DType::Bf16, rows)
+            WeightSlice::plain(Bytes::new(Arc::new(DType::Bf16.encoded(&values))), DType::Bf16, rows)
         };
         let table = TokenTable::new(vec![part(0, 3), part(3, 2)], 5, 2);
         assert_eq!(table.rows(&[4, 0, 2, 3, 4]).unwrap(), [8.0, 9.0, 0.0, 1.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);

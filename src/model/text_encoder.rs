@@ -134,7 +134,7 @@ impl TextEncoder {
                 be.run(Op::RmsNorm { out: normed, x, weight: layer.mlp_norm, eps: c.eps })?;
                 be.run(Op::LinearSwiglu(&[Gemm { out: inner, x: normed, w: &layer.gate_up }]))?;
                 be.run(Op::LinearGateResidual(&[GatedGemm { into: x, x: inner, w: &layer.down, gate: None }]))?;
-                if let Some(tap) = c.taps.iter().position(|&depth| depth == i + 1) {
+                if let Some(tap) = c.text_layers.iter().position(|&depth| depth == i + 1) {
                     let tap = features.cols(tap * c.hidden..(tap + 1) * c.hidden);
                     be.run(Op::Copy { out: tap.rows(attending.clone()), x: x.rows(0..own) })?;
                     if own < rows {

@@ -12,7 +12,7 @@ use crate::config::{HEAD_DIM, TransformerConfig};
 use crate::error::Result;
 use crate::names::{self, LayerRole};
 use crate::sampler::{TIMESTEP_CHANNELS, timestep_embedding};
-use crate::sequence::SequencePlan;
+use crate::sequence::SequenceLayout;
 use crate::tensor::{Arena, Precision, Tensor};
 use std::ops::Range;
 
@@ -139,7 +139,7 @@ impl ModulationOut {
 #[derive(Clone, Copy)]
 pub struct StepInput<'a> {
     /// The layout of the sequence.
-    pub plan: &'a SequencePlan,
+    pub plan: &'a SequenceLayout,
     /// The RoPE table, one row per token of the plan.
     pub rope: Tensor,
     /// The prompt's context, from [`ContextIn`].
@@ -535,8 +535,8 @@ impl Transformer {
 mod tests {
     use super::*;
     use crate::backend::cpu::Cpu;
+    use crate::component::Component;
     use crate::names::Layout;
-    use crate::part::Part;
     use crate::sequence::{Grid, RopeSpec};
     use crate::tensor::{DType, Region};
     use std::sync::Arc;
@@ -550,7 +550,7 @@ mod tests {
     #[test]
     fn rows_that_the_last_block_skips_do_not_change_the_canvas() {
         let config = TransformerConfig::tiny();
-        let weights = crate::tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::Transformer).unwrap();
+        let weights = crate::tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Component::Transformer).unwrap();
         let mut be = Cpu::new(0, Arc::new(AtomicBool::new(false))).unwrap();
         let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
         let mut ignore = |_| ();
@@ -559,7 +559,7 @@ mod tests {
         be.reserve(Region::Arena, 64 << 20).unwrap();
 
         let grid = Grid { width: 4, height: 5 };
-        let plan = SequencePlan::new(33, grid, &[Grid { width: 3, height: 4 }]).unwrap();
+        let plan = SequenceLayout::new(33, grid, &[Grid { width: 3, height: 4 }]).unwrap();
         let mut place = |ws: &mut Arena, rows: usize, cols: usize, values: Vec<f32>| {
             let tensor = ws.alloc(rows, cols, DType::F32).unwrap();
             be.write(tensor, &values).unwrap();

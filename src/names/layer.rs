@@ -2,7 +2,7 @@
 //! later goes by it and not by a name. Names are only for files and for messages.
 
 use super::tables::{Captured, Row, fill};
-use crate::part::Part;
+use crate::component::Component;
 use std::fmt;
 
 /// A layer of a transformer or a text encoder.
@@ -100,12 +100,12 @@ impl LayerRole {
     }
 
     /// The component whose layers have this role.
-    pub const fn component(self) -> Part {
+    pub const fn component(self) -> Component {
         use LayerRole::*;
         match self {
-            EncoderQkv | EncoderOut | EncoderGateUp | EncoderDown | TokenTable => Part::TextEncoder,
-            EncoderInputNorm | EncoderQueryNorm | EncoderKeyNorm | EncoderMlpNorm => Part::TextEncoder,
-            _ => Part::Transformer,
+            EncoderQkv | EncoderOut | EncoderGateUp | EncoderDown | TokenTable => Component::TextEncoder,
+            EncoderInputNorm | EncoderQueryNorm | EncoderKeyNorm | EncoderMlpNorm => Component::TextEncoder,
+            _ => Component::Transformer,
         }
     }
 
@@ -128,7 +128,7 @@ impl LayerRole {
 
 impl LayerId {
     /// The component that it belongs to.
-    pub const fn component(self) -> Part {
+    pub const fn component(self) -> Component {
         self.role.component()
     }
 

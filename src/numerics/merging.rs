@@ -1,7 +1,7 @@
 //! The inner loops of merging: a block of a weight's rows is decoded, deltas are added to it, and it is rounded, all while it is in the cache.
 //! They are compiled for each instruction set that a processor may have.
 
-use crate::tensor::{DType, PartScaling, WeightPart, decode_bf16, encode_bf16};
+use crate::tensor::{DType, SliceScaling, WeightSlice, decode_bf16, encode_bf16};
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
@@ -142,7 +142,7 @@ fn panel_sums<S: Simd>(simd: S, factors: &[[f32; BLOCK]], panel: &[f32], from: u
 /// A block of a weight's rows that is merged.
 pub struct Block<'a> {
     /// The parts of the weight, each with its first row.
-    pub parts: &'a [(usize, &'a WeightPart)],
+    pub parts: &'a [(usize, &'a WeightSlice)],
     /// What is added to it, each with the rows that its rows are added to.
     pub deltas: &'a [(ScaledDelta, &'a [Range<usize>])],
     /// The rows of the block.
@@ -178,7 +178,7 @@ impl WithSimd for Block<'_> {
             }
             let values = &mut values[(own.start - rows.start) * cols..(own.end - rows.start) * cols];
             match (part.dtype, &part.scaling) {
-                (DType::Bf16, PartScaling::Unscaled) => {
+                (DType::Bf16, SliceScaling::Unscaled) => {
                     decode_bf16(&part.bytes[2 * (own.start - first) * cols..2 * (own.end - first) * cols], values);
                 }
                 _ => own.zip(values.chunks_exact_mut(cols)).for_each(|(row, values)| part.decode(row - first, values)),

@@ -1,6 +1,6 @@
 //! Searches through stored values: NaN, infinity, parts that were never written, and what quantizing lost.
 
-use crate::tensor::WeightPart;
+use crate::tensor::WeightSlice;
 use std::ops::Range;
 
 /// Bytes that are searched for any value that is not finite before they are looked at one by one; they stay in the L1 cache.
@@ -71,7 +71,7 @@ pub fn all_zero(bytes: &[u8]) -> bool {
 }
 
 /// Sums of squares over the rows of a part: of the errors that `stored` has, whose first row is the first of `rows`, and of the values.
-pub fn squared_error(part: &WeightPart, rows: Range<usize>, stored: &WeightPart) -> (f64, f64) {
+pub fn squared_error(part: &WeightSlice, rows: Range<usize>, stored: &WeightSlice) -> (f64, f64) {
     /// Sums that are added up side by side, as vector units do.
     const LANES: usize = 8;
     let (mut want, mut got) = (vec![0.0_f32; part.cols()], vec![0.0_f32; part.cols()]);

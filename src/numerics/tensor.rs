@@ -2,12 +2,12 @@
 //! descriptor that a backend resolves to an address.
 
 pub mod formats;
-mod part;
 pub mod quantise;
 mod reencode;
+mod weight_slice;
 
 pub use formats::{DType, Scale, ScaleKind, Scales, Scaling, Stored, decode_bf16, encode_bf16, nvfp4};
-pub use part::{Nvfp4Layout, PartScaling, WeightPart};
+pub use weight_slice::{Nvfp4Layout, SliceScaling, WeightSlice};
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -82,7 +82,7 @@ pub enum Region {
     /// Working memory of a run.
     Arena,
     /// Results that outlive a run: written and read by ops.
-    Kept,
+    Cache,
     /// What adapters compute beside weights, and behind it what is merged with them: written by `upload`, read by ops.
     Adapters,
 }

@@ -4,7 +4,7 @@
 //! is on image row i - 1, rows 1 and 2 are on i; with a = 1 rows 0 and 1 are on i, row 2 is on i + 1. Columns are alike. So the taps that
 //! see one pixel are summed once for all pixels, 4 products remain of 9, and the upsampled image is never stored.
 
-use crate::tensor::{Bytes, DType, WeightPart};
+use crate::tensor::{Bytes, DType, WeightSlice};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ fn fold(filter: &[f32], folded: &mut [f32]) {
 }
 
 /// Rows of 3x3 filters, as a file stores them, in phase form and in this plain type. `None` if they are no such rows.
-pub fn folded(part: &WeightPart, dtype: DType) -> Option<WeightPart> {
+pub fn folded(part: &WeightSlice, dtype: DType) -> Option<WeightSlice> {
     let cols = part.cols();
     if !part.is_complete() || cols == 0 || !cols.is_multiple_of(9) || dtype.is_quantised() {
         return None;
@@ -46,7 +46,7 @@ pub fn folded(part: &WeightPart, dtype: DType) -> Option<WeightPart> {
             dtype.encode(folded, out);
         },
     );
-    Some(WeightPart::plain(Bytes::new(Arc::new(bytes)), dtype, part.rows))
+    Some(WeightSlice::plain(Bytes::new(Arc::new(bytes)), dtype, part.rows))
 }
 
 #[cfg(test)]
@@ -78,12 +78,12 @@ mod tests {
         let values: [f32; 9] = [0.0, 0.0, 0.0, 0.0, 256.0, 1.0, 0.0, 1.0, 0.0];
         let mut bytes = vec![0; 18];
         DType::Bf16.encode(&values, &mut bytes);
-        let part = WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, 1);
+        let part = WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, 1);
         let folded = folded(&part, DType::Bf16).unwrap();
         let mut row = [0.0; 16];
         folded.decode(0, &mut row);
         assert_eq!(row[3], 258.0);
-        let short = WeightPart::plain(Bytes::new(Arc::new(vec![0_u8; 16])), DType::Bf16, 1);
+        let short = WeightSlice::plain(Bytes::new(Arc::new(vec![0_u8; 16])), DType::Bf16, 1);
         assert!(super::folded(&short, DType::Bf16).is_none());
     }
 }

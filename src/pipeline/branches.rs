@@ -3,13 +3,13 @@
 //! uploaded there, and sets of the same shapes have the same addresses.
 
 use super::formats::Formats;
-use super::kept::{Kept, Source};
+use super::result_cache::{ResultCache, Source};
 use crate::adapter::{AdapterSet, Adapters, MAX_RANK};
 use crate::backend::{Backend, Linear, LoraBranch, Role};
 use crate::error::{Error, Remedy, Result};
 use crate::model::LayerFormat;
 use crate::names::LayerId;
-use crate::tensor::{ALIGN, Arena, Bytes, Precision, Region, Scaling, Tensor, WeightPart};
+use crate::tensor::{ALIGN, Arena, Bytes, Precision, Region, Scaling, Tensor, WeightSlice};
 use crate::trace;
 use rayon::prelude::*;
 use std::collections::HashSet;
@@ -50,7 +50,7 @@ pub struct Branches {
     /// The same with the room behind them for what is merged with a weight.
     pub bytes: u64,
     /// The values of all, in one piece; absent where only shapes matter.
-    values: Option<(Tensor, WeightPart)>,
+    values: Option<(Tensor, WeightSlice)>,
 }
 
 impl Branches {
@@ -116,7 +116,7 @@ impl Branches {
         let cols = dtype.elements(ALIGN as usize);
         let rows = (self.branch_bytes / ALIGN) as usize;
         let whole = Tensor { region: Region::Adapters, dtype, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled };
-        let values = WeightPart::plain(Bytes::new(Arc::new(bytes)), dtype, rows);
+        let values = WeightSlice::plain(Bytes::new(Arc::new(bytes)), dtype, rows);
         Ok(Self { values: Some((whole, values)), ..self })
     }
 
@@ -171,7 +171,7 @@ impl SideBranches {
     }
 
     /// Uploads branches, unless they are there, or copies them from where they are kept.
-    pub fn upload(&mut self, be: &mut dyn Backend, branches: &Branches, kept: &mut Kept) -> Result<()> {
+    pub fn upload(&mut self, be: &mut dyn Backend, branches: &Branches, cache: &mut ResultCache) -> Result<()> {
         if branches.set == self.uploaded {
             return Ok(());
         }
@@ -185,8 +185,8 @@ impl SideBranches {
         }
         if let Some((whole, values)) = &branches.values {
             // Where ops read the host's bytes there is nothing that would be copied.
-            let source = (kept.is_on() && !be.reads_files()).then(|| Source::Adapters(branches.set.clone()));
-            kept.copy_or(be, source, &[*whole], |be| be.upload(*whole, Role::Linear, std::slice::from_ref(values)))?;
+            let source = (cache.is_on() && !be.reads_files()).then(|| Source::Adapters(branches.set.clone()));
+            cache.copy_or(be, source, &[*whole], |be| be.upload(*whole, Role::Linear, std::slice::from_ref(values)))?;
         }
         self.uploaded = branches.set.clone();
         Ok(())

@@ -4,12 +4,12 @@
 use super::branches::{SideBranches, adapters_of};
 use super::inputs::Inputs;
 use super::job::{GeneratedImage, Job, LoadOptions};
-use super::kept::Kept;
 use super::open::OpenModel;
-use super::prepared::{DryRun, Shapes, Tables, initial_noise};
+use super::prepared::{ShapeCache, Tables, WorkNeeded, initial_noise};
+use super::result_cache::ResultCache;
 use super::stages::{Canvas, Encoded, Images, Prompts, Stages};
 use super::weights::Store;
-use crate::backend::{Backend, Plan};
+use crate::backend::{Backend, DryRun};
 use crate::config::Variant;
 use crate::error::{Error, Remedy, Result};
 use crate::image::Image;
@@ -27,8 +27,8 @@ pub struct Engine {
     stages: Stages,
     store: Store,
     side: SideBranches,
-    shapes: Shapes,
-    kept: Kept,
+    shapes: ShapeCache,
+    cache: ResultCache,
     /// Bytes of working memory that the backend holds.
     working: u64,
     tokenizer: Tokenizer,
@@ -61,17 +61,17 @@ impl Engine {
             stages,
             store,
             side: SideBranches::default(),
-            shapes: Shapes::default(),
-            kept: Kept::default(),
+            shapes: ShapeCache::default(),
+            cache: ResultCache::default(),
             working: 0,
             tokenizer,
             variant,
             name,
         };
         engine.select(None)?;
-        let Self { backend, stages, store, side, kept, .. } = &mut engine;
+        let Self { backend, stages, store, side, cache, .. } = &mut engine;
         // What is merged with weights needs memory as well.
-        side.upload(backend.as_mut(), &store.branches, kept)?;
+        side.upload(backend.as_mut(), &store.branches, cache)?;
         store.load_text(&mut stages.text, backend.as_mut(), progress)?;
         Ok(engine)
     }
@@ -117,12 +117,12 @@ impl Engine {
 
     /// From now on keeps encoded prompts, references and their keys and values in the backend's memory, for later jobs with the same ones,
     /// which have the same results to the byte. They take `most` bytes, or less where memory is short: at most a quarter of what a `usual` job leaves.
-    pub fn keep_results(&mut self, most: u64, usual: &Job) -> Result<()> {
+    pub fn cache_results(&mut self, most: u64, usual: &Job) -> Result<()> {
         let inputs = self.inputs(usual, &Silent)?;
         let (branches, freed) = self.side.growth(&self.store.branches);
         let more = self.dry_run(&inputs)?.bytes.saturating_sub(self.working) + branches - freed;
         let spare = self.backend.available()?.map_or(u64::MAX, |free| free.saturating_sub(more));
-        self.kept.reserve(self.backend.as_mut(), most.min(spare / 4))
+        self.cache.reserve(self.backend.as_mut(), most.min(spare / 4))
     }
 
     /// Refuses a job whose working memory does not fit into what is free and what earlier jobs of this engine have left. The
@@ -152,12 +152,12 @@ impl Engine {
     }
 
     /// Measures what a job takes, unless one of its shape was measured before.
-    fn dry_run(&mut self, inputs: &Inputs<'_>) -> Result<DryRun> {
+    fn dry_run(&mut self, inputs: &Inputs<'_>) -> Result<WorkNeeded> {
         let Self { backend, stages, shapes, .. } = self;
         shapes.dry_run(inputs, || {
-            let mut plan = Plan::new(backend.gemm_formats());
+            let mut plan = DryRun::new(backend.gemm_formats());
             let bytes = stages.dry_run(&mut plan, inputs, &Silent)?;
-            Ok(DryRun { bytes, ops: plan.ops, flops: plan.flops })
+            Ok(WorkNeeded { bytes, ops: plan.ops, flops: plan.flops })
         })
     }
 
@@ -187,8 +187,8 @@ impl Engine {
     }
 
     /// Runs the stages of one image on the dry-run backend, which counts what they need.
-    pub fn plan(&mut self, job: &Job) -> Result<Plan> {
-        let mut plan = Plan::new(self.backend.gemm_formats());
+    pub fn plan(&mut self, job: &Job) -> Result<DryRun> {
+        let mut plan = DryRun::new(self.backend.gemm_formats());
         let inputs = self.inputs(job, &Silent)?;
         self.stages.dry_run(&mut plan, &inputs, &Silent)?;
         Ok(plan)
@@ -204,7 +204,7 @@ impl Engine {
         let done = self.generate_images(job, progress, sink);
         if done.is_err() {
             // What was kept may not have been computed, or not be finite.
-            self.kept.forget();
+            self.cache.forget();
         }
         done
     }
@@ -226,22 +226,22 @@ impl Engine {
 
     /// Reserves the memory of a job, finds its kernels and loads the text encoder.
     fn prepare(&mut self, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<()> {
-        let DryRun { bytes, ops, flops } = self.dry_run(inputs)?;
+        let WorkNeeded { bytes, ops, flops } = self.dry_run(inputs)?;
         progress.detail(&format!(
             "{} tokens, {ops} ops, {:.3} TFLOP, {:.1} MiB of working memory",
             inputs.plan.tokens(),
             flops as f64 / 1e12,
             bytes as f64 / 1_048_576.0
         ));
-        let Self { backend, stages, store, side, shapes, kept, working, .. } = self;
+        let Self { backend, stages, store, side, shapes, cache, working, .. } = self;
         let be = backend.as_mut();
-        side.upload(be, &store.branches, kept)?;
+        side.upload(be, &store.branches, cache)?;
         // Should this fail, nothing is left of what was there.
         let before = std::mem::take(working);
         be.reserve(Region::Arena, bytes)?;
         *working = bytes.max(before);
         if let Some(cuda) = be.cuda() {
-            shapes.rehearse(inputs, || cuda.rehearse(&mut |be| stages.walk(be, inputs, &Silent).map(drop)))?;
+            shapes.preload_kernels(inputs, || cuda.preload_kernels(&mut |be| stages.walk(be, inputs, &Silent).map(drop)))?;
         }
         // What a job that failed left is not of these images.
         be.take_saturated()?;
@@ -250,11 +250,11 @@ impl Engine {
 
     /// Encodes the prompts, while the host prepares what denoising starts with; a job without seeds has none. Loads the transformer.
     fn encode<'a>(&mut self, ws: &mut Arena, inputs: &Inputs<'a>, progress: &dyn Progress) -> Result<Option<Start<'a>>> {
-        let Self { backend, stages, store, shapes, kept, .. } = self;
+        let Self { backend, stages, store, shapes, cache, .. } = self;
         let (be, job, known) = (backend.as_mut(), inputs.job, shapes.tables(inputs));
         let (config, precision) = (&stages.transformer_config, store.options.precision);
         let (prompts, (tables, first)) = threads::join(
-            || stages.encode_prompts(be, ws, inputs, kept, progress),
+            || stages.encode_prompts(be, ws, inputs, cache, progress),
             || {
                 let tables = known.unwrap_or_else(|| Arc::new(Tables::new(config, inputs)));
                 (tables, job.seeds.first().map(|&seed| initial_noise(job, seed, precision)))
@@ -288,7 +288,7 @@ impl Engine {
         progress: &dyn Progress,
         sink: &mut dyn FnMut(GeneratedImage) -> Result<()>,
     ) -> Result<()> {
-        let Self { backend, stages, store, kept, .. } = self;
+        let Self { backend, stages, store, cache, .. } = self;
         let (be, job, precision) = (backend.as_mut(), inputs.job, store.options.precision);
         if !job.references.is_empty() {
             store.load_vae(be)?;
@@ -297,7 +297,7 @@ impl Engine {
         // Zeros would be pages that the system provides one by one when the device's copy arrives.
         let pixel_buffer = &|| vec![u8::MAX; 3 * job.size.width() * job.size.height()];
         let (seeds, tables, noise_of) = (&*job.seeds, &*tables, &|seed: u64| initial_noise(job, seed, precision));
-        let images = Images { canvas, tables, seeds, first, noise_of, kept, load_vae, pixel_buffer };
+        let images = Images { canvas, tables, seeds, first, noise_of, cache, load_vae, pixel_buffer };
         stages.denoise_and_decode(be, ws, inputs, encoded, images, progress, &mut |seed, mut values| {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let saturated = values.saturated;

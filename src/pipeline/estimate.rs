@@ -7,11 +7,11 @@ use super::job::{Job, LoadOptions};
 use super::open::{Configs, OpenModel};
 use super::stages::Stages;
 use crate::adapter::Adapters;
-use crate::backend::{Backend, GemmFormats, Observed, Op, Plan};
+use crate::backend::{Backend, DryRun, GemmFormats, Observed, Op};
 use crate::checkpoint::Weights;
+use crate::component::PerComponent;
 use crate::config::Variant;
 use crate::error::Result;
-use crate::part::PerPart;
 use crate::progress::{Phase, Progress};
 use crate::sampler::mu;
 use crate::tokenizer::Tokens;
@@ -89,7 +89,7 @@ pub struct EstimateRequest<'a> {
     /// How it was trained.
     pub variant: Variant,
     /// Its files, whose dtypes f32 precision keeps. Without files all weights are in bf16.
-    pub weights: PerPart<Option<&'a Weights>>,
+    pub weights: PerComponent<Option<&'a Weights>>,
     /// Its adapters.
     pub adapters: &'a Adapters,
     /// How it is loaded.
@@ -104,7 +104,7 @@ impl<'a> EstimateRequest<'a> {
     /// A model without files and adapters, and no times.
     pub fn new(configs: &'a Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats) -> Self {
         static NONE: Adapters = Adapters(Vec::new());
-        Self { configs, variant, weights: PerPart::default(), adapters: &NONE, options, gemms, time: None }
+        Self { configs, variant, weights: PerComponent::default(), adapters: &NONE, options, gemms, time: None }
     }
 }
 
@@ -127,7 +127,7 @@ pub fn estimate(request: EstimateRequest<'_>, job: &Job) -> Result<Estimate> {
     let EstimateRequest { configs, variant, weights, adapters, options, gemms, time } = request;
     let (meter, is_timed) = (Meter::default(), time.is_some());
     let so_far = meter.so_far.clone();
-    let mut plan = Observed::new(Box::new(Plan::new(gemms)), move |plan: &mut Plan, op: Op<'_>| {
+    let mut plan = Observed::new(Box::new(DryRun::new(gemms)), move |plan: &mut DryRun, op: Op<'_>| {
         plan.run(op)?;
         so_far.set((plan.flops, so_far.get().1 + time.as_ref().map_or(0.0, |time| time(&op))));
         Ok(())

@@ -5,11 +5,11 @@ use super::job::Job;
 use crate::adapter::AdapterSet;
 use crate::backend::{Backend, Op, Reading};
 use crate::checkpoint::Weights;
+use crate::component::{Component, PerComponent};
 use crate::config::Variant;
 use crate::error::{Error, Result};
-use crate::part::{Part, PerPart};
 use crate::sampler::Schedule;
-use crate::sequence::{Grid, SequencePlan};
+use crate::sequence::{Grid, SequenceLayout};
 use crate::tensor::Tensor;
 use crate::tokenizer::Tokens;
 use std::collections::VecDeque;
@@ -23,13 +23,13 @@ pub struct Inputs<'a> {
     pub negative: Option<Tokens>,
     /// Whether attention sees reference tokens through cached keys and values.
     pub cached: bool,
-    pub plan: SequencePlan,
+    pub plan: SequenceLayout,
     pub schedule: Schedule,
     /// The adapters whose branches are beside weights, and the ranks of these.
     pub adapters: AdapterSet,
     pub ranks: Ranks,
     /// The weight files, if the backend reads them in place while ops run.
-    pub files: Option<Arc<PerPart<Weights>>>,
+    pub files: Option<Arc<PerComponent<Weights>>>,
 }
 
 impl<'a> Inputs<'a> {
@@ -39,7 +39,7 @@ impl<'a> Inputs<'a> {
         job: &'a Job,
         variant: Variant,
         branches: &Branches,
-        files: Option<Arc<PerPart<Weights>>>,
+        files: Option<Arc<PerComponent<Weights>>>,
         tokenize: impl Fn(&str, &str) -> Result<Tokens>,
     ) -> Result<Self> {
         let prompt = tokenize("prompt", &job.prompt)?;
@@ -50,7 +50,7 @@ impl<'a> Inputs<'a> {
         Ok(Self {
             job,
             cached: variant == Variant::Kv && !references.is_empty(),
-            plan: SequencePlan::new(prompt.ids.len(), canvas, &references)?,
+            plan: SequenceLayout::new(prompt.ids.len(), canvas, &references)?,
             schedule: match &job.sigmas {
                 Some(sigmas) => Schedule::of(sigmas, canvas.tokens()),
                 None => Schedule::new(job.steps, canvas.tokens()),
@@ -66,7 +66,7 @@ impl<'a> Inputs<'a> {
     /// Refuses encoded prompts with values that are not finite. `counts` is what their encoding has counted of them.
     pub fn check_prompts(&self, be: &mut dyn Backend, counts: Reading) -> Result<()> {
         let counts = counts.finish(be)?;
-        self.check_files(&[Part::TextEncoder])?;
+        self.check_files(&[Component::TextEncoder])?;
         for (count, stage) in counts.into_iter().zip(["encoding the prompt", "encoding the negative prompt"]) {
             if count != 0.0 {
                 return Err(Error::NotFinite { stage: stage.into(), count: count as usize });
@@ -76,10 +76,10 @@ impl<'a> Inputs<'a> {
     }
 
     /// Fails if files that ops read from changed, or if weights of these parts were never written.
-    fn check_files(&self, parts: &[Part]) -> Result<()> {
+    fn check_files(&self, parts: &[Component]) -> Result<()> {
         let files = || self.files.iter().flat_map(|files| files.values());
         files().try_for_each(Weights::verify)?;
-        files().filter(|weights| parts.contains(&weights.part())).try_for_each(Weights::check_written)
+        files().filter(|weights| parts.contains(&weights.component())).try_for_each(Weights::check_written)
     }
 }
 
@@ -93,7 +93,7 @@ pub struct Checks<'a> {
 struct Check<'a> {
     count: Reading,
     /// The parts whose weights have been read.
-    parts: &'a [Part],
+    parts: &'a [Component],
     stage: String,
 }
 
@@ -105,7 +105,7 @@ impl<'a> Checks<'a> {
 
     /// Begins a check of `x`, the result of a stage. `count` is a tensor of one element for the result, which no later op may write
     /// before the check is settled.
-    pub fn begin(&mut self, be: &mut dyn Backend, count: Tensor, x: Tensor, parts: &'a [Part], stage: String) -> Result<()> {
+    pub fn begin(&mut self, be: &mut dyn Backend, count: Tensor, x: Tensor, parts: &'a [Component], stage: String) -> Result<()> {
         be.run(Op::NonFinite { count, x })?;
         let count = Reading::begin(be, count)?;
         self.waiting.push_back(Check { count, parts, stage });

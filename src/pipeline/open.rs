@@ -2,6 +2,7 @@
 
 use crate::adapter::{Adapters, LayerTargets};
 use crate::checkpoint::{ReadAhead, Weights};
+use crate::component::{Component, PerComponent};
 use crate::config::{
     ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler,
     display_name,
@@ -11,7 +12,6 @@ use crate::locate::{Embedded, Found, ModelFiles};
 use crate::memory;
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{LayerRole, Layout, TensorSpec};
-use crate::part::{Part, PerPart};
 use crate::tensor::DType;
 use crate::tiny;
 use crate::tokenizer::{self, Tokenizer};
@@ -54,7 +54,7 @@ impl Configs {
 
 /// The files of a model, opened and checked.
 pub struct OpenModel {
-    pub(super) weights: PerPart<Weights>,
+    pub(super) weights: PerComponent<Weights>,
     pub(super) tokenizer: Tokenizer,
     /// Sizes of its parts.
     pub configs: Configs,
@@ -74,9 +74,9 @@ pub struct OpenModel {
 
 /// The parts of a model, checked.
 struct CheckedParts {
-    weights: PerPart<Weights>,
+    weights: PerComponent<Weights>,
     configs: Configs,
-    manifests: PerPart<Vec<TensorSpec>>,
+    manifests: PerComponent<Vec<TensorSpec>>,
     warnings: Vec<String>,
 }
 
@@ -105,8 +105,8 @@ impl OpenModel {
         let read = |path: Option<PathBuf>| path.as_deref().map(ConfigFile::read).transpose();
         let parts = || {
             let open = |part| Ok(Weights::open(part, &files.parts[part])?.with_nvfp4_layout(files.nvfp4_layout));
-            let weights = PerPart::try_from_fn(open)?;
-            let configs = PerPart::try_from_fn(|part| read(ModelFiles::config_of(&files.parts[part])))?;
+            let weights = PerComponent::try_from_fn(open)?;
+            let configs = PerComponent::try_from_fn(|part| read(ModelFiles::config_of(&files.parts[part])))?;
             read(files.scheduler())?.as_ref().map_or(Ok(()), check_scheduler)?;
             let parts = CheckedParts::new(weights, configs.each_ref().map(Option::as_ref), &files.conventions)?;
             let read_ahead = ahead.then(|| parts.read_ahead()).transpose()?.flatten();
@@ -133,12 +133,12 @@ impl OpenModel {
     }
 
     fn embedded(model: Embedded, variant: Option<Variant>) -> Result<Self> {
-        let folders = PerPart { transformer: "transformer", text_encoder: "text_encoder", vae: "vae" };
-        let weights = PerPart::try_from_fn(|part| {
-            let stem = if part == Part::TextEncoder { "model" } else { "diffusion_pytorch_model" };
+        let folders = PerComponent { transformer: "transformer", text_encoder: "text_encoder", vae: "vae" };
+        let weights = PerComponent::try_from_fn(|part| {
+            let stem = if part == Component::TextEncoder { "model" } else { "diffusion_pytorch_model" };
             model.weights(part, &format!("{}/{stem}.safetensors", folders[part]))
         })?;
-        let configs = PerPart::try_from_fn(|part| model.config(&format!("{}/config.json", folders[part])))?;
+        let configs = PerComponent::try_from_fn(|part| model.config(&format!("{}/config.json", folders[part])))?;
         let conventions = model.conventions()?;
         let variant = match variant.or(conventions.variant) {
             Some(variant) => variant,
@@ -153,17 +153,17 @@ impl OpenModel {
     fn tiny(variant: Option<Variant>, conventions: Conventions) -> Result<Self> {
         let model = tiny::model(Layout::Diffusers, DType::Bf16)?;
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("built-in tokenizer"))?;
-        let weights = PerPart::try_from_fn(|part| model.weights(part))?;
+        let weights = PerComponent::try_from_fn(|part| model.weights(part))?;
         let variant = variant.unwrap_or(Variant::Distilled);
-        let mut model = Self::check(weights, PerPart::default(), tokenizer, variant, conventions)?;
+        let mut model = Self::check(weights, PerComponent::default(), tokenizer, variant, conventions)?;
         model.name = "tiny random model (built in, not trained)".into();
         Ok(model)
     }
 
     /// Checks that the parts are complete and fit each other. `files` are their `config.json` files, if they have any.
     pub fn check(
-        weights: PerPart<Weights>,
-        files: PerPart<Option<&ConfigFile>>,
+        weights: PerComponent<Weights>,
+        files: PerComponent<Option<&ConfigFile>>,
         tokenizer: Tokenizer,
         variant: Variant,
         conventions: Conventions,
@@ -184,7 +184,7 @@ impl OpenModel {
     }
 
     /// The weights of its parts.
-    pub fn weights(&self) -> &PerPart<Weights> {
+    pub fn weights(&self) -> &PerComponent<Weights> {
         &self.weights
     }
 
@@ -194,7 +194,7 @@ impl OpenModel {
     }
 
     /// The files in use, for display.
-    pub fn files_in_use(&self) -> PerPart<String> {
+    pub fn files_in_use(&self) -> PerComponent<String> {
         self.weights.each_ref().map(Weights::source)
     }
 
@@ -206,7 +206,7 @@ impl OpenModel {
 
 impl CheckedParts {
     /// Checks that the parts are complete and fit each other.
-    fn new(weights: PerPart<Weights>, files: PerPart<Option<&ConfigFile>>, conventions: &Conventions) -> Result<Self> {
+    fn new(weights: PerComponent<Weights>, files: PerComponent<Option<&ConfigFile>>, conventions: &Conventions) -> Result<Self> {
         let _span = trace::span("check tensors");
         let configs = Configs {
             transformer: TransformerConfig::detect(&weights.transformer, files.transformer)?,
@@ -219,7 +219,7 @@ impl CheckedParts {
             let detail = format!("image tokens have {channels} channels there and {patched} here");
             return Err(Error::Mismatch { part: "VAE", detail, hint: None });
         }
-        let manifests = PerPart {
+        let manifests = PerComponent {
             transformer: transformer_manifest(&configs.transformer),
             text_encoder: text_manifest(&configs.text_encoder),
             vae: vae_manifest(&configs.vae),
@@ -248,7 +248,7 @@ impl CheckedParts {
     /// they are needed.
     fn read_ahead(&self) -> Result<Option<ReadAhead>> {
         let mut all = Vec::new();
-        for part in [Part::TextEncoder, Part::Transformer, Part::Vae] {
+        for part in [Component::TextEncoder, Component::Transformer, Component::Vae] {
             // Of the token embeddings only a few rows are needed.
             for spec in self.manifests[part].iter().filter(|spec| spec.layer != Some(LayerRole::TokenTable.only())) {
                 all.extend(self.weights[part].weight(spec)?.parts.into_iter().map(|part| part.bytes));

@@ -9,7 +9,7 @@ use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::noise::draw;
 use crate::sampler::{Schedule, timestep_embeddings};
-use crate::sequence::{RopeSpec, SequencePlan};
+use crate::sequence::{RopeSpec, SequenceLayout};
 use crate::tensor::Precision;
 use crate::tokenizer::Padding;
 use std::borrow::Cow;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// Everything of a job that decides which ops its images take, on one engine.
 #[derive(Clone, PartialEq)]
 struct Shape {
-    plan: SequencePlan,
+    plan: SequenceLayout,
     steps: usize,
     /// Real tokens of the prompt and how it is padded, and those of the negative prompt if there is one.
     prompt: (usize, Padding),
@@ -32,7 +32,7 @@ struct Shape {
 
 /// What a dry run has found.
 #[derive(Clone, Copy)]
-pub struct DryRun {
+pub struct WorkNeeded {
     /// Bytes of working memory.
     pub bytes: u64,
     pub ops: u64,
@@ -65,20 +65,20 @@ pub fn initial_noise(job: &Job, seed: u64, precision: Precision) -> Cow<'_, [f32
 
 /// What was computed for the shapes of earlier jobs, the latest at the end.
 #[derive(Default)]
-pub struct Shapes {
-    dry_runs: Vec<(Shape, DryRun)>,
-    rehearsed: Vec<(SequencePlan, usize, Ranks)>,
-    tables: Vec<(SequencePlan, Schedule, Arc<Tables>)>,
+pub struct ShapeCache {
+    dry_runs: Vec<(Shape, WorkNeeded)>,
+    preloaded: Vec<(SequenceLayout, usize, Ranks)>,
+    tables: Vec<(SequenceLayout, Schedule, Arc<Tables>)>,
 }
 
-impl Shapes {
+impl ShapeCache {
     /// Dry runs that are kept; prompts of different lengths are different ones.
     const DRY_RUNS: usize = 64;
     /// Tables that are kept. One takes 2.4 MB at 1024x1024, and 27 MB at the most tokens that there can be.
     const TABLES: usize = 4;
 
     /// What a dry run of these inputs finds; `run` is called if none of their shape is kept.
-    pub fn dry_run(&mut self, inputs: &Inputs<'_>, run: impl FnOnce() -> Result<DryRun>) -> Result<DryRun> {
+    pub fn dry_run(&mut self, inputs: &Inputs<'_>, run: impl FnOnce() -> Result<WorkNeeded>) -> Result<WorkNeeded> {
         let shape = Shape {
             plan: inputs.plan.clone(),
             steps: inputs.schedule.steps(),
@@ -97,19 +97,19 @@ impl Shapes {
         Ok(found)
     }
 
-    /// Calls `rehearse` unless ops of such inputs were gone through before.
-    pub fn rehearse(&mut self, inputs: &Inputs<'_>, rehearse: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Calls `preload_kernels` unless ops of such inputs were gone through before.
+    pub fn preload_kernels(&mut self, inputs: &Inputs<'_>, preload_kernels: impl FnOnce() -> Result<()>) -> Result<()> {
         let shape = (inputs.plan.clone(), inputs.schedule.steps(), inputs.ranks.clone());
-        if !self.rehearsed.contains(&shape) {
-            rehearse()?;
-            keep(&mut self.rehearsed, shape, Self::DRY_RUNS);
+        if !self.preloaded.contains(&shape) {
+            preload_kernels()?;
+            keep(&mut self.preloaded, shape, Self::DRY_RUNS);
         }
         Ok(())
     }
 
     /// The tables of these inputs, if they are kept.
     pub fn tables(&self, inputs: &Inputs<'_>) -> Option<Arc<Tables>> {
-        let same = |(plan, schedule, _): &&(SequencePlan, Schedule, _)| *plan == inputs.plan && *schedule == inputs.schedule;
+        let same = |(plan, schedule, _): &&(SequenceLayout, Schedule, _)| *plan == inputs.plan && *schedule == inputs.schedule;
         self.tables.iter().find(same).map(|(.., tables)| tables.clone())
     }
 

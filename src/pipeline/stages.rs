@@ -5,18 +5,18 @@ use super::branches::Branches;
 use super::formats::Formats;
 use super::inputs::{Checks, Inputs, download};
 use super::job::{LoadOptions, ReferenceInput};
-use super::kept::{Kept, Source};
 use super::open::Configs;
 use super::prepared::Tables;
+use super::result_cache::{ResultCache, Source};
 use super::values::Values;
 use super::weights::{ImageSide, Sizes, TextSide, WeightPlacement};
 use crate::adapter::Adapters;
-use crate::backend::{Backend, GemmFormats, Op, Plan, Reading, StepKey, scope};
+use crate::backend::{Backend, DryRun, GemmFormats, Op, Reading, StepKey, scope};
 use crate::checkpoint::Weights;
+use crate::component::{Component, PerComponent};
 use crate::config::{HEAD_DIM, TextConfig, TransformerConfig};
 use crate::error::Result;
 use crate::model::{LayerFormat, ReferenceTokens, StepInput};
-use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress};
 use crate::sequence::PATCH;
 use crate::tensor::{Arena, DType, Region, Tensor};
@@ -68,7 +68,7 @@ pub struct Images<'a> {
     /// Draws the noise of a seed.
     pub noise_of: &'a (dyn Fn(u64) -> Cow<'a, [f32]> + Sync),
     /// Results of earlier jobs.
-    pub kept: &'a mut Kept,
+    pub cache: &'a mut ResultCache,
     /// Loads the VAE where that has not been done; a device that runs on its own is denoising meanwhile.
     pub load_vae: &'a mut dyn FnMut(&mut dyn Backend) -> Result<()>,
     /// Allocates memory for the pixels of an image, none in a dry run.
@@ -80,7 +80,7 @@ impl Stages {
     /// take, and how many of those even a backend that reads files in place has to copy.
     pub fn place(
         configs: &Configs,
-        sources: PerPart<Option<&Weights>>,
+        sources: PerComponent<Option<&Weights>>,
         options: LoadOptions,
         adapters: &Adapters,
         gemms: GemmFormats,
@@ -118,7 +118,7 @@ impl Stages {
     }
 
     /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
-    pub fn dry_run(&self, plan: &mut Plan, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
+    pub fn dry_run(&self, plan: &mut DryRun, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
         let _span = trace::span("dry run");
         let peak = self.walk(plan, inputs, progress)?;
         Ok(peak.max(plan.arena_bytes))
@@ -129,13 +129,13 @@ impl Stages {
         let mut ws = Arena::new(Region::Arena);
         // No values are taken, so none are computed.
         let (tables, first, noise_of) = (&Tables::default(), Cow::default(), &|_| Cow::default());
-        let kept = &mut Kept::default();
-        let Prompts { encoded, counts } = self.encode_prompts(be, &mut ws, inputs, kept, progress)?;
+        let cache = &mut ResultCache::default();
+        let Prompts { encoded, counts } = self.encode_prompts(be, &mut ws, inputs, cache, progress)?;
         let canvas = self.place_canvas(be, &mut ws, inputs, tables, &first)?;
         inputs.check_prompts(be, counts)?;
         progress.end();
         let images =
-            Images { canvas, tables, seeds: &[0], first, noise_of, kept, load_vae: &mut |_| Ok(()), pixel_buffer: &Vec::new };
+            Images { canvas, tables, seeds: &[0], first, noise_of, cache, load_vae: &mut |_| Ok(()), pixel_buffer: &Vec::new };
         self.denoise_and_decode(be, &mut ws, inputs, encoded, images, progress, &mut |_, _| Ok(()))?;
         Ok(ws.peak())
     }
@@ -146,19 +146,19 @@ impl Stages {
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
-        kept: &mut Kept,
+        cache: &mut ResultCache,
         progress: &dyn Progress,
     ) -> Result<Prompts> {
         progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
         let mut values = Values::default();
         // There is one count for the prompt and one for the negative prompt.
         let counts = ws.alloc(2, 1, DType::F32)?;
-        let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1), kept)?;
+        let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1), cache)?;
         values.record.prompt_embeds = embeds;
         progress.advance(1);
         let mut negative = None;
         if let Some(tokens) = &inputs.negative {
-            let (context, embeds) = self.encode_prompt(be, ws, inputs, tokens, counts.rows(1..2), kept)?;
+            let (context, embeds) = self.encode_prompt(be, ws, inputs, tokens, counts.rows(1..2), cache)?;
             values.record.negative_prompt_embeds = Some(embeds);
             negative = Some(context);
         }
@@ -190,7 +190,7 @@ impl Stages {
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         Encoded { context, negative, values: mut shared }: Encoded,
-        Images { canvas: Canvas { rope, latents }, tables, seeds, first, noise_of, kept, load_vae, pixel_buffer }: Images<'_>,
+        Images { canvas: Canvas { rope, latents }, tables, seeds, first, noise_of, cache, load_vae, pixel_buffer }: Images<'_>,
         progress: &dyn Progress,
         sink: &mut dyn FnMut(u64, Values) -> Result<()>,
     ) -> Result<()> {
@@ -199,27 +199,27 @@ impl Stages {
         let table = self.image.transformer.modulations(be, ws, schedule.steps() + 1, &tables.times, job.guidance)?;
         let modulation = self.image.transformer.modulation_slot(ws)?;
 
-        let (mut tokens, mut cache) = (Vec::new(), Vec::new());
+        let (mut tokens, mut key_values) = (Vec::new(), Vec::new());
         if !job.references.is_empty() {
             progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
             let source = |input: &ReferenceInput| Source::reference(input.grid, &input.pixels);
-            let sources: Vec<Source> = job.references.iter().filter(|_| kept.is_on()).map(source).collect();
-            tokens = self.encode_references(be, ws, inputs, kept, &sources, &mut shared.record.references, progress)?;
+            let sources: Vec<Source> = job.references.iter().filter(|_| cache.is_on()).map(source).collect();
+            tokens = self.encode_references(be, ws, inputs, cache, &sources, &mut shared.record.references, progress)?;
             if inputs.cached {
                 let rows = rope.rows(plan.canvas().end..plan.tokens());
-                cache = self.image.transformer.reference_cache(ws, rows.rows)?;
-                let key_values: Vec<Tensor> = cache.iter().flat_map(|segment| [segment.k, segment.v]).collect();
-                let source = kept.is_on().then(|| Source::KeyValues(sources, inputs.adapters.clone()));
-                kept.copy_or(be, source, &key_values, |be| {
+                key_values = self.image.transformer.reference_cache(ws, rows.rows)?;
+                let held: Vec<Tensor> = key_values.iter().flat_map(|segment| [segment.k, segment.v]).collect();
+                let source = cache.is_on().then(|| Source::KeyValues(sources, inputs.adapters.clone()));
+                cache.copy_or(be, source, &held, |be| {
                     self.image.transformer.select(be, modulation, table, schedule.steps())?;
-                    self.image.transformer.fill_reference_cache(be, ws, &cache, &tokens, rows, modulation)
+                    self.image.transformer.fill_reference_cache(be, ws, &key_values, &tokens, rows, modulation)
                 })?;
                 be.synchronize()?;
                 progress.advance(1);
             }
             progress.end();
         }
-        let references = if inputs.cached { ReferenceTokens::Cached(&cache) } else { ReferenceTokens::InSequence(&tokens) };
+        let references = if inputs.cached { ReferenceTokens::Cached(&key_values) } else { ReferenceTokens::InSequence(&tokens) };
         let [velocity, other] = {
             let mut alloc = || ws.alloc(latents.rows, latents.cols, latents.dtype);
             [alloc()?, alloc()?]
@@ -261,7 +261,7 @@ impl Stages {
                     load_vae(be)?;
                     // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all
                     // steps.
-                    let parts = &[Part::Transformer, Part::Vae];
+                    let parts = &[Component::Transformer, Component::Vae];
                     checks.begin(be, count(i), latents, parts, format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                     if job.record {
                         values.record.latents.push(download(be, latents)?);
@@ -310,15 +310,15 @@ impl Stages {
         inputs: &Inputs<'_>,
         tokens: &Tokens,
         count: Tensor,
-        kept: &mut Kept,
+        cache: &mut ResultCache,
     ) -> Result<(Tensor, Vec<f32>)> {
         // Prompts are padded to the length that the model was trained with.
         let length = self.text_config.max_tokens;
         let context = self.text.context.slot(ws, length)?;
         let mut embeds = Vec::new();
         // A record has the embeddings as well.
-        let source = (kept.is_on() && !inputs.job.record).then(|| Source::Prompt(tokens.clone(), inputs.adapters.clone()));
-        kept.copy_or(be, source, &[context], |be| {
+        let source = (cache.is_on() && !inputs.job.record).then(|| Source::Prompt(tokens.clone(), inputs.adapters.clone()));
+        cache.copy_or(be, source, &[context], |be| {
             scope(be, ws, |be, ws| {
                 let features = ws.alloc(length, self.text_config.features(), self.activations)?;
                 self.text.encoder.forward(be, ws, features, tokens)?;
@@ -340,7 +340,7 @@ impl Stages {
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
-        kept: &mut Kept,
+        cache: &mut ResultCache,
         sources: &[Source],
         record: &mut Vec<Vec<f32>>,
         progress: &dyn Progress,
@@ -350,14 +350,14 @@ impl Stages {
         let counts = ws.alloc(references.len(), 1, DType::F32)?;
         for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
             let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
-            kept.copy_or(be, sources.get(j).cloned(), &[tokens], |be| {
+            cache.copy_or(be, sources.get(j).cloned(), &[tokens], |be| {
                 scope(be, ws, |be, ws| {
                     let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
                     be.write(image, pixels)?;
                     self.image.vae.encode(be, ws, tokens, image, *grid)
                 })
             })?;
-            checks.begin(be, counts.rows(j..j + 1), tokens, &[Part::Vae], format!("encoding reference {}", j + 1))?;
+            checks.begin(be, counts.rows(j..j + 1), tokens, &[Component::Vae], format!("encoding reference {}", j + 1))?;
             if inputs.job.record {
                 record.push(download(be, tokens)?);
             }

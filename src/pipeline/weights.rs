@@ -7,11 +7,11 @@ use super::branches::Branches;
 use super::job::LoadOptions;
 use super::open::Configs;
 use crate::adapter::Adapters;
-use crate::backend::{Backend, GemmFormats, Plan};
+use crate::backend::{Backend, DryRun, GemmFormats};
 use crate::checkpoint::{ReadAhead, Weights};
+use crate::component::{Component, PerComponent};
 use crate::error::Result;
 use crate::model::{ContextIn, LayerFormat, Loader, TextEncoder, Transformer, Vae};
-use crate::part::{Part, PerPart};
 use crate::progress::{Phase, Progress};
 use crate::tensor::{Arena, Region};
 use crate::trace::{self, Span};
@@ -21,7 +21,7 @@ use std::sync::Arc;
 pub struct WeightPlacement<'a> {
     pub configs: &'a Configs,
     /// The files of each part; without them only shapes are placed.
-    pub sources: PerPart<Option<&'a Weights>>,
+    pub sources: PerComponent<Option<&'a Weights>>,
     pub options: LoadOptions,
     /// What is added to weights when they are loaded, or beside them.
     pub adapters: &'a Adapters,
@@ -92,7 +92,7 @@ impl WeightPlacement<'_> {
     /// Places both sides on the dry-run backend, as one with these GEMMs does. Also returns the bytes they take, and how many of
     /// those even a backend that reads files in place has to copy.
     pub fn both(&self, gemms: GemmFormats) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
-        let mut plan = Plan::new(gemms);
+        let mut plan = DryRun::new(gemms);
         let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;
         let side = |text: u64| Sizes { text, ..Sizes::default() };
         let (mut sizes, mut copied) = (side(text_bytes), side(plan.copied_bytes));
@@ -106,7 +106,7 @@ impl WeightPlacement<'_> {
 
     fn loader<'a>(
         &'a self,
-        part: Part,
+        part: Component,
         be: &'a mut dyn Backend,
         region: &'a mut Arena,
         loaded: &'a mut dyn FnMut(u64),
@@ -127,12 +127,12 @@ impl WeightPlacement<'_> {
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let configs = self.configs;
         let mut region = Arena::new(Region::Weights);
-        let mut loader = self.loader(Part::TextEncoder, be, &mut region, loaded);
+        let mut loader = self.loader(Component::TextEncoder, be, &mut region, loaded);
         let span = self.span("upload the text encoder");
         let encoder = TextEncoder::load(&mut loader, &configs.text_encoder)?;
         drop(span);
         let mut formats = loader.formats();
-        let mut loader = self.loader(Part::Transformer, be, &mut region, loaded);
+        let mut loader = self.loader(Component::Transformer, be, &mut region, loaded);
         let _span = self.span("upload the transformer's first layer for text");
         let context = ContextIn::load(&mut loader, &configs.transformer)?;
         formats.extend(loader.formats());
@@ -148,7 +148,7 @@ impl WeightPlacement<'_> {
         loaded: &mut dyn FnMut(u64),
     ) -> Result<(Transformer, Vec<LayerFormat>, u64)> {
         let mut region = Arena::starting_at(Region::Weights, at);
-        let mut loader = self.loader(Part::Transformer, be, &mut region, loaded);
+        let mut loader = self.loader(Component::Transformer, be, &mut region, loaded);
         let _span = self.span("upload the transformer");
         let transformer = Transformer::load(&mut loader, &self.configs.transformer)?;
         let formats = loader.formats();
@@ -158,7 +158,7 @@ impl WeightPlacement<'_> {
     /// Places the VAE in the same way.
     fn vae(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(Vae, u64)> {
         let mut region = Arena::starting_at(Region::Weights, at);
-        let mut loader = self.loader(Part::Vae, be, &mut region, loaded);
+        let mut loader = self.loader(Component::Vae, be, &mut region, loaded);
         let _span = self.span("upload the VAE");
         let vae = Vae::load(&mut loader, &self.configs.vae, self.options.references)?.with_tiling(self.options.vae_tiling);
         Ok((vae, region.peak() - at))
@@ -167,7 +167,7 @@ impl WeightPlacement<'_> {
 
 /// A model's files, and which of their weights are on the backend.
 pub struct Store {
-    pub files: Arc<PerPart<Weights>>,
+    pub files: Arc<PerComponent<Weights>>,
     pub configs: Configs,
     pub options: LoadOptions,
     pub sizes: Sizes,

@@ -1,12 +1,12 @@
 //! What a folder needs besides quantised weights in order to be a model: the files that are taken over as they are.
 
 use crate::checkpoint::{Identity, Weights};
+use crate::component::{Component, PerComponent};
 use crate::config::Variant;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::locate::{Found, ModelFiles};
 use crate::names::Layout;
-use crate::part::{Part, PerPart};
 use crate::tensor::{Bytes, DType};
 use crate::tiny;
 use serde_json::json;
@@ -72,16 +72,16 @@ impl Copied {
 }
 
 /// The folder of a part.
-pub fn folder(part: Part) -> &'static str {
+pub fn folder(part: Component) -> &'static str {
     match part {
-        Part::Transformer => "transformer",
-        Part::TextEncoder => "text_encoder",
-        Part::Vae => "vae",
+        Component::Transformer => "transformer",
+        Component::TextEncoder => "text_encoder",
+        Component::Vae => "vae",
     }
 }
 
 /// The files of a model in a folder as diffusers lays it out, without the weights of the parts that are `quantised`.
-pub fn copies(found: &Found, weights: &PerPart<Weights>, quantised: &[Part], variant: Variant) -> Result<Vec<Copied>> {
+pub fn copies(found: &Found, weights: &PerComponent<Weights>, quantised: &[Component], variant: Variant) -> Result<Vec<Copied>> {
     let memory = |files: Vec<(&'static str, Bytes)>| -> Vec<Copied> {
         let is_replaced = |name: &str| {
             quantised.iter().any(|part| name.strip_prefix(folder(*part)).is_some_and(|name| name.ends_with(".safetensors")))
@@ -103,18 +103,18 @@ pub fn copies(found: &Found, weights: &PerPart<Weights>, quantised: &[Part], var
 /// the VAE, on which no input of the transformer's layers depends.
 pub fn calibration_inputs(
     found: &Found,
-    weights: &PerPart<Weights>,
-    quantised: &[Part],
+    weights: &PerComponent<Weights>,
+    quantised: &[Component],
     variant: Variant,
 ) -> Result<Vec<Identity>> {
     let copies = copies(found, weights, quantised, variant)?.into_iter();
-    Ok(copies.filter(|copied| !copied.to.starts_with(folder(Part::Vae))).map(|copied| copied.identity).collect())
+    Ok(copies.filter(|copied| !copied.to.starts_with(folder(Component::Vae))).map(|copied| copied.identity).collect())
 }
 
 /// The name of the file with a model's conventions.
 const CONVENTIONS: &str = "kiln.json";
 
-fn of_files(model: &ModelFiles, weights: &PerPart<Weights>, quantised: &[Part]) -> Result<Vec<Copied>> {
+fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantised: &[Component]) -> Result<Vec<Copied>> {
     let mut copies = Vec::new();
     let mut copy = |to: PathBuf, path: &Path| Copied::file(to, path).map(|copied| copies.push(copied));
     for (part, weights) in weights.iter() {

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::output::StagedFile;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes, scale_offset, tiles_along};
 use crate::tensor::quantise::{self, QuantisedFormat, encode_fp8, encode_nvfp4, largest_magnitude};
-use crate::tensor::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart};
+use crate::tensor::{Bytes, DType, Scale, Scales, SliceScaling, Stored, WeightSlice};
 use flate2::Crc;
 use kiln_numerics::scan::squared_error;
 use rayon::prelude::*;
@@ -61,7 +61,7 @@ impl ErrorSums {
 
 /// Rows of a part, and the row of the layer that they begin at.
 struct Chunk<'a> {
-    part: &'a WeightPart,
+    part: &'a WeightSlice,
     rows: Range<usize>,
     at: usize,
 }
@@ -181,7 +181,7 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
     let (scales, scaling) = match (format, layout) {
         (QuantisedFormat::Fp8, WeightLayout::Comfy) => {
             encode_fp8(part, rows.clone(), scale, &mut elements);
-            (owned(Vec::new()), PartScaling::Tensor(scale))
+            (owned(Vec::new()), SliceScaling::Tensor(scale))
         }
         (QuantisedFormat::Fp8, WeightLayout::Diffusers) => {
             let (mut scales, by_row) = (vec![0; 4 * rows.len()], Stored { dtype, scales: Scales::Rows });
@@ -189,7 +189,7 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
                 return None;
             }
             let scales = owned(scales);
-            (scales.clone(), PartScaling::Rows(scales))
+            (scales.clone(), SliceScaling::Rows(scales))
         }
         (QuantisedFormat::Nvfp4, _) => {
             let mut scales = vec![0; scale_bytes(rows.len(), cols)];
@@ -199,11 +199,11 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
                 scales = row_major(&scales, rows.len(), cols);
             }
             let scales = owned(scales);
-            (scales.clone(), PartScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() })
+            (scales.clone(), SliceScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() })
         }
     };
     let elements = owned(elements);
-    let stored = WeightPart { bytes: elements.clone(), dtype, rows: rows.len(), scaling };
+    let stored = WeightSlice { bytes: elements.clone(), dtype, rows: rows.len(), scaling };
     let (errors, values) = squared_error(part, rows, &stored);
     let error = ErrorSums::new(errors, values);
     Some(Encoded { elements, scales, error })
@@ -224,16 +224,16 @@ mod tests {
     use super::*;
 
     /// A chunk as it is read again, and its error.
-    fn read(part: &WeightPart, format: QuantisedFormat, scale: f32, layout: WeightLayout) -> Option<(Vec<f32>, ErrorSums)> {
+    fn read(part: &WeightSlice, format: QuantisedFormat, scale: f32, layout: WeightLayout) -> Option<(Vec<f32>, ErrorSums)> {
         let (rows, scale) = (0..part.rows, Scale::new(scale).unwrap());
         let chunk = Chunk { part, rows: rows.clone(), at: 0 };
         let Encoded { elements, scales, error } = encode(&chunk, Some((format, scale)), layout)?;
         assert_eq!(scales.len() as u64, layout.scale_bytes(format, [part.rows, part.cols()]));
         let scaling = match format {
-            QuantisedFormat::Fp8 => PartScaling::Rows(scales),
-            QuantisedFormat::Nvfp4 => PartScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() },
+            QuantisedFormat::Fp8 => SliceScaling::Rows(scales),
+            QuantisedFormat::Nvfp4 => SliceScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() },
         };
-        let stored = WeightPart { bytes: elements, dtype: format.dtype(), rows: part.rows, scaling };
+        let stored = WeightSlice { bytes: elements, dtype: format.dtype(), rows: part.rows, scaling };
         assert!(stored.is_complete());
         let mut values = vec![0.0; part.rows * part.cols()];
         values.chunks_mut(part.cols()).zip(rows).for_each(|(to, row)| stored.decode(row, to));
@@ -244,7 +244,7 @@ mod tests {
     fn both_orders_of_nvfp4_have_the_same_values_where_tiles_are_padded() {
         let (rows, cols) = (130, 48);
         let values: Vec<f32> = (0..rows * cols).map(|i| ((i * 7919 % 1009) as f32 - 504.0) * (1 + i / 16 % 9) as f32).collect();
-        let part = WeightPart::plain(owned(DType::F32.encoded(&values)), DType::F32, rows);
+        let part = WeightSlice::plain(owned(DType::F32.encoded(&values)), DType::F32, rows);
         let [comfy, diffusers] = [WeightLayout::Comfy, WeightLayout::Diffusers]
             .map(|layout| read(&part, QuantisedFormat::Nvfp4, 1.75, layout).unwrap());
         assert!(comfy == diffusers && comfy.1.relative() > 0.05 && comfy.1.relative() < 0.15, "{:?}", comfy.1);
@@ -253,7 +253,7 @@ mod tests {
     #[test]
     fn a_row_that_is_not_finite_has_no_scale() {
         let fits = |second: f32| {
-            let part = WeightPart::plain(owned(DType::F32.encoded(&[448.0, -1.0, 0.0, second])), DType::F32, 2);
+            let part = WeightSlice::plain(owned(DType::F32.encoded(&[448.0, -1.0, 0.0, second])), DType::F32, 2);
             read(&part, QuantisedFormat::Fp8, 1.0, WeightLayout::Diffusers).map(|(values, _)| values)
         };
         assert_eq!(fits(0.0), Some(vec![448.0, -1.0, 0.0, 0.0]));

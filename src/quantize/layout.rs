@@ -9,8 +9,8 @@
 //! ComfyUI, which would take one order for the other.
 
 use super::policy::Policy;
+use crate::component::Component;
 use crate::names::{LayerId, NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
-use crate::part::Part;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
 use crate::tensor::quantise::QuantisedFormat;
 use crate::tensor::{Nvfp4Layout, ScaleKind};
@@ -138,8 +138,8 @@ pub struct FileLayout {
 impl FileLayout {
     /// The layout of a part with these layers. A text encoder is always laid out for ComfyUI: diffusers reads none that is
     /// quantised.
-    pub fn new(part: Part, weights: WeightLayout, layers: &[LayerSpec]) -> Self {
-        let weights = if part == Part::TextEncoder { WeightLayout::Comfy } else { weights };
+    pub fn new(part: Component, weights: WeightLayout, layers: &[LayerSpec]) -> Self {
+        let weights = if part == Component::TextEncoder { WeightLayout::Comfy } else { weights };
         let each = layers.iter().enumerate();
         let mut tensors: Vec<Tensor> = each.flat_map(|(i, layer)| tensors_of(part, weights, i, layer)).collect();
         let rank = |dtype: &str| DTYPES.iter().position(|(name, _)| *name == dtype);
@@ -162,7 +162,7 @@ impl FileLayout {
 }
 
 /// The tensors of one layer, whose places are not known yet.
-fn tensors_of(part: Part, weights: WeightLayout, layer: usize, spec: &LayerSpec) -> Vec<Tensor> {
+fn tensors_of(part: Component, weights: WeightLayout, layer: usize, spec: &LayerSpec) -> Vec<Tensor> {
     let tensor = |content, suffix: &str, dtype, shape: &[usize]| {
         let name = if content == Content::Elements { spec.weight.clone() } else { format!("{}.{suffix}", spec.name()) };
         Tensor { layer, content, name, dtype, shape: shape.to_vec(), range: 0..0 }
@@ -182,7 +182,7 @@ fn tensors_of(part: Part, weights: WeightLayout, layer: usize, spec: &LayerSpec)
     if spec.has_input_scale {
         tensors.push(tensor(Content::InputScale, "input_scale", "F32", &[]));
     }
-    if part == Part::TextEncoder {
+    if part == Component::TextEncoder {
         tensors.push(tensor(Content::Declaration, "comfy_quant", "U8", &[declaration(format).len()]));
     }
     tensors
@@ -194,7 +194,7 @@ pub fn declaration(format: QuantisedFormat) -> String {
 }
 
 /// The length and the header of a file, padded to a multiple of eight bytes.
-fn header(part: Part, weights: WeightLayout, layers: &[LayerSpec], tensors: &[Tensor]) -> Vec<u8> {
+fn header(part: Component, weights: WeightLayout, layers: &[LayerSpec], tensors: &[Tensor]) -> Vec<u8> {
     let quoted = |text: &str| serde_json::Value::from(text).to_string();
     let mut entries = Vec::new();
     let metadata = |key: &str, value: &str| format!(r#""__metadata__":{{"{key}":{}}}"#, quoted(value));
@@ -203,7 +203,7 @@ fn header(part: Part, weights: WeightLayout, layers: &[LayerSpec], tensors: &[Te
         if layers.iter().any(|layer| layer.format == Some(QuantisedFormat::Nvfp4)) {
             entries.push(metadata(NVFP4_LAYOUT_METADATA, "modelopt"));
         }
-    } else if part == Part::Transformer {
+    } else if part == Component::Transformer {
         let mut quantised: Vec<(&str, QuantisedFormat)> =
             layers.iter().filter_map(|layer| Some((layer.name(), layer.format?))).collect();
         quantised.sort_by_key(|(name, _)| *name);

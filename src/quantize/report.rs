@@ -3,8 +3,8 @@
 use super::encode::{ErrorSums, Finished};
 use super::journal::Journal;
 use super::layout::LayerSpec;
-use super::{Plan, PlannedFile};
-use crate::part::Part;
+use super::{FilePlan, PlannedFile};
+use crate::component::Component;
 use crate::tensor::quantise::QuantisedFormat;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ pub struct Report {
 #[derive(Clone, Debug)]
 pub struct FileReport {
     /// The part of the model that it holds.
-    pub part: Part,
+    pub part: Component,
     /// Its path in the folder of the output.
     pub path: PathBuf,
     /// Its size.
@@ -122,7 +122,7 @@ impl FileReport {
 }
 
 impl Report {
-    pub(super) fn new(plan: &Plan, journal: &Journal) -> Self {
+    pub(super) fn new(plan: &FilePlan, journal: &Journal) -> Self {
         let files = plan.files.iter().zip(&journal.finished).map(|(file, finished)| FileReport::new(file, finished)).collect();
         Self { files, bytes: plan.bytes() }
     }

@@ -4,33 +4,33 @@
 use super::layout::LayerSpec;
 use super::policy::Policy;
 use crate::checkpoint::{Entry, Shard, Weights};
+use crate::component::Component;
 use crate::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, Variant};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::locate::ModelFiles;
 use crate::model::{text_manifest, transformer_manifest};
 use crate::names::{self, TensorRole, TensorSpec};
-use crate::part::Part;
-use crate::tensor::{Bytes, DType, WeightPart};
+use crate::tensor::{Bytes, DType, WeightSlice};
 use std::path::{Path, PathBuf};
 
 /// A part that is quantised.
 #[derive(Clone, Debug)]
-pub enum PartSource {
+pub enum ComponentSource {
     /// A transformer, with its sizes and its variant.
     Transformer(Weights, TransformerConfig, Variant),
     /// A text encoder.
     TextEncoder(Weights),
 }
 
-impl PartSource {
+impl ComponentSource {
     /// Opens a part without the rest of its model: a safetensors file, or a folder of shards. `variant` overrides the one that
     /// names and the index of the pipeline imply.
-    pub fn open(part: Part, path: &Path, variant: Option<Variant>) -> Result<Self> {
+    pub fn open(part: Component, path: &Path, variant: Option<Variant>) -> Result<Self> {
         let weights = Weights::open(part, path)?;
         let read = |path: PathBuf| ConfigFile::read(&path);
         let config = ModelFiles::config_of(path).map(read).transpose()?;
-        if part != Part::Transformer {
+        if part != Component::Transformer {
             let config = TextConfig::detect(&weights, config.as_ref(), &Conventions::klein())?;
             weights.check(&text_manifest(&config))?;
             return Ok(Self::TextEncoder(weights));
@@ -51,11 +51,11 @@ pub struct SourceLayer {
     /// What is made of it.
     pub spec: LayerSpec,
     /// Its rows in order. A vector is one row.
-    pub parts: Vec<WeightPart>,
+    pub parts: Vec<WeightSlice>,
 }
 
 impl SourceLayer {
-    fn new(path: &Path, spec: LayerSpec, parts: Vec<WeightPart>) -> Result<Self> {
+    fn new(path: &Path, spec: LayerSpec, parts: Vec<WeightSlice>) -> Result<Self> {
         if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
             return Err(quantised_already(path, &spec.weight, part.dtype.name()));
         }
@@ -89,7 +89,7 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
     for shard in weights.shards() {
         for (name, entry) in shard.tensors() {
             let bare = names::without_prefix(name);
-            let layer = match names::resolve(Part::TextEncoder, name) {
+            let layer = match names::resolve(Component::TextEncoder, name) {
                 TensorRole::Weight(spelling) => spelling.layer,
                 TensorRole::Unused if bare.starts_with("model.norm.") => None,
                 TensorRole::Quantisation(..) | TensorRole::Fp8Marker => {
@@ -105,7 +105,7 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
 }
 
 /// A tensor of a file as one part.
-fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightPart> {
+fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightSlice> {
     let dtype = match DType::stored_as(entry.dtype.name) {
         Some(dtype) if dtype.is_quantised() => return Err(quantised_already(shard.path(), name, entry.dtype.name)),
         Some(plain) => plain,
@@ -113,7 +113,7 @@ fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightPart> {
     };
     let rows = if let [rows, _, ..] = *entry.shape { rows } else { 1 };
     let bytes = shard.bytes(name).unwrap_or_else(|| Bytes::new(std::sync::Arc::new([])));
-    Ok(WeightPart::plain(bytes, dtype, rows))
+    Ok(WeightSlice::plain(bytes, dtype, rows))
 }
 
 fn quantised_already(path: &Path, name: &str, what: &str) -> Error {

@@ -10,7 +10,7 @@ use crate::backend::cuda::{Cuda, Kernel, KernelChoice};
 use crate::backend::{Backend, Fp8Accumulate, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle};
 use crate::error::Result;
 use crate::tensor::{
-    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart, formats, nvfp4,
+    Arena, Bytes, DType, Nvfp4Layout, Region, Scale, Scaling, SliceScaling, Stored, Tensor, WeightSlice, formats, nvfp4,
 };
 use std::sync::Arc;
 
@@ -200,14 +200,14 @@ impl Ops {
         if let Some(weight) = layer.weight.single() {
             let (codes, scales) = format.elements(weight.rows, weight.cols, exponent, 2);
             let scaling = match weight.scaling {
-                Scaling::Tensor(scale) => PartScaling::Tensor(scale),
+                Scaling::Tensor(scale) => SliceScaling::Tensor(scale),
                 Scaling::Blocks16 { tensor, .. } => {
-                    PartScaling::Blocks16 { scales: Bytes::new(Arc::new(scales)), tensor, layout: Nvfp4Layout::COMFY }
+                    SliceScaling::Blocks16 { scales: Bytes::new(Arc::new(scales)), tensor, layout: Nvfp4Layout::COMFY }
                 }
-                _ => PartScaling::Unscaled,
+                _ => SliceScaling::Unscaled,
             };
-            let part = WeightPart::plain(Bytes::new(Arc::new(codes)), format.dtype(), weight.rows);
-            cuda.upload(weight, Role::Linear, &[WeightPart { scaling, ..part }])?;
+            let part = WeightSlice::plain(Bytes::new(Arc::new(codes)), format.dtype(), weight.rows);
+            cuda.upload(weight, Role::Linear, &[WeightSlice { scaling, ..part }])?;
         }
         // Multiples of what products are multiples of.
         let unit = 2f32.powi(i32::from(exponent) + i32::from(INPUT_EXPONENT));
@@ -215,7 +215,7 @@ impl Ops {
         let gains: Vec<f32> = (0..HEAD_DIM).map(|_| 1.0 + random.integer(8) / 16.0).collect();
         for (to, values) in [(bias, &biases), (norm.q, &gains), (norm.k, &gains)] {
             let bytes = Bytes::new(Arc::new(DType::F32.encoded(values)));
-            cuda.upload(to, Role::Vector, &[WeightPart::plain(bytes, DType::F32, 1)])?;
+            cuda.upload(to, Role::Vector, &[WeightSlice::plain(bytes, DType::F32, 1)])?;
         }
         let (codes, scales) = format.elements(x.rows, x.cols, INPUT_EXPONENT, 3);
         for (to, bytes) in x.as_bytes().zip([codes, scales]) {
@@ -331,8 +331,8 @@ pub fn sums_of_gemm(cuda: &mut Cuda) -> Result<Outcome> {
         (0..rows).flat_map(row).collect()
     };
     let codes = DType::E4m3.encoded(&rows(HEAD_DIM, &|col| FACTORS[col % 2], -1.0));
-    let part = WeightPart::plain(Bytes::new(Arc::new(codes)), DType::E4m3, HEAD_DIM);
-    cuda.upload(weight, Role::Linear, &[WeightPart { scaling: PartScaling::Tensor(Scale::ONE), ..part }])?;
+    let part = WeightSlice::plain(Bytes::new(Arc::new(codes)), DType::E4m3, HEAD_DIM);
+    cuda.upload(weight, Role::Linear, &[WeightSlice { scaling: SliceScaling::Tensor(Scale::ONE), ..part }])?;
     cuda.write(x, &rows(POWERS, &power, 1.0))?;
     cuda.set_fp8_accumulate(Fp8Accumulate::Fast);
     let done = cuda.run(Op::Linear(&[Gemm { out, x, w: &Linear { input: stored, ..Linear::new(weight, None) } }]));

@@ -13,10 +13,10 @@ mod weights;
 use common::header::{safetensors, write_sparse};
 use common::mistake::{CHANGING, Change, Help, Is, Nothing, Row, check, row};
 use common::sandbox::{QUICK, Sandbox, grouped};
+use kiln::internals::component::Component;
 use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
-use kiln::internals::part::Part;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::Write;
@@ -63,7 +63,7 @@ fn the_table_can_fail() {
 }
 
 /// A sparse file with the header of a real model.
-fn sparse(sandbox: &Sandbox, name: &str, part: Part, layout: Layout, manifest: &[TensorSpec]) {
+fn sparse(sandbox: &Sandbox, name: &str, part: Component, layout: Layout, manifest: &[TensorSpec]) {
     let tensors = manifest.iter().flat_map(|spec| file_tensors(part, layout, spec));
     write_sparse(&sandbox.path(name), &tensors.map(|spec| (spec.name, "BF16", spec.shape)).collect::<Vec<_>>());
 }

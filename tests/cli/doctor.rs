@@ -167,7 +167,7 @@ fn headers_of_published_files_are_recognised() {
 
 /// The first tap by itself, of four tokens, is that of a whole prompt: later tokens and layers change nothing in it.
 #[test]
-fn the_first_tap_is_that_of_a_whole_run() {
+fn the_first_text_layer_is_that_of_a_whole_run() {
     let model = || OpenModel::open(&Found::Tiny, None).unwrap();
     let cpu = || Box::new(Cpu::shared(Arc::new(AtomicBool::new(false))));
     let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, record: true, ..job("hello") };
@@ -184,7 +184,7 @@ fn the_first_tap_is_that_of_a_whole_run() {
     let tokens = model.first_tokens("hello", rows).unwrap();
     assert_eq!(tokens.ids, record.token_ids[..rows]);
     let mut backend: Box<dyn Backend> = cpu();
-    let found = model.first_tap(backend.as_mut(), &tokens, columns).unwrap();
+    let found = model.first_text_layer(backend.as_mut(), &tokens, columns).unwrap();
     let width = model.configs.text_encoder.features();
     let want: Vec<f32> = (0..rows).flat_map(|row| record.prompt_embeds[row * width..][..columns].to_vec()).collect();
     // Sums may be added in another order with fewer rows, which bf16 rounds to a neighbour at most a few times.

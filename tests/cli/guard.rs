@@ -9,9 +9,9 @@ use common::{opened, small_job, tiny_weights};
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::{Component, PerComponent};
 use kiln::internals::config::{Conventions, Variant};
 use kiln::internals::names::Layout;
-use kiln::internals::part::{Part, PerPart};
 use kiln::internals::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::internals::tensor::{Bytes, DType, Precision};
 use kiln::internals::tiny;
@@ -181,8 +181,8 @@ fn a_truncation_that_was_undone_is_noticed_by_the_signal_handler() {
 /// The tiny model with another transformer.
 fn open(transformer: Shard) -> OpenModel {
     let tiny = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
-    let transformer = Weights::from_shards(Part::Transformer, vec![transformer]).unwrap();
-    opened(PerPart { transformer, ..tiny_weights(&tiny) }, Variant::Distilled, Conventions::klein())
+    let transformer = Weights::from_shards(Component::Transformer, vec![transformer]).unwrap();
+    opened(PerComponent { transformer, ..tiny_weights(&tiny) }, Variant::Distilled, Conventions::klein())
 }
 
 fn load(model: OpenModel) -> Result<Engine> {

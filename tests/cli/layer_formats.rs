@@ -3,9 +3,9 @@
 
 use common::quantised::{Content, Form, Layer, Plain, plain_tensors};
 use common::sandbox::{Png, Sandbox, grouped};
+use kiln::internals::component::Component;
 use kiln::internals::config::TransformerConfig;
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
 use serde_json::{Value, json};
 use std::fs;
@@ -30,7 +30,7 @@ fn formats_are_named_by_kind_of_layer() {
         name if name.ends_with("mlp.down_proj.weight") => tensor.in_fp8(DType::E5m2),
         _ => tensor,
     };
-    let plain = plain_tensors(Part::TextEncoder, Layout::Bfl).into_iter().map(converted).collect();
+    let plain = plain_tensors(Component::TextEncoder, Layout::Bfl).into_iter().map(converted).collect();
     fs::write(sandbox.path("model/qwen.safetensors"), Content { layers: Vec::new(), plain }.file(Form::BARE)).unwrap();
     let text = |args: &[&str]| sandbox.run(args).good().text().to_owned();
     let rest = "transformer img_in, txt_in, time_in, modulations, final layer: bf16";
@@ -232,7 +232,7 @@ fn what_is_quantised_at_load_is_told_and_recorded() {
     refused("model", "`double_blocks.0.img_attn.qkv.weight` is stored as e4m3 already");
 
     // Products of SwiGLU beyond 8 times 448.
-    let mut tensors = plain_tensors(Part::Transformer, Layout::Bfl);
+    let mut tensors = plain_tensors(Component::Transformer, Layout::Bfl);
     let weight = tensors.iter_mut().find(|tensor| tensor.name == "double_blocks.1.img_mlp.0.weight").unwrap();
     weight.bytes = DType::Bf16.encoded(&weight.values().iter().map(|value| 4096.0 * value).collect::<Vec<_>>());
     let file = Content { layers: Vec::new(), plain: tensors }.file(Form::BARE);

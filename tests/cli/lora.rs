@@ -210,7 +210,7 @@ fn files_that_do_not_fit_are_refused_with_their_reasons() {
     }
     assert!(!sandbox.path("out.png").exists());
 
-    // Part of a file is enough where that is asked for, but not nothing of it.
+    // Component of a file is enough where that is asked for, but not nothing of it.
     let used = run(&sandbox, &["x", "-v", "-o", "out.png", "--lora", "some", "--lora-partial"]).good();
     let line = "LoRA some: 2 of 6 layers, ranks 2 to 4, scale 1, merged; the model does not have the others\n";
     assert!(used.stderr.contains(line), "{}", used.stderr);

@@ -10,7 +10,7 @@ mod round_trip;
 use kiln::error::Result;
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::progress::Progress;
-use kiln::quantize::{Options, PartSource, Plan, Report, Target, WeightLayout};
+use kiln::quantize::{ComponentSource, FilePlan, Options, Report, Target, WeightLayout};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,8 +28,8 @@ fn target(path: &Path, checkpoint_bytes: u64) -> Target {
 }
 
 /// Writes one part to a file.
-fn write(part: &PartSource, options: &Options, target: &Target, observer: &Observer) -> Result<Report> {
-    let plan = Plan::new(std::slice::from_ref(part), Vec::new(), options)?;
+fn write(part: &ComponentSource, options: &Options, target: &Target, observer: &Observer) -> Result<Report> {
+    let plan = FilePlan::new(std::slice::from_ref(part), Vec::new(), options)?;
     let mut calibrate = || Ok(BTreeMap::new());
     plan.write(target, &mut calibrate, observer, &observer.stop)
 }

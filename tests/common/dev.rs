@@ -5,11 +5,11 @@ use super::{Goldens, Make, fixture, relative_l2, run, small_job, unit_image};
 use kiln::internals::adapter::{Adapter, Adapters};
 use kiln::internals::backend::Backend;
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::{Component, PerComponent};
 use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, Variant};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::Layout;
-use kiln::internals::part::{Part, PerPart};
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use kiln::internals::sampler::{Schedule, Sigmas};
 use kiln::internals::sequence::Pixels;
@@ -89,17 +89,17 @@ pub fn model() -> OpenModel {
 /// The same with other conventions.
 pub fn model_with(conventions: Conventions) -> OpenModel {
     let manifest = transformer_manifest(&TransformerConfig::tiny_dev());
-    model_of(tiny::weights_of(Part::Transformer, &manifest, DType::Bf16).unwrap(), conventions)
+    model_of(tiny::weights_of(Component::Transformer, &manifest, DType::Bf16).unwrap(), conventions)
 }
 
 /// The same with another transformer.
 pub fn model_of(transformer: Weights, conventions: Conventions) -> OpenModel {
-    let weights = PerPart {
+    let weights = PerComponent {
         transformer,
-        text_encoder: tiny::weights_of(Part::TextEncoder, &text_manifest(&TextConfig::tiny_dev()), DType::Bf16).unwrap(),
-        vae: tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::Vae).unwrap(),
+        text_encoder: tiny::weights_of(Component::TextEncoder, &text_manifest(&TextConfig::tiny_dev()), DType::Bf16).unwrap(),
+        vae: tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Component::Vae).unwrap(),
     };
-    OpenModel::check(weights, PerPart::default(), tokenizer(), Variant::Dev, conventions).unwrap()
+    OpenModel::check(weights, PerComponent::default(), tokenizer(), Variant::Dev, conventions).unwrap()
 }
 
 impl Case {

@@ -28,10 +28,10 @@ pub mod wrapped;
 use kiln::internals::backend::Backend;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::PerComponent;
 use kiln::internals::config::{Conventions, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::noise::NoiseKind;
-use kiln::internals::part::PerPart;
 use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise, OpenModel};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::{DType, Precision};
@@ -175,13 +175,13 @@ pub fn tiny_tokenizer() -> Tokenizer {
 }
 
 /// The weights of a tiny model.
-pub fn tiny_weights(model: &TinyModel) -> PerPart<Weights> {
-    PerPart::from_fn(|part| model.weights(part).unwrap())
+pub fn tiny_weights(model: &TinyModel) -> PerComponent<Weights> {
+    PerComponent::from_fn(|part| model.weights(part).unwrap())
 }
 
 /// A model with these weights and the tokenizer of the tiny model.
-pub fn opened(weights: PerPart<Weights>, variant: Variant, conventions: Conventions) -> OpenModel {
-    OpenModel::check(weights, PerPart::default(), tiny_tokenizer(), variant, conventions).unwrap()
+pub fn opened(weights: PerComponent<Weights>, variant: Variant, conventions: Conventions) -> OpenModel {
+    OpenModel::check(weights, PerComponent::default(), tiny_tokenizer(), variant, conventions).unwrap()
 }
 
 /// The tiny model with prompts of 64 tokens instead of 512, an eighth of the work of its text encoder. For tests that compare

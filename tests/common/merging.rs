@@ -5,11 +5,11 @@ use super::quantised::{SHORT, model, plain_tensors, weights, written};
 use half::bf16;
 use kiln::internals::adapter::{AdapterMode, Adapters, Merger};
 use kiln::internals::backend::Backend;
+use kiln::internals::component::Component;
 use kiln::internals::config::TransformerConfig;
 use kiln::internals::model::{ContextIn, Loader, Transformer, transformer_manifest};
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
-use kiln::internals::tensor::{ALIGN, Arena, DType, Precision, Region, WeightPart};
+use kiln::internals::tensor::{ALIGN, Arena, DType, Precision, Region, WeightSlice};
 use std::collections::HashMap;
 
 /// Where there is room for factors: behind something else.
@@ -24,7 +24,7 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
     let config = TransformerConfig::tiny();
     let manifest = transformer_manifest(&config);
     let open = model(
-        weights(Part::Transformer, written(&plain_tensors(Part::Transformer, Layout::Diffusers), HashMap::new())),
+        weights(Component::Transformer, written(&plain_tensors(Component::Transformer, Layout::Diffusers), HashMap::new())),
         None,
         SHORT,
     );
@@ -55,7 +55,7 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
     for format in merged {
         let spec = manifest.iter().find(|spec| spec.layer == Some(format.id)).unwrap();
         let stored = source.weight(spec).unwrap().parts;
-        let decoded = |parts: &[WeightPart]| -> Vec<f32> {
+        let decoded = |parts: &[WeightSlice]| -> Vec<f32> {
             let mut values = Vec::new();
             for part in parts {
                 for row in 0..part.rows {

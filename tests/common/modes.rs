@@ -5,15 +5,15 @@ pub use super::fnv::fnv1a;
 use super::random::splitmix;
 use super::{Goldens, Make, fixture, opened, relative_l2, run, small_job, tiny_weights, unit_image};
 use kiln::internals::backend::{Backend, StepKey};
+use kiln::internals::component::Component;
 use kiln::internals::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
 use kiln::internals::model::{transformer_manifest, vae_manifest};
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, ReferenceInput};
 use kiln::internals::sampler::{Schedule, timestep_embedding};
-use kiln::internals::sequence::{Grid, Pixels, RopeSpec, SequencePlan};
+use kiln::internals::sequence::{Grid, Pixels, RopeSpec, SequenceLayout};
 use kiln::internals::tensor::{Arena, DType, Precision, Region};
 use kiln::internals::tiny;
 use kiln::progress::Silent;
@@ -116,7 +116,7 @@ impl Case {
         let mut weights = tiny_weights(&model);
         if self.small_decoder {
             let config = VaeConfig { decoder: [32, 64, 96, 96], ..VaeConfig::tiny() };
-            weights.vae = tiny::weights_of(Part::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
+            weights.vae = tiny::weights_of(Component::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
         }
         let variant = match (self.kv, self.distilled) {
             (true, _) => Variant::Kv,
@@ -193,7 +193,7 @@ pub fn every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
 pub fn guidance_as_an_input_equals_diffusers(make: Make<'_>) {
     let (case, goldens) = (modes().guidance_embed, Goldens::named("modes.safetensors"));
     let config = TransformerConfig { guidance_embed: true, ..TransformerConfig::tiny() };
-    let weights = tiny::weights_of(Part::Transformer, &transformer_manifest(&config), DType::Bf16).unwrap();
+    let weights = tiny::weights_of(Component::Transformer, &transformer_manifest(&config), DType::Bf16).unwrap();
     assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
     let size = Pixels::new(case.width, case.height).unwrap();
     let values = |name: &str, count: usize| -> Vec<f32> {
@@ -243,7 +243,7 @@ pub fn predict(
     let transformer = Transformer::load(&mut loader, config).unwrap();
     be.reserve(Region::Arena, 64 << 20).unwrap();
     let text = inputs.features.len() / config.context;
-    let plan = SequencePlan::new(text, inputs.size.grid(), &[]).unwrap();
+    let plan = SequenceLayout::new(text, inputs.size.grid(), &[]).unwrap();
     let tokens = plan.canvas().len();
     let features = ws.alloc(text, config.context, precision.activations()).unwrap();
     be.write(features, inputs.features).unwrap();

@@ -33,7 +33,7 @@ pub use judge::Expected;
 use judge::{judge, judge_codes, judge_saturated};
 use kiln::internals::backend::Weight;
 use kiln::internals::backend::{Backend, Op, Role};
-use kiln::internals::tensor::{Arena, DType, Region, Scaling, Stored, Tensor, WeightPart, nvfp4};
+use kiln::internals::tensor::{Arena, DType, Region, Scaling, Stored, Tensor, WeightSlice, nvfp4};
 use oracle::Real;
 use std::collections::HashSet;
 
@@ -265,7 +265,7 @@ impl Rig<'_> {
 
     /// Parts of a weight as a file stores them, and their values. Parts of a file may be at any address, so every second one is
     /// misaligned here.
-    fn parts(&mut self, parts: &[(usize, Filed)], cols: usize, scale: f32) -> (Vec<WeightPart>, Vec<f32>) {
+    fn parts(&mut self, parts: &[(usize, Filed)], cols: usize, scale: f32) -> (Vec<WeightSlice>, Vec<f32>) {
         let mut values = Vec::new();
         let store = |(i, &(rows, format)): (usize, &(usize, Filed))| {
             let mut noise = self.noise(rows * cols);
@@ -319,7 +319,7 @@ impl Rig<'_> {
     /// A weight whose parts keep the formats in which a file stores them.
     pub fn kept(&mut self, parts: &[(usize, Filed)], cols: usize) -> (Weight, Mat) {
         let (parts, values) = self.parts(parts, cols, 1.5 / (cols as f32).sqrt());
-        let upload = |part: &WeightPart| {
+        let upload = |part: &WeightSlice| {
             let t = self.weights.alloc_stored(part.rows, cols, part.stored()).unwrap();
             self.backend.upload(t, Role::Linear, std::slice::from_ref(part)).unwrap();
             t

@@ -7,9 +7,9 @@ use super::fnv::fnv1a;
 use super::{fixture, opened};
 use kiln::internals::backend::Backend;
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::{Component, PerComponent};
 use kiln::internals::config::{Conventions, Variant};
 use kiln::internals::names::Layout;
-use kiln::internals::part::{Part, PerPart};
 use kiln::internals::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, encode_block, scale_bytes, scale_offset, tiles_along};
@@ -114,7 +114,7 @@ fn tiny_model(layout: Layout) -> &'static TinyModel {
 }
 
 /// The tensors of one part of the tiny model in bf16.
-pub fn plain_tensors(part: Part, layout: Layout) -> Vec<Plain> {
+pub fn plain_tensors(part: Component, layout: Layout) -> Vec<Plain> {
     let shard = Shard::from_bytes("tiny", tiny_model(layout).file(part).clone()).unwrap();
     let tensor = |(name, entry): (&str, &kiln::internals::checkpoint::Entry)| {
         assert_eq!(entry.dtype.name, "BF16", "{name}");
@@ -271,7 +271,7 @@ impl Content {
     /// Quantises the tiny model. Scales and bytes have to be the recorded ones.
     fn build(file: &str) -> Self {
         let recorded = &RECORDED.layers[file];
-        let part = if file == "fp8mixed" { Part::TextEncoder } else { Part::Transformer };
+        let part = if file == "fp8mixed" { Component::TextEncoder } else { Component::Transformer };
         let (mut layers, mut plain) = (Vec::new(), Vec::new());
         for tensor in plain_tensors(part, Layout::Bfl) {
             let layer = tensor.name.strip_suffix(".weight").and_then(|name| recorded.get(name));
@@ -303,7 +303,7 @@ impl Content {
             names.into_iter().enumerate().map(move |(i, name)| layer.part(name, i * rows..(i + 1) * rows)).collect::<Vec<_>>()
         };
         let layers: Vec<Layer> = self.layers.iter().flat_map(split).collect();
-        let mut plain = plain_tensors(Part::Transformer, Layout::Diffusers);
+        let mut plain = plain_tensors(Component::Transformer, Layout::Diffusers);
         plain.retain(|tensor| !layers.iter().any(|layer| format!("{}.weight", layer.name) == tensor.name));
         Self { layers, plain }
     }
@@ -311,7 +311,7 @@ impl Content {
     /// The same with some layers of the transformer in bf16.
     pub fn with_plain_layers(&self, is_plain: impl Fn(&str) -> bool) -> Self {
         let layers: Vec<Layer> = self.layers.iter().filter(|layer| !is_plain(&layer.name)).cloned().collect();
-        let mut plain = plain_tensors(Part::Transformer, Layout::Bfl);
+        let mut plain = plain_tensors(Component::Transformer, Layout::Bfl);
         plain.retain(|tensor| !layers.iter().any(|layer| format!("{}.weight", layer.name) == tensor.name));
         Self { layers, plain }
     }
@@ -377,7 +377,7 @@ fn names_of_diffusers(layer: &str) -> Vec<String> {
 }
 
 /// The weights of a part from a file in memory.
-pub fn weights(part: Part, file: Vec<u8>) -> Weights {
+pub fn weights(part: Component, file: Vec<u8>) -> Weights {
     let shard = Shard::from_bytes(&format!("quantised {part}"), Bytes::new(Arc::new(file))).unwrap();
     Weights::from_shards(part, vec![shard]).unwrap()
 }
@@ -388,8 +388,8 @@ pub const SHORT: usize = 16;
 
 /// The tiny model with other weights of its transformer and, if they are given, of its text encoder.
 pub fn model(transformer: Weights, text_encoder: Option<Weights>, max_text_tokens: usize) -> OpenModel {
-    let [own, vae] = [Part::TextEncoder, Part::Vae].map(|part| tiny_model(Layout::Bfl).weights(part).unwrap());
-    let weights = PerPart { transformer, text_encoder: text_encoder.unwrap_or(own), vae };
+    let [own, vae] = [Component::TextEncoder, Component::Vae].map(|part| tiny_model(Layout::Bfl).weights(part).unwrap());
+    let weights = PerComponent { transformer, text_encoder: text_encoder.unwrap_or(own), vae };
     opened(weights, Variant::Distilled, Conventions { max_text_tokens, ..Conventions::klein() })
 }
 

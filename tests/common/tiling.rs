@@ -2,11 +2,11 @@
 
 use super::modes::hashed;
 use super::{Goldens, Make, fixture, relative_l2};
-use kiln::internals::backend::{Backend, Plan};
+use kiln::internals::backend::{Backend, DryRun};
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::VaeConfig;
 use kiln::internals::model::{Loader, Vae, vae_manifest};
-use kiln::internals::part::Part;
 use kiln::internals::sequence::Grid;
 use kiln::internals::tensor::{Arena, DType, Precision, Region, Tensor};
 use kiln::internals::tiny;
@@ -90,7 +90,7 @@ impl OnBackend {
 
     /// The result, and the bytes of working memory.
     pub fn run(&mut self, work: Work<'_>, grid: Grid) -> (Vec<f32>, u64) {
-        let (_, bytes) = Self::issue(&self.vae, &mut Plan::new(self.backend.gemm_formats()), work, grid);
+        let (_, bytes) = Self::issue(&self.vae, &mut DryRun::new(self.backend.gemm_formats()), work, grid);
         self.backend.reserve(Region::Arena, bytes).unwrap();
         let (out, peak) = Self::issue(&self.vae, self.backend.as_mut(), work, grid);
         assert_eq!(peak, bytes, "a dry run needs as much");
@@ -101,7 +101,7 @@ impl OnBackend {
 }
 
 fn tiny_weights() -> Weights {
-    tiny::weights_of(Part::Vae, &vae_manifest(&VaeConfig::tiny()), DType::Bf16).unwrap()
+    tiny::weights_of(Component::Vae, &vae_manifest(&VaeConfig::tiny()), DType::Bf16).unwrap()
 }
 
 /// In f32 as the reference in f32, in bf16 at most 1.2 times as far from it as the reference in bf16.

@@ -7,7 +7,7 @@ use common::random::one_in;
 use kiln::error::Error;
 use kiln::internals::backend::cuda::{Cuda, GemmOperands, KernelChoice, Tile};
 use kiln::internals::backend::{Backend, Fp8Accumulate, Gemm, Linear, Op, Role};
-use kiln::internals::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Stored, Tensor, WeightPart};
+use kiln::internals::tensor::{Arena, Bytes, DType, Region, Scale, SliceScaling, Stored, Tensor, WeightSlice};
 use kiln_emulator::planted::{BUGS, Expect};
 use std::sync::Arc;
 
@@ -19,8 +19,8 @@ fn upload(cuda: &mut Cuda, codes: Vec<u8>) -> Result<Tensor, Error> {
     let mut weights = Arena::new(Region::Weights);
     let w = weights.alloc_stored(ROWS, codes.len() / ROWS, Stored::fp8(Scale::ONE))?;
     cuda.reserve(Region::Weights, weights.peak())?;
-    let scaling = PartScaling::Tensor(Scale::ONE);
-    let part = WeightPart { bytes: Bytes::new(Arc::new(codes)), dtype: DType::E4m3, rows: ROWS, scaling };
+    let scaling = SliceScaling::Tensor(Scale::ONE);
+    let part = WeightSlice { bytes: Bytes::new(Arc::new(codes)), dtype: DType::E4m3, rows: ROWS, scaling };
     cuda.upload(w, Role::Linear, &[part])?;
     Ok(w)
 }

@@ -9,7 +9,7 @@ use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::cuda::Cuda;
 use kiln::internals::backend::{Backend, Gemm, KvSegment, Linear, Modulated, Op, Role, Softmax, StepKey, Weight};
 use kiln::internals::tensor::{
-    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart, nvfp4, quantise,
+    Arena, Bytes, DType, Nvfp4Layout, Region, Scale, Scales, Scaling, SliceScaling, Stored, Tensor, WeightSlice, nvfp4, quantise,
 };
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     // All but NaN, which is refused.
     let code = |i: usize| ((i * 7 % 251) as u8) & if i * 7 % 251 % 128 == 127 { 0x80 } else { 0xff };
     let codes = |rows: usize, first: usize| (0..rows * 48).map(|i| code(first + i)).collect::<Vec<u8>>();
-    let part = |rows, first, scaling| WeightPart { bytes: bytes(codes(rows, first)), dtype: DType::E4m3, rows, scaling };
+    let part = |rows, first, scaling| WeightSlice { bytes: bytes(codes(rows, first)), dtype: DType::E4m3, rows, scaling };
     let read = |cuda: &mut Cuda, t: Tensor| {
         let mut read = vec![0; t.len()];
         cuda.read_bytes(Tensor { dtype: DType::U8, scaling: Scaling::Unscaled, ..t }, &mut read).unwrap();
@@ -50,7 +50,7 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     let by_rows = arena.alloc_stored(5, 48, Stored { dtype: DType::E4m3, scales: Scales::Rows }).unwrap();
     let scales: Vec<f32> = (0..5).map(|i| 0.5 + i as f32).collect();
     let stored = |range: std::ops::Range<usize>| bytes(scales[range].iter().flat_map(|v| v.to_le_bytes()).collect());
-    let parts = [part(2, 0, PartScaling::Rows(stored(0..2))), part(3, 96, PartScaling::Rows(stored(2..5)))];
+    let parts = [part(2, 0, SliceScaling::Rows(stored(0..2))), part(3, 96, SliceScaling::Rows(stored(2..5)))];
     cuda.upload(by_rows, Role::Linear, &parts).unwrap();
     assert_eq!(read(&mut cuda, by_rows), codes(5, 0));
     let Scaling::Rows(offset) = by_rows.scaling else { panic!("{by_rows:?}") };
@@ -60,16 +60,16 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     assert_eq!(values[..], scales);
 
     let one = arena.alloc_stored(3, 48, Stored::fp8(scale(0.25))).unwrap();
-    cuda.upload(one, Role::Linear, &[part(3, 5, PartScaling::Tensor(scale(0.25)))]).unwrap();
+    cuda.upload(one, Role::Linear, &[part(3, 5, SliceScaling::Tensor(scale(0.25)))]).unwrap();
     assert_eq!(read(&mut cuda, one), codes(3, 5));
 
     // Codes are not converted, so they have to have the scale that the tensor says.
-    for scaling in [PartScaling::Unscaled, PartScaling::Tensor(scale(0.5)), PartScaling::Rows(stored(0..3))] {
+    for scaling in [SliceScaling::Unscaled, SliceScaling::Tensor(scale(0.5)), SliceScaling::Rows(stored(0..3))] {
         let refused = what(cuda.upload(one, Role::Linear, &[part(3, 5, scaling)]));
         assert!(refused.contains("parts do not have the format of"), "{refused}");
     }
     let e5m2 = arena.alloc_stored(3, 48, Stored::plain(DType::E5m2)).unwrap();
-    let part = WeightPart { dtype: DType::E5m2, ..part(3, 0, PartScaling::Unscaled) };
+    let part = WeightSlice { dtype: DType::E5m2, ..part(3, 0, SliceScaling::Unscaled) };
     assert!(what(cuda.upload(e5m2, Role::Linear, &[part])).contains("there are no kernels for"));
 }
 
@@ -85,7 +85,7 @@ fn plain_weights_are_quantised_on_the_way() {
     let values = |i: usize| (((i * 31) % 4093) as f32 - 2000.0) / 1024.0 / (1 + i / cols % 7) as f32;
     let mut plain = vec![0; 2 * rows * cols];
     plain.chunks_mut(2).enumerate().for_each(|(i, bytes)| DType::Bf16.encode(&[values(i)], bytes));
-    let part = WeightPart::plain(Bytes::new(Arc::new(plain)), DType::Bf16, rows);
+    let part = WeightSlice::plain(Bytes::new(Arc::new(plain)), DType::Bf16, rows);
     let formats = [Stored { dtype: DType::E4m3, scales: Scales::Rows }, Stored::nvfp4(scale(1.0 / 1024.0))];
     let tensors = formats.map(|stored| arena.alloc_stored(rows, cols, stored).unwrap());
     cuda.reserve(Region::Weights, arena.peak()).unwrap();
@@ -110,7 +110,7 @@ fn plain_weights_are_quantised_on_the_way() {
         };
         assert!(held[0] == *codes && held[1] == *scales, "{stored:?}");
     }
-    let infinite = WeightPart::plain(Bytes::new(Arc::new(DType::F32.encoded(&[f32::INFINITY; 16]))), DType::F32, 1);
+    let infinite = WeightSlice::plain(Bytes::new(Arc::new(DType::F32.encoded(&[f32::INFINITY; 16]))), DType::F32, 1);
     let t = Tensor { rows: 1, cols: 16, stride: 16, ..tensors[0] };
     assert!(what(cuda.upload(t, Role::Linear, &[infinite])).contains("values that are not finite"));
 }
@@ -135,11 +135,11 @@ fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
     cuda.reserve(Region::Weights, 1 << 20).unwrap();
     let bytes = |data: Vec<u8>| Bytes::new(Arc::new(data));
     let tensor = scale(0.25);
-    let part = |rows, codes, scales, layout| WeightPart {
+    let part = |rows, codes, scales, layout| WeightSlice {
         bytes: bytes(codes),
         dtype: DType::E2m1,
         rows,
-        scaling: PartScaling::Blocks16 { scales: bytes(scales), tensor, layout },
+        scaling: SliceScaling::Blocks16 { scales: bytes(scales), tensor, layout },
     };
     // Scales of up to 126, which is no code of NaN. The padding of tiles is one.
     let codes: Vec<u8> = (0..131 * COLS / 2).map(|i| (i * 7 % 256) as u8).collect();
@@ -158,7 +158,7 @@ fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
         part(131, swapped.clone(), tiles(&scales, 131), Nvfp4Layout::MODELOPT_SINGLE),
         part(131, swapped, scales.clone(), Nvfp4Layout::MODELOPT),
     ] {
-        let PartScaling::Blocks16 { layout, .. } = part.scaling else { unreachable!() };
+        let SliceScaling::Blocks16 { layout, .. } = part.scaling else { unreachable!() };
         cuda.upload(t, Role::Linear, &[part]).unwrap();
         let [held, blocks] = &*held(&mut cuda, t) else { panic!("{t:?}") };
         let (along, all) = (nvfp4::tiles_along(COLS), COLS / nvfp4::BLOCK);
@@ -205,7 +205,7 @@ impl Clipped {
         cuda.reserve(Region::Weights, 1 << 20).unwrap();
         let weight = weights.alloc(1, 8, DType::F32).unwrap();
         let gains = Bytes::new(Arc::new([1f32; 8].map(f32::to_le_bytes).concat()));
-        cuda.upload(weight, Role::Vector, &[WeightPart::plain(gains, DType::F32, 1)]).unwrap();
+        cuda.upload(weight, Role::Vector, &[WeightSlice::plain(gains, DType::F32, 1)]).unwrap();
         let x = arena.alloc(1, 8, DType::F32).unwrap();
         let out = arena.alloc_stored(1, 8, Stored::fp8(scale(1.0 / 400.0))).unwrap();
         let clipped = Self { out, x, weight };

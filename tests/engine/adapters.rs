@@ -6,11 +6,11 @@ use common::{cpu, relative_l2, run, small_job};
 use kiln::error::{Error, Result};
 use kiln::internals::adapter::{AdapterMode, Adapters};
 use kiln::internals::backend::GemmFormats;
+use kiln::internals::component::Component;
 use kiln::internals::config::{TextConfig, TransformerConfig};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{LayerRole, Layout, Stream};
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::quantise::QuantisedFormat;
@@ -30,12 +30,16 @@ fn options(precision: Precision, adapters: AdapterMode) -> LoadOptions {
 /// The tiny model in bf16, whose queries, keys and values are three matrices.
 fn plain() -> OpenModel {
     let file = |part| written(&plain_tensors(part, Layout::Diffusers), HashMap::new());
-    model(weights(Part::Transformer, file(Part::Transformer)), Some(weights(Part::TextEncoder, file(Part::TextEncoder))), SHORT)
+    model(
+        weights(Component::Transformer, file(Component::Transformer)),
+        Some(weights(Component::TextEncoder, file(Component::TextEncoder))),
+        SHORT,
+    )
 }
 
 /// The same with a quantised transformer.
 fn quantised(format: &str) -> OpenModel {
-    model(weights(Part::Transformer, Content::of(format).file(Form::BFL)), None, SHORT)
+    model(weights(Component::Transformer, Content::of(format).file(Form::BFL)), None, SHORT)
 }
 
 /// The transformer of a model with all its weights decoded to f32.
@@ -52,7 +56,7 @@ fn dequantised(quantised: &OpenModel) -> OpenModel {
         Plain { name: spec.name.clone(), dtype: Dtype::F32, shape: spec.shape.clone(), bytes: DType::F32.encoded(&values) }
     };
     let tensors: Vec<Plain> = transformer_manifest(&TransformerConfig::tiny()).iter().map(tensor).collect();
-    model(weights(Part::Transformer, written(&tensors, HashMap::new())), None, SHORT)
+    model(weights(Component::Transformer, written(&tensors, HashMap::new())), None, SHORT)
 }
 
 /// LoRA for all linear layers of the transformer.
@@ -193,7 +197,7 @@ fn jobs_can_have_adapters_of_their_own() {
         assert!((0..4).all(|i| (0..i).all(|j| fresh[i].0 != fresh[j].0)), "the sets make a difference");
         assert!(fresh[2].1 == bytes(&record(open(), LoadOptions { adapters: AdapterMode::Auto, ..options })), "none");
         let mut engine = engine(Box::new(cpu()), model, options);
-        engine.keep_results(64 << 20, &jobs[0]).unwrap();
+        engine.cache_results(64 << 20, &jobs[0]).unwrap();
         // Without a record the prompt is kept, but not for other adapters.
         for i in [0, 1, 0, 2, 1, 4] {
             assert_eq!(run(&mut engine, &Job { record: false, ..jobs[i].clone() }).unwrap().image, fresh[i % 4].0, "set {i}");

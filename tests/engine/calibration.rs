@@ -7,9 +7,9 @@ use common::{cpu, run, short_model};
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, Op, RopeStyle};
+use kiln::internals::component::Component;
 use kiln::internals::config::{Conventions, TransformerConfig, Variant};
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::Tensor;
@@ -110,8 +110,8 @@ fn neither_order_nor_threads_matter() {
 /// Of the model in FP8 with these scales no value is beyond its range, and with much smaller ones many are.
 #[test]
 fn calibrated_scales_hold_every_value() {
-    let plain = Content { layers: Vec::new(), plain: plain_tensors(Part::Transformer, Layout::Bfl) };
-    let open = |content: &Content, form| model(weights(Part::Transformer, content.file(form)), None, SHORT);
+    let plain = Content { layers: Vec::new(), plain: plain_tensors(Component::Transformer, Layout::Bfl) };
+    let open = |content: &Content, form| model(weights(Component::Transformer, content.file(form)), None, SHORT);
     let calibration = calibration(&["one", "two words"], 2);
     let found = found(cpu(), open(&plain, Form::BARE), &calibration).unwrap();
     let saturated = |factor: f32| {

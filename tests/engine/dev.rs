@@ -10,10 +10,10 @@ use common::{Goldens, cpu, relative_l2, run, small_job};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, GemmFormats, Op, Projection, Rope, RopeStyle, Softmax};
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::{ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, Variant};
 use kiln::internals::model::{Loader, TextEncoder, text_manifest};
 use kiln::internals::names::{Layout, file_tensors};
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Configs, Engine, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::quantise::QuantisedFormat;
@@ -45,9 +45,9 @@ fn bf16_is_as_close_as_diffusers_in_bf16() {
 
 /// The weights of a text encoder with this configuration, all of whose layers are written.
 fn weights(config: &TextConfig) -> Weights {
-    let [first, second, _] = config.taps;
-    let all = TextConfig { taps: [first, second, config.layers], ..config.clone() };
-    tiny::weights_of(Part::TextEncoder, &text_manifest(&all), DType::Bf16).unwrap()
+    let [first, second, _] = config.text_layers;
+    let all = TextConfig { text_layers: [first, second, config.layers], ..config.clone() };
+    tiny::weights_of(Component::TextEncoder, &text_manifest(&all), DType::Bf16).unwrap()
 }
 
 /// The prompt embeddings that a text encoder makes of tokens on a backend, in f32.
@@ -81,16 +81,16 @@ fn the_residual_stream_is_that_of_transformers() {
     let width = TextConfig::tiny_dev().hidden;
     for (side, padding) in [("left", Padding::Left), ("right", Padding::Right)] {
         let want = goldens.f32(&format!("residual.{side}"));
-        for (taps, found) in [([1, 2, 10], [1, 2, 3]), ([2, 10, 30], [2, 3, 4])] {
-            let config = TextConfig { taps, ..TextConfig::tiny_dev() };
-            assert_eq!(found.map(|at| residual.layers[at]), taps);
+        for (text_layers, found) in [([1, 2, 10], [1, 2, 3]), ([2, 10, 30], [2, 3, 4])] {
+            let config = TextConfig { text_layers, ..TextConfig::tiny_dev() };
+            assert_eq!(found.map(|at| residual.layers[at]), text_layers);
             let got = embed(&mut cpu(), &config, &tokens(padding));
             for (tap, at) in found.into_iter().enumerate() {
                 for (i, row) in ["first", "last", "pad"].iter().enumerate() {
                     let row = residual.rows[side][*row];
                     let got = &got[row * 3 * width + tap * width..][..width];
                     let error = relative_l2(got, &want[(at * 3 + i) * width..][..width]);
-                    assert!(error < 1e-5, "{side}, after {} layers, row {row}: {error:.2e}", taps[tap]);
+                    assert!(error < 1e-5, "{side}, after {} layers, row {row}: {error:.2e}", text_layers[tap]);
                 }
             }
         }
@@ -163,8 +163,8 @@ fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
     match name {
         "theta" => plain(&TextConfig { rope_theta: 1e6, ..config }, &left),
         "eps" => plain(&TextConfig { eps: 1e-6, ..config }, &left),
-        "taps_early" => plain(&TextConfig { taps: [9, 19, 29], ..config }, &left),
-        "taps_late" => plain(&TextConfig { taps: [11, 21, 31], ..config }, &left),
+        "taps_early" => plain(&TextConfig { text_layers: [9, 19, 29], ..config }, &left),
+        "taps_late" => plain(&TextConfig { text_layers: [11, 21, 31], ..config }, &left),
         "adjacent" => with(|inner, op| match op {
             Op::Qkv([s]) => {
                 let rope = Rope { style: RopeStyle::Interleaved, ..s.rope };
@@ -262,7 +262,7 @@ fn dev_is_told_by_its_tensors() {
     let open = model();
     assert_eq!(open.configs.transformer, TransformerConfig::tiny_dev());
     let text = &open.configs.text_encoder;
-    assert_eq!((text.family, text.taps, text.eps, text.rope_theta), (TextFamily::Mistral3, [10, 20, 30], 1e-5, 1e9));
+    assert_eq!((text.family, text.text_layers, text.eps, text.rope_theta), (TextFamily::Mistral3, [10, 20, 30], 1e-5, 1e9));
     assert_eq!((text.heads, text.kv_heads), (8, 2));
     let detected = |config: &TransformerConfig| Variant::detect(config, None, &["flux2-klein-base-kv"]).unwrap();
     assert_eq!(detected(&TransformerConfig::dev()), Variant::Dev);
@@ -360,13 +360,13 @@ fn the_plan_has_the_sizes_of_the_published_model() {
 /// The tensors of the tiny text encoder with something before their names, and what real files have besides. Values do not matter.
 fn file_of_encoder(prefix: &str, vocabulary: &[u8]) -> Weights {
     let config = TextConfig::tiny_dev();
-    let [first, second, _] = config.taps;
+    let [first, second, _] = config.text_layers;
     let plain = |name: String, shape: Vec<usize>| {
         let bytes = vec![0x3f; 2 * shape.iter().product::<usize>()];
         Plain { name, dtype: Dtype::BF16, shape, bytes }
     };
-    let manifest = text_manifest(&TextConfig { taps: [first, second, config.layers], ..config });
-    let specs = manifest.iter().flat_map(|spec| file_tensors(Part::TextEncoder, Layout::Diffusers, spec));
+    let manifest = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config });
+    let specs = manifest.iter().flat_map(|spec| file_tensors(Component::TextEncoder, Layout::Diffusers, spec));
     let rest = |name: &str| name.strip_prefix("model.").unwrap().to_owned();
     let mut tensors: Vec<Plain> = specs.map(|spec| plain(format!("{prefix}{}", rest(&spec.name)), spec.shape)).collect();
     for name in ["vision_tower.patch_conv.weight", "multi_modal_projector.linear_1.weight"] {
@@ -379,7 +379,7 @@ fn file_of_encoder(prefix: &str, vocabulary: &[u8]) -> Weights {
         shape: vec![vocabulary.len()],
         bytes: vocabulary.to_vec(),
     });
-    weights_in(Part::TextEncoder, written(&tensors, HashMap::new()))
+    weights_in(Component::TextEncoder, written(&tensors, HashMap::new()))
 }
 
 #[test]
@@ -396,7 +396,7 @@ fn every_spelling_of_the_encoder_is_read() {
 
 /// The latents after a step of the tiny model with another transformer.
 fn latents(transformer: &Content, form: Form) -> Vec<f32> {
-    let open = model_of(weights_in(Part::Transformer, transformer.file(form)), short());
+    let open = model_of(weights_in(Component::Transformer, transformer.file(form)), short());
     assert_eq!(open.configs.transformer, TransformerConfig::tiny_dev());
     let mut engine = Engine::load(Box::new(cpu()), open, LoadOptions::DEFAULT, &Silent).unwrap();
     let job = Job { guidance: 4.0, padding: Padding::Left, record: true, ..small_job() };
@@ -409,7 +409,8 @@ fn latents(transformer: &Content, form: Form) -> Vec<f32> {
 fn files_with_some_layers_in_bf16_are_read() {
     let plain = |content: &Content| {
         // klein's tensors and those of the guidance, which may be those of the time.
-        let time = plain_tensors(Part::Transformer, Layout::Bfl).into_iter().filter(|tensor| tensor.name.starts_with("time_in."));
+        let time =
+            plain_tensors(Component::Transformer, Layout::Bfl).into_iter().filter(|tensor| tensor.name.starts_with("time_in."));
         let guidance = time.map(|tensor| Plain { name: tensor.name.replace("time_in.", "guidance_in."), ..tensor });
         Content { plain: content.plain.iter().cloned().chain(guidance).collect(), ..content.clone() }
     };

@@ -13,7 +13,7 @@ mod reencoding;
 
 use kiln::internals::backend::Backend;
 use kiln::internals::backend::cpu::Cpu;
-use kiln::internals::tensor::{Arena, Bytes, DType, Region, Scale, Stored, Tensor, WeightPart};
+use kiln::internals::tensor::{Arena, Bytes, DType, Region, Scale, Stored, Tensor, WeightSlice};
 use serde::Deserialize;
 use serde_json::Value;
 use std::sync::Arc;
@@ -107,7 +107,7 @@ fn bytes(data: Vec<u8>) -> Bytes {
 }
 
 /// The values of a part, and the same rounded to bf16.
-fn expanded(part: &WeightPart) -> (Vec<f32>, Vec<u8>) {
+fn expanded(part: &WeightSlice) -> (Vec<f32>, Vec<u8>) {
     let (mut values, mut halves) = (vec![0.0; part.rows * part.cols()], vec![0; 2 * part.rows * part.cols()]);
     for row in 0..part.rows {
         part.decode(row, &mut values[row * part.cols()..][..part.cols()]);

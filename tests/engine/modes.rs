@@ -3,7 +3,7 @@
 use common::modes::{self, fnv1a, modes};
 use common::{cpu, run};
 use kiln::internals::pipeline::Job;
-use kiln::internals::sequence::{Grid, Pixels, SequencePlan};
+use kiln::internals::sequence::{Grid, Pixels, SequenceLayout};
 use kiln::internals::tensor::Precision;
 
 #[test]
@@ -41,7 +41,7 @@ fn cached_references_do_not_depend_on_the_run_before() {
 fn the_layout_of_two_large_references_is_the_reference_pipelines() {
     let case = modes().layout;
     let grids: Vec<Grid> = case.prepared.iter().map(|[w, h]| Grid { width: w / 16, height: h / 16 }).collect();
-    let plan = SequencePlan::new(512, Pixels::new(case.width, case.height).unwrap().grid(), &grids).unwrap();
+    let plan = SequenceLayout::new(512, Pixels::new(case.width, case.height).unwrap().grid(), &grids).unwrap();
     assert_eq!(plan.tokens() - plan.text().len(), 10_002);
     let ids = plan.ids();
     let checksum = |ids: &[[u32; 4]]| format!("{:016x}", fnv1a(ids.iter().flatten().flat_map(|v| v.to_le_bytes())));

@@ -12,7 +12,7 @@ use kiln::internals::backend::{
     Backend, Conv, GatedGemm, Gemm, GroupNorm, KvSegment, LatentStats, Linear, Lockstep, LoraBranch, Modulated, Op, OpKind,
     Projection, Role, Rope, RopeStyle, Sampling, Seam, Shortcut, Softmax, Weight,
 };
-use kiln::internals::tensor::{Arena, Bytes, DType, PartScaling, Region, Scale, Scales, Scaling, Stored, Tensor, WeightPart};
+use kiln::internals::tensor::{Arena, Bytes, DType, Region, Scale, Scales, Scaling, SliceScaling, Stored, Tensor, WeightSlice};
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -492,7 +492,7 @@ fn views_that_do_not_fit_memory_are_rejected() {
     // Two parts of two rows each, which lie apart.
     let part = |first: u8| {
         let bytes: Vec<u8> = (0..16).flat_map(|i| f32::from(first + i).to_le_bytes()).collect();
-        WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::F32, 2)
+        WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::F32, 2)
     };
     cpu.upload(to, Role::Linear, &[part(0), part(16)]).unwrap();
     let mut copied = |rows, cols| {
@@ -514,7 +514,7 @@ fn views_that_do_not_fit_memory_are_rejected() {
 fn mismatched_weights_are_rejected() {
     let mut cpu = cpu(1);
     let mut arena = Arena::new(Region::Weights);
-    let part = |bytes: usize| [WeightPart::plain(Bytes::new(Arc::new(vec![0u8; bytes])), DType::F32, 4)];
+    let part = |bytes: usize| [WeightSlice::plain(Bytes::new(Arc::new(vec![0u8; bytes])), DType::F32, 4)];
     let to = matrix(&mut arena, 4, 8);
     for bytes in [0, 96, 124, 130, 160] {
         assert!(matches!(cpu.upload(to, Role::Linear, &part(bytes)), Err(Error::Op { .. })), "{bytes} bytes");
@@ -527,24 +527,24 @@ fn mismatched_weights_are_rejected() {
 fn quantised_weights_keep_their_format() {
     let (mut cpu, mut arena, scale) = (cpu(1), Arena::new(Region::Weights), |value| Scale::new(value).unwrap());
     let bytes = |count: usize| Bytes::new(Arc::new(vec![0u8; count]));
-    let part = |rows, scaling| WeightPart { bytes: bytes(rows * 16), dtype: DType::E4m3, rows, scaling };
+    let part = |rows, scaling| WeightSlice { bytes: bytes(rows * 16), dtype: DType::E4m3, rows, scaling };
     let mut place = |scales| arena.alloc_stored(4, 16, Stored { dtype: DType::E4m3, scales }).unwrap();
     let (one, tensor, rows) = (place(Scales::Unscaled), place(Scales::Tensor(scale(0.5))), place(Scales::Rows));
-    let of_rows = || PartScaling::Rows(bytes(16));
-    let halves = || PartScaling::Tensor(scale(0.5));
+    let of_rows = || SliceScaling::Rows(bytes(16));
+    let halves = || SliceScaling::Tensor(scale(0.5));
     for (to, parts) in
-        [(one, vec![part(4, PartScaling::Unscaled)]), (tensor, vec![part(4, halves())]), (rows, vec![part(4, of_rows())])]
+        [(one, vec![part(4, SliceScaling::Unscaled)]), (tensor, vec![part(4, halves())]), (rows, vec![part(4, of_rows())])]
     {
         cpu.upload(to, Role::Linear, &parts).unwrap();
     }
     let refused = [
-        ("another scale", tensor, vec![part(4, PartScaling::Tensor(scale(0.25)))]),
-        ("no scale", tensor, vec![part(4, PartScaling::Unscaled)]),
+        ("another scale", tensor, vec![part(4, SliceScaling::Tensor(scale(0.25)))]),
+        ("no scale", tensor, vec![part(4, SliceScaling::Unscaled)]),
         ("a scale too many", one, vec![part(4, halves())]),
         ("scales of rows", tensor, vec![part(4, of_rows())]),
-        ("two parts with scales", rows, vec![part(2, PartScaling::Rows(bytes(8))), part(2, PartScaling::Rows(bytes(8)))]),
-        ("e5m2 as e4m3", one, vec![WeightPart { dtype: DType::E5m2, ..part(4, PartScaling::Unscaled) }]),
-        ("bf16 as e4m3", one, vec![WeightPart::plain(bytes(128), DType::Bf16, 4)]),
+        ("two parts with scales", rows, vec![part(2, SliceScaling::Rows(bytes(8))), part(2, SliceScaling::Rows(bytes(8)))]),
+        ("e5m2 as e4m3", one, vec![WeightSlice { dtype: DType::E5m2, ..part(4, SliceScaling::Unscaled) }]),
+        ("bf16 as e4m3", one, vec![WeightSlice::plain(bytes(128), DType::Bf16, 4)]),
     ];
     for (what, to, parts) in refused {
         assert!(matches!(cpu.upload(to, Role::Linear, &parts), Err(Error::Op { op: "upload", .. })), "{what}");
@@ -559,7 +559,7 @@ fn an_uploaded_weight_replaces_the_previous_one() {
     cpu.reserve(Region::Arena, arena.peak()).unwrap();
     let fill = |cpu: &mut Cpu, to: Tensor, value: f32| {
         let bytes = Bytes::new(Arc::new(value.to_le_bytes().repeat(to.len())));
-        cpu.upload(to, Role::Linear, &[WeightPart::plain(bytes, DType::F32, to.rows)]).unwrap();
+        cpu.upload(to, Role::Linear, &[WeightSlice::plain(bytes, DType::F32, to.rows)]).unwrap();
     };
     let read = |cpu: &mut Cpu, x: Tensor| {
         let (out, mut values) = (out.rows(0..x.rows), vec![0.0; x.len()]);

@@ -16,12 +16,12 @@ use kiln::internals::backend::cuda::driver::DeviceInfo;
 use kiln::internals::backend::cuda::{self, Cuda};
 use kiln::internals::backend::{Access, Backend, GemmFormats, Observed, Observer, Op, Role};
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::{Component, PerComponent};
 use kiln::internals::config::{Conventions, Variant};
 use kiln::internals::names::Layout;
-use kiln::internals::part::{Part, PerPart};
 use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::internals::tensor::{ALIGN, Arena, Bytes, DType, Region, Tensor, WeightPart};
+use kiln::internals::tensor::{ALIGN, Arena, Bytes, DType, Region, Tensor, WeightSlice};
 use kiln::internals::tiny::{self, TinyModel};
 use kiln::progress::Silent;
 use std::borrow::Cow;
@@ -191,8 +191,8 @@ impl Lost {
 fn weights_are_expanded_in_free_working_memory() {
     let open = || {
         let weights = |part, name, form| quantised::weights(part, Content::of(name).file(form));
-        let encoder = weights(Part::TextEncoder, "fp8mixed", Form::COMFY);
-        quantised::model(weights(Part::Transformer, "nvfp4", Form::BFL), Some(encoder), 64)
+        let encoder = weights(Component::TextEncoder, "fp8mixed", Form::COMFY);
+        quantised::model(weights(Component::Transformer, "nvfp4", Form::BFL), Some(encoder), 64)
     };
     let (options, job, stop) = (LoadOptions::DEFAULT, Job { steps: 3, ..small_job() }, Arc::default());
     let arena_bytes = |gemms| estimate(open().estimate_request(options, gemms), &job).unwrap().arena_bytes;
@@ -364,7 +364,7 @@ fn uploads_wait_for_ops_that_read_the_same_weights() {
     cuda.reserve(Region::Arena, ws.peak()).unwrap();
     for _ in 0..3 {
         let bytes = Bytes::new(Arc::new(vec![0; 256]));
-        cuda.upload(weight, Role::Vector, &[WeightPart::plain(bytes, DType::F32, 1)]).unwrap();
+        cuda.upload(weight, Role::Vector, &[WeightSlice::plain(bytes, DType::F32, 1)]).unwrap();
         cuda.run(Op::RmsNorm { out, x, weight, eps: 1e-6 }).unwrap();
     }
     assert_eq!((driver.order.borrow().beside, driver.order.borrow().behind), (0, 2));
@@ -378,8 +378,8 @@ fn files_may_change_once_everything_is_uploaded() {
     let path = std::env::temp_dir().join(format!("kiln-runtime-{}.safetensors", std::process::id()));
     for (low_memory, images, refused) in [(false, 1, false), (true, 1, true), (false, 0, true)] {
         std::fs::write(&path, &*model.0.transformer).unwrap();
-        let transformer = Weights::open(Part::Transformer, &path).unwrap();
-        let open = opened(PerPart { transformer, ..tiny_weights(&model.0) }, variant, Conventions::klein());
+        let transformer = Weights::open(Component::Transformer, &path).unwrap();
+        let open = opened(PerComponent { transformer, ..tiny_weights(&model.0) }, variant, Conventions::klein());
         let driver = StandIn::new(PLENTY);
         let options = LoadOptions { low_memory, ..OPTIONS };
         let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open, options, &Silent).unwrap();
@@ -441,7 +441,7 @@ impl Observer<Cuda> for Refusing {
         GemmFormats::NONE
     }
 
-    fn upload(&mut self, cuda: &mut Cuda, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, cuda: &mut Cuda, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         match cuda.upload(to, role, parts) {
             Err(Error::Op { op: "upload", what }) if to.dtype.is_quantised() => {
                 assert!(to.dtype == DType::E5m2 && what.contains("there are no kernels for"), "{what}");

@@ -48,11 +48,11 @@ fn keeping(bytes: u64) -> (Service, Arc<AtomicUsize>) {
     let counter = used.clone();
     let build = move || {
         let count = move |_, op: Op<'_>, _: &mut Cpu| {
-            counter.fetch_add(usize::from(matches!(op, Op::Copy { x, .. } if x.region == Region::Kept)), Ordering::Relaxed);
+            counter.fetch_add(usize::from(matches!(op, Op::Copy { x, .. } if x.region == Region::Cache)), Ordering::Relaxed);
             Ok(())
         };
         let mut engine = engine(Box::new(wrapped::after_op(cpu(), count)), Variant::Kv)?;
-        engine.keep_results(bytes, &small_job())?;
+        engine.cache_results(bytes, &small_job())?;
         Ok((engine, ()))
     };
     (Service::start(build).unwrap().0, used)

@@ -2,7 +2,7 @@
 
 use common::sandbox::{Png, Sandbox};
 use common::{cpu, tiling};
-use kiln::internals::backend::{GemmFormats, Plan};
+use kiln::internals::backend::{DryRun, GemmFormats};
 use kiln::internals::checkpoint::Shard;
 use kiln::internals::config::VaeConfig;
 use kiln::internals::model::{Loader, Vae};
@@ -21,7 +21,7 @@ fn small_images_have_no_tiles() {
 
 /// Bytes of working memory that klein's VAE takes for an image besides tokens and pixels: to decode it, and to encode it.
 fn working_bytes(side: usize, tiling: bool) -> [u64; 2] {
-    let (mut plan, mut region, mut ignore) = (Plan::new(GemmFormats::NONE), Arena::new(Region::Weights), |_| ());
+    let (mut plan, mut region, mut ignore) = (DryRun::new(GemmFormats::NONE), Arena::new(Region::Weights), |_| ());
     let mut loader = Loader::new(&mut plan, &mut region, None, Precision::Bf16, &mut ignore).dry();
     let vae = Vae::load(&mut loader, &VaeConfig::klein_4b(), true).unwrap().with_tiling(tiling);
     let grid = Grid { width: side / 16, height: side / 16 };

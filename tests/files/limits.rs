@@ -4,7 +4,7 @@ use common::cost::{allocated_by, time_of};
 use common::random::{Random, cases, long};
 use kiln::error::{Error, Result};
 use kiln::internals::checkpoint::{Shard, Weights};
-use kiln::internals::part::Part;
+use kiln::internals::component::Component;
 use kiln::internals::tensor::{ALIGN, Arena, Bytes, DType, Region, Scale, Scales, Stored};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -197,7 +197,7 @@ fn the_largest_declarations_of_layers_are_cheap() {
         ("deep settings", declare(&format!(r#""a": {{"x": {deep}}}"#)), false),
     ] {
         let shard = open(header).unwrap();
-        let parse = || Weights::from_shards(Part::Transformer, vec![shard.clone()]);
+        let parse = || Weights::from_shards(Component::Transformer, vec![shard.clone()]);
         assert_cheap(what, accepted, parse);
     }
 }

@@ -8,11 +8,11 @@ use common::quantised::{self, Content, Form, SHORT};
 use common::{engine_on, opened, small_job, tiny_weights};
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::backend::cpu::Cpu;
+use kiln::internals::component::Component;
 use kiln::internals::config::Variant;
 use kiln::internals::model::transformer_manifest;
 use kiln::internals::names::Layout;
 use kiln::internals::noise::NoiseKind;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::{ALIGN, DType, Precision};
@@ -43,7 +43,7 @@ fn wide_model() -> OpenModel {
 /// The tiny model from a file with NVFP4 layers in one of their orders.
 fn nvfp4_model(form: Form) -> OpenModel {
     let file = Content::of("nvfp4").with_names_of_diffusers().file(form);
-    quantised::model(quantised::weights(Part::Transformer, file), None, SHORT)
+    quantised::model(quantised::weights(Component::Transformer, file), None, SHORT)
 }
 
 /// The bytes that a model takes beside its files after a run in bf16, and the bytes of weights that the plan says are copied.

@@ -7,7 +7,7 @@ use kiln::internals::backend::cuda::{self, Cuda, Kernel, KernelChoice, System};
 use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role};
 use kiln::internals::tensor::nvfp4::{self, scale_offset, tiles_along};
 use kiln::internals::tensor::{
-    Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, Scaling, Stored, Tensor, WeightPart,
+    Arena, Bytes, DType, Nvfp4Layout, Region, Scale, Scaling, SliceScaling, Stored, Tensor, WeightSlice,
 };
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -108,8 +108,8 @@ fn weight(be: &mut dyn Backend, to: Tensor, scale: Scale, next: &mut impl FnMut(
     // From 2^-4 to 2^4.
     let scales: Vec<u8> = (0..nvfp4::scale_bytes(to.rows, to.cols)).map(|_| 0x18 + next(6) as u8).collect();
     let bytes = |bytes: &[u8]| Bytes::new(Arc::new(bytes.to_vec()));
-    let scaling = PartScaling::Blocks16 { scales: bytes(&scales), tensor: scale, layout: Nvfp4Layout::COMFY };
-    let part = WeightPart { scaling, ..WeightPart::plain(bytes(&codes), DType::E2m1, to.rows) };
+    let scaling = SliceScaling::Blocks16 { scales: bytes(&scales), tensor: scale, layout: Nvfp4Layout::COMFY };
+    let part = WeightSlice { scaling, ..WeightSlice::plain(bytes(&codes), DType::E2m1, to.rows) };
     be.upload(to, Role::Linear, &[part]).unwrap();
     (codes, scales)
 }

@@ -3,7 +3,7 @@
 use super::cuda;
 use kiln::internals::backend::cuda::{Cuda, KernelChoice};
 use kiln::internals::backend::{Backend, Conv, Gemm, GroupNorm, KvSegment, Linear, Modulated, Op, Role, Sampling, Softmax};
-use kiln::internals::tensor::{Arena, Bytes, DType, Region, Tensor, WeightPart};
+use kiln::internals::tensor::{Arena, Bytes, DType, Region, Tensor, WeightSlice};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
@@ -93,7 +93,7 @@ fn rows_of_two_dimensions() {
     let k = 16;
     let weight = region.alloc(COLS, k, DType::Bf16).unwrap();
     let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
-    be.upload(weight, Role::Linear, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, weight.rows)]).unwrap();
+    be.upload(weight, Role::Linear, &[WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, weight.rows)]).unwrap();
     for dtype in [DType::Bf16, DType::F32] {
         arena.reset(0);
         let mut place = |rows, cols, dtype| arena.alloc(rows, cols, dtype).unwrap();
@@ -139,8 +139,8 @@ fn pixels() {
     be.reserve(Region::Weights, 1 << 20).unwrap();
     let (weight, bias) = (region.alloc(8, 9 * channels, DType::Bf16).unwrap(), region.alloc(1, 8, DType::F32).unwrap());
     let bytes: Vec<u8> = noise(weight.len(), 5).into_iter().flat_map(|v| half::bf16::from_f32(v).to_le_bytes()).collect();
-    be.upload(weight, Role::Conv, &[WeightPart::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, weight.rows)]).unwrap();
-    be.upload(bias, Role::Vector, &[WeightPart::plain(Bytes::new(Arc::new(vec![0; 32])), DType::F32, 1)]).unwrap();
+    be.upload(weight, Role::Conv, &[WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::Bf16, weight.rows)]).unwrap();
+    be.upload(bias, Role::Vector, &[WeightSlice::plain(Bytes::new(Arc::new(vec![0; 32])), DType::F32, 1)]).unwrap();
     let mut place = |rows, cols, dtype| arena.alloc(rows, cols, dtype).unwrap();
     let (x, out) = (place(side * side, channels, DType::Bf16), place(side * side, channels, DType::Bf16));
     let (few, strip) = (place(side * side, 8, DType::Bf16), place(rows * side, 8, DType::Bf16));

@@ -13,7 +13,7 @@ use common::relative_l2;
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::pipeline::{LoadOptions, OpenModel};
 use kiln::internals::tensor::nvfp4::BLOCK;
-use kiln::internals::tensor::{DType, Nvfp4Layout, PartScaling, Scales, Stored};
+use kiln::internals::tensor::{DType, Nvfp4Layout, Scales, SliceScaling, Stored};
 use kiln::locate::Found;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -240,8 +240,8 @@ fn check_file(format: WeightFormat) {
             weight.input.filter(|input| input.dtype == dtype).unwrap_or_else(|| panic!("{}: {:?}", spec.name, weight.input));
         let is_largest = |code: &u8| code & 0x7f == 0x7e;
         let (scale, has_largest) = match (&part.scaling, input) {
-            (PartScaling::Tensor(_), Stored { scales: Scales::Tensor(scale), .. }) => (scale, part.bytes.iter().any(is_largest)),
-            (PartScaling::Blocks16 { scales, layout, .. }, Stored { scales: Scales::Blocks16(scale), .. }) => {
+            (SliceScaling::Tensor(_), Stored { scales: Scales::Tensor(scale), .. }) => (scale, part.bytes.iter().any(is_largest)),
+            (SliceScaling::Blocks16 { scales, layout, .. }, Stored { scales: Scales::Blocks16(scale), .. }) => {
                 assert_eq!(*layout, Nvfp4Layout::COMFY, "{}", spec.name);
                 (scale, part.bytes.iter().any(|pair| pair & 7 == 7 || pair >> 4 & 7 == 7) && scales.iter().any(is_largest))
             }

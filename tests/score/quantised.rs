@@ -6,8 +6,8 @@ use crate::engine::{files_of, model_folder};
 use common::quantised::{Content, Form, Layer, Plain};
 use common::sandbox::Sandbox;
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::names::TensorSpec;
-use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
 use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block};
@@ -88,7 +88,7 @@ impl WeightFormat {
 
 /// The transformer of a model.
 pub fn open(files: &ModelFiles) -> Weights {
-    Weights::open(Part::Transformer, &files.parts.transformer).unwrap()
+    Weights::open(Component::Transformer, &files.parts.transformer).unwrap()
 }
 
 /// The files of a model whose transformer is in a temporary folder, which is deleted with this.

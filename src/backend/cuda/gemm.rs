@@ -62,8 +62,8 @@ impl EpilogueGemm {
     }
 
     /// All of its columns.
-    fn part(&self) -> Part {
-        Part { out: self.out, epilogue: self.epilogue, extra: self.gate, scale: 1.0, rows: 0..self.out.cols }
+    fn part(&self) -> OutputRange {
+        OutputRange { out: self.out, epilogue: self.epilogue, extra: self.gate, scale: 1.0, rows: 0..self.out.cols }
     }
 }
 
@@ -242,7 +242,7 @@ impl Matrices {
 
 /// Columns of the output of a layer: rows of its weight that go through one epilogue. With SwiGLU `rows` are gate rows, and as
 /// many up rows follow them.
-struct Part {
+struct OutputRange {
     out: Tensor,
     epilogue: u32,
     extra: Option<Tensor>,
@@ -252,7 +252,7 @@ struct Part {
 
 /// The parts with the matrices that they take rows of: those of several matrices in turn are several parts. One with a gate has
 /// rows of one matrix only.
-fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<Part>) -> Option<Vec<(Part, [KlGemmRows; 2])>> {
+fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<OutputRange>) -> Option<Vec<(OutputRange, [KlGemmRows; 2])>> {
     let mut split = Vec::new();
     for part in parts {
         if part.epilogue == abi::KL_SWIGLU {
@@ -269,7 +269,7 @@ fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<Part>) -> Option<Vec<(Part, [
         while first < part.rows.len() {
             let (rows, count) = w.first_of(part.rows.start + first..part.rows.end, x);
             let (start, end) = (part.rows.start + first, part.rows.start + first + count);
-            split.push((Part { out: part.out.cols(first..first + count), rows: start..end, ..part }, [rows, NO_ROWS]));
+            split.push((OutputRange { out: part.out.cols(first..first + count), rows: start..end, ..part }, [rows, NO_ROWS]));
             first += count;
         }
     }
@@ -283,7 +283,7 @@ fn stream_of(
     x: KlMat,
     w: &Matrices,
     lora: &LoraMats,
-    parts: Vec<Part>,
+    parts: Vec<OutputRange>,
 ) -> Result<Option<KlGemmStream>> {
     if cx.choice == KernelChoice::Naive || !w.are_multiplied_by(&x) || !lora.is_multiplied() {
         return Ok(None);
@@ -320,7 +320,7 @@ fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm, lora: &L
 }
 
 /// A part of a layer by the naive kernel, a launch for each matrix of the weight.
-fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, lora: &LoraMats, part: Part) -> Result<()> {
+fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, lora: &LoraMats, part: OutputRange) -> Result<()> {
     let (x, w) = (cx.mat(x, op)?, Matrices::new(cx, op, layer)?);
     for (part, rows) in split_parts(&w, &x, vec![part]).ok_or_else(|| unsupported(op, layer))? {
         let bias = layer.bias.map(|bias| bias.cols(part.rows.clone()));
@@ -455,7 +455,7 @@ pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) 
 }
 
 /// The outputs of a projection with their rows of the weight; queries and keys may have norms.
-fn projection_parts(s: &Projection<'_>) -> Vec<Part> {
+fn projection_parts(s: &Projection<'_>) -> Vec<OutputRange> {
     let norms = (s.norm.map(|norm| norm.q), s.norm.map(|norm| norm.k));
     let heads = if s.norm.is_some() { abi::KL_QK_NORM_ROPE } else { abi::KL_STORE };
     let epilogues = [
@@ -468,7 +468,7 @@ fn projection_parts(s: &Projection<'_>) -> Vec<Part> {
     let part = |(out, epilogue, extra, scale): (Option<Tensor>, _, _, _)| {
         let (out, rows) = (out?, first..first + out?.cols);
         first = rows.end;
-        Some(Part { out, epilogue, extra, scale, rows })
+        Some(OutputRange { out, epilogue, extra, scale, rows })
     };
     epilogues.into_iter().filter_map(part).collect()
 }
@@ -497,7 +497,7 @@ fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projectio
     for (s, lora) in streams {
         for part in projection_parts(s) {
             let part = match part.epilogue {
-                abi::KL_QK_NORM_ROPE => Part { epilogue: abi::KL_STORE, extra: None, ..part },
+                abi::KL_QK_NORM_ROPE => OutputRange { epilogue: abi::KL_STORE, extra: None, ..part },
                 _ => part,
             };
             naive_gemm(cx, op, s.x, s.w, lora, part)?;

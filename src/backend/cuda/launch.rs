@@ -174,7 +174,7 @@ pub struct Kernels {
     /// Whether gated kernels may be chosen.
     gate_open: bool,
     /// Whether launches only find their kernels.
-    rehearsing: Cell<bool>,
+    preloading: Cell<bool>,
     stream: Stream,
     /// The hash of launches, while they are hashed.
     hash: Cell<Option<u64>>,
@@ -194,7 +194,7 @@ impl Kernels {
             maps: RefCell::default(),
             launched: vec![Cell::new(0); Kernel::ALL.len()],
             gate_open: false,
-            rehearsing: Cell::new(false),
+            preloading: Cell::new(false),
             stream,
             hash: Cell::default(),
         };
@@ -273,8 +273,8 @@ impl Kernels {
     }
 
     /// From now on launches only find their kernels, or are launches again.
-    pub fn set_rehearsing(&self, rehearsing: bool) {
-        self.rehearsing.set(rehearsing);
+    pub fn set_preloading(&self, preloading: bool) {
+        self.preloading.set(preloading);
     }
 
     /// From now on launches are hashed.
@@ -295,7 +295,7 @@ impl Kernels {
         let Row { symbol, params: size, threads, shared, cluster, overlap, .. } = kernel.row();
         assert_eq!(size, size_of::<P>(), "{kernel:?} takes other parameters");
         let function = self.function(kernel)?;
-        if self.rehearsing.get() {
+        if self.preloading.get() {
             return Ok(());
         }
         // SAFETY: `Params` promises that every byte is initialised.

@@ -122,7 +122,7 @@ impl Memory {
         match region {
             Region::Arena => self.reserve_working(bytes),
             Region::Weights => self.weights.replace(bytes),
-            Region::Kept => self.kept.replace(bytes),
+            Region::Cache => self.kept.replace(bytes),
             Region::Adapters => self.adapters.replace(bytes),
         }
     }
@@ -233,7 +233,7 @@ impl Memory {
         match region {
             Region::Weights => (self.weights.address, self.weights.bytes),
             Region::Arena => (self.base, self.working),
-            Region::Kept => (self.kept.address, self.kept.bytes),
+            Region::Cache => (self.kept.address, self.kept.bytes),
             Region::Adapters => (self.adapters.address, self.adapters.bytes),
         }
     }

@@ -7,7 +7,7 @@ use super::driver::{Driver, Event, Rows, Stream};
 use super::params::{NO_CODE, dtype_code};
 use crate::error::{Error, Result};
 use crate::tensor::formats::E4M3_NAN;
-use crate::tensor::{DType, PartScaling, Scales, Tensor, WeightPart, nvfp4, quantise};
+use crate::tensor::{DType, Scales, SliceScaling, Tensor, WeightSlice, nvfp4, quantise};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -183,7 +183,7 @@ impl Staging {
         (to, scales): (u64, u64),
         tensor: Tensor,
         role: Role,
-        parts: &[WeightPart],
+        parts: &[WeightSlice],
         check_stop: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let wrong = |what: &str| Error::Op { op: "upload", what: format!("{role:?} parts do not {what} {tensor:?}") };
@@ -247,7 +247,7 @@ impl Staging {
                 }
             }
             match &part.scaling {
-                PartScaling::Rows(from) | PartScaling::Blocks16 { scales: from, .. } if copied => {
+                SliceScaling::Rows(from) | SliceScaling::Blocks16 { scales: from, .. } if copied => {
                     self.copy_scales(scales, tensor, at, part.rows, from)?;
                 }
                 _ => self.copy_scales(scales, tensor, at, part.rows, &made)?,

@@ -34,14 +34,14 @@ pub const MODEL: Embedded = Embedded { files: &FILES };
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kiln::Part;
+    use kiln::Component;
 
     #[test]
     fn weights_are_read_in_place() {
         for (part, name) in [
-            (Part::Transformer, "transformer/diffusion_pytorch_model.safetensors"),
-            (Part::TextEncoder, "text_encoder/model.safetensors"),
-            (Part::Vae, "vae/diffusion_pytorch_model.safetensors"),
+            (Component::Transformer, "transformer/diffusion_pytorch_model.safetensors"),
+            (Component::TextEncoder, "text_encoder/model.safetensors"),
+            (Component::Vae, "vae/diffusion_pytorch_model.safetensors"),
         ] {
             let weights = MODEL.weights(part, name).unwrap();
             let shard = &weights.shards()[0];

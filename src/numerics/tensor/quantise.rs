@@ -3,7 +3,7 @@
 //! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
 //! would change one code in a thousand, so that files would not be those of other programs.
 
-use super::{Bytes, DType, PartScaling, Scale, Scales, Stored, WeightPart, nvfp4};
+use super::{Bytes, DType, Scale, Scales, SliceScaling, Stored, WeightSlice, nvfp4};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,8 +43,8 @@ impl QuantisedFormat {
 ///
 /// # Panics
 /// If a part is quantised already.
-pub fn largest_magnitude(parts: &[WeightPart]) -> f32 {
-    let largest = |part: &WeightPart| {
+pub fn largest_magnitude(parts: &[WeightSlice]) -> f32 {
+    let largest = |part: &WeightSlice| {
         let chunks = plain(part, 0..part.rows).par_chunks(part.dtype.bytes(CHUNK)).with_min_len(GRAIN);
         chunks.map(|bytes| largest_bits(part.dtype, bytes)).max().unwrap_or(0)
     };
@@ -67,7 +67,7 @@ fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
 ///
 /// # Panics
 /// If the part is quantised already, has no such rows, or if there is not one byte for each element.
-pub fn encode_fp8(part: &WeightPart, rows: Range<usize>, scale: Scale, to: &mut [u8]) {
+pub fn encode_fp8(part: &WeightSlice, rows: Range<usize>, scale: Scale, to: &mut [u8]) {
     let bytes = plain(part, rows);
     assert_eq!(to.len(), part.dtype.elements(bytes.len()), "one byte for each element");
     let (mut chunk, scale) = ([0.0; CHUNK], scale.get());
@@ -86,7 +86,7 @@ pub fn encode_fp8(part: &WeightPart, rows: Range<usize>, scale: Scale, to: &mut 
 /// # Panics
 /// If the part is quantised already or has no such rows, if they do not begin at a whole tile or consist of whole blocks, or if
 /// the codes or the tiles of scales have another size.
-pub fn encode_nvfp4(part: &WeightPart, rows: Range<usize>, tensor: Scale, codes: &mut [u8], tiled_scales: &mut [u8]) {
+pub fn encode_nvfp4(part: &WeightSlice, rows: Range<usize>, tensor: Scale, codes: &mut [u8], tiled_scales: &mut [u8]) {
     let cols = part.cols();
     assert!(rows.start.is_multiple_of(nvfp4::TILE_ROWS), "row {} is inside a tile of scales", rows.start);
     assert!(cols.is_multiple_of(nvfp4::BLOCK), "{cols} columns are not whole blocks");
@@ -114,7 +114,7 @@ pub fn encode_nvfp4(part: &WeightPart, rows: Range<usize>, tensor: Scale, codes:
 
 /// Whether [`encode`] makes rows of this format from a part: plain elements become e4m3 with a scale for each row, or NVFP4 if
 /// their rows are whole blocks.
-pub fn encodes(part: &WeightPart, to: Stored) -> bool {
+pub fn encodes(part: &WeightSlice, to: Stored) -> bool {
     let fits = match (to.dtype, to.scales) {
         (DType::E4m3, Scales::Rows) => true,
         (DType::E2m1, Scales::Blocks16(_)) => part.cols().is_multiple_of(nvfp4::BLOCK),
@@ -128,7 +128,7 @@ pub fn encodes(part: &WeightPart, to: Stored) -> bool {
 ///
 /// # Panics
 /// If it does not [encode](encodes) the part so, and as [`encode_fp8`] and [`encode_nvfp4`] do.
-pub fn encode(part: &WeightPart, rows: Range<usize>, to: Stored, codes: &mut [u8], scales: &mut [u8]) -> bool {
+pub fn encode(part: &WeightSlice, rows: Range<usize>, to: Stored, codes: &mut [u8], scales: &mut [u8]) -> bool {
     let (first, cols) = (rows.start, part.cols());
     assert!(encodes(part, to) && codes.len() == to.dtype.bytes(rows.len() * cols), "{:?} as {to:?}", part.stored());
     if codes.is_empty() {
@@ -164,7 +164,7 @@ pub fn encode(part: &WeightPart, rows: Range<usize>, to: Stored, codes: &mut [u8
 ///
 /// # Panics
 /// If it does not [encode](encodes) the part so.
-pub fn encoded(part: &WeightPart, to: Stored) -> Option<(Bytes, Bytes)> {
+pub fn encoded(part: &WeightSlice, to: Stored) -> Option<(Bytes, Bytes)> {
     let (rows, cols) = (part.rows, part.cols());
     let (mut codes, mut scales) = (vec![0; to.dtype.bytes(rows * cols)], vec![0; scale_bytes(rows, cols, to.scales)]);
     encode(part, 0..rows, to, &mut codes, &mut scales).then(|| (Bytes::new(Arc::new(codes)), Bytes::new(Arc::new(scales))))
@@ -179,12 +179,12 @@ pub const fn scale_bytes(rows: usize, cols: usize, scales: Scales) -> usize {
     }
 }
 
-fn is_plain(part: &WeightPart) -> bool {
-    matches!(part.scaling, PartScaling::Unscaled) && !part.dtype.is_quantised()
+fn is_plain(part: &WeightSlice) -> bool {
+    matches!(part.scaling, SliceScaling::Unscaled) && !part.dtype.is_quantised()
 }
 
 /// The bytes of rows of plain elements.
-fn plain(part: &WeightPart, rows: Range<usize>) -> &[u8] {
+fn plain(part: &WeightSlice, rows: Range<usize>) -> &[u8] {
     assert!(is_plain(part), "{:?} are quantised already", part.stored());
     let row = part.dtype.bytes(part.cols());
     &part.bytes[rows.start * row..rows.end * row]

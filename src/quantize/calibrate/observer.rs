@@ -113,7 +113,7 @@ mod tests {
     use crate::backend::cpu::Cpu;
     use crate::backend::{Gemm, Linear, Observed, Role, StepKey};
     use crate::names::LayerRole;
-    use crate::tensor::{Arena, Bytes, WeightPart};
+    use crate::tensor::{Arena, Bytes, WeightSlice};
     use std::sync::Arc;
 
     /// What a watched layer multiplies outside of steps does not count, and neither do other layers. Rows of a watched one do.
@@ -125,7 +125,7 @@ mod tests {
         let mut layer = |role: LayerRole, rows: usize| {
             let weight = weights.alloc(rows, 3, DType::F32).unwrap();
             let zeros = Bytes::new(Arc::new(vec![0_u8; 12 * rows]));
-            observed.upload(weight, Role::Linear, &[WeightPart::plain(zeros, DType::F32, rows)]).unwrap();
+            observed.upload(weight, Role::Linear, &[WeightSlice::plain(zeros, DType::F32, rows)]).unwrap();
             Linear { id: Some(role.only()), ..Linear::new(weight, None) }
         };
         let (before, a) = (layer(LayerRole::ImageIn, 2), layer(LayerRole::TextIn, 4));

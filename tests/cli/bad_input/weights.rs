@@ -110,10 +110,10 @@ fn files_that_are_no_weights() {
 fn parts_of_different_models() {
     let sandbox = prepared();
     let transformer = |name: &str, config: &TransformerConfig| {
-        sparse(&sandbox, name, Part::Transformer, Layout::Bfl, &transformer_manifest(config));
+        sparse(&sandbox, name, Component::Transformer, Layout::Bfl, &transformer_manifest(config));
     };
     let encoder = |name: &str, config: &TextConfig| {
-        sparse(&sandbox, name, Part::TextEncoder, Layout::Diffusers, &text_manifest(config));
+        sparse(&sandbox, name, Component::TextEncoder, Layout::Diffusers, &text_manifest(config));
     };
     transformer("4b.safetensors", &TransformerConfig::klein_4b());
     transformer("9b.safetensors", &TransformerConfig::klein_9b());
@@ -122,13 +122,13 @@ fn parts_of_different_models() {
     transformer("dev.safetensors", &TransformerConfig { single_blocks: 48, ..dev });
     encoder("qwen4.safetensors", &TextConfig::klein_4b());
     encoder("qwen8.safetensors", &TextConfig::klein_9b());
-    sparse(&sandbox, "vae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&VaeConfig::klein_4b()));
+    sparse(&sandbox, "vae.safetensors", Component::Vae, Layout::Bfl, &vae_manifest(&VaeConfig::klein_4b()));
     // FLUX.1 has half as many latent channels, and a modulation in every block.
     let older = VaeConfig { latent: 16, ..VaeConfig::klein_4b() };
-    sparse(&sandbox, "ae.safetensors", Part::Vae, Layout::Bfl, &vae_manifest(&older));
+    sparse(&sandbox, "ae.safetensors", Component::Vae, Layout::Bfl, &vae_manifest(&older));
     let older =
         [TensorSpec::new("img_in.weight", &[3072, 64]), TensorSpec::new("double_blocks.0.img_mod.lin.weight", &[18432, 3072])];
-    sparse(&sandbox, "flux1.safetensors", Part::Transformer, Layout::Bfl, &older);
+    sparse(&sandbox, "flux1.safetensors", Component::Transformer, Layout::Bfl, &older);
 
     let misfit = |detail: &str| format!("text encoder does not fit the transformer: {detail}");
     let no_flux2 = |file: &str, tensor: &str| format!("not a FLUX.2 transformer ({file}.safetensors): it has no `{tensor}`");
@@ -249,7 +249,7 @@ fn quantised_weights() {
     let layer = "double_blocks.0.img_attn.proj";
     let named = |suffix: &str| format!("{layer}.{suffix}");
     let (replaced, other): (Vec<Plain>, Vec<Plain>) =
-        plain_tensors(Part::Transformer, Layout::Bfl).into_iter().partition(|tensor| tensor.name == named("weight"));
+        plain_tensors(Component::Transformer, Layout::Bfl).into_iter().partition(|tensor| tensor.name == named("weight"));
     let [rows, cols] = replaced[0].shape[..] else { panic!("not a matrix") };
     // The tiny transformer with another layer, and perhaps a declaration of it.
     let file = |name: &str, tensors: &[Plain], declared: &str| {

@@ -6,39 +6,39 @@ use super::{At, Observer, builtin, options, target};
 use common::ops::formats::Codes;
 use common::sandbox::{Png, Sandbox};
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::Component;
 use kiln::internals::config::{TransformerConfig, Variant};
 use kiln::internals::model::transformer_manifest;
 use kiln::internals::names::{Layout, TensorSpec};
-use kiln::internals::part::Part;
 use kiln::internals::tensor::nvfp4::{scale_offset, tiles_along};
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
-use kiln::internals::tensor::{DType, PartScaling};
+use kiln::internals::tensor::{DType, SliceScaling};
 use kiln::internals::tiny;
-use kiln::quantize::{Options, PartSource, Plan, Report, WeightLayout};
+use kiln::quantize::{ComponentSource, FilePlan, Options, Report, WeightLayout};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 /// A transformer, and the tensors that are read of it.
-fn transformer(path: &Path) -> (PartSource, Weights, Vec<TensorSpec>) {
-    let weights = Weights::open(Part::Transformer, path).unwrap();
+fn transformer(path: &Path) -> (ComponentSource, Weights, Vec<TensorSpec>) {
+    let weights = Weights::open(Component::Transformer, path).unwrap();
     let config = TransformerConfig::detect(&weights, None).unwrap();
     let specs = transformer_manifest(&config);
-    (PartSource::Transformer(weights.clone(), config, Variant::Distilled), weights, specs)
+    (ComponentSource::Transformer(weights.clone(), config, Variant::Distilled), weights, specs)
 }
 
 /// Writes a transformer whose inputs were measured: as one, two, three and so on.
-fn write(source: &PartSource, format: QuantisedFormat, layout: WeightLayout, path: &Path) -> (Shard, Weights, Report) {
+fn write(source: &ComponentSource, format: QuantisedFormat, layout: WeightLayout, path: &Path) -> (Shard, Weights, Report) {
     let options = Options { layout, calibration: Some("by the tests".into()), ..options(format, &[]) };
-    let plan = Plan::new(std::slice::from_ref(source), Vec::new(), &options).unwrap();
+    let plan = FilePlan::new(std::slice::from_ref(source), Vec::new(), &options).unwrap();
     let mut calibrate = || Ok(plan.measured().into_iter().map(str::to_owned).zip((1_u8..).map(f32::from)).collect());
     let observer = Observer::new(At::Never);
     let report = plan.write(&target(path, u64::MAX), &mut calibrate, &observer, &observer.stop).unwrap();
-    (Shard::open(path).unwrap(), Weights::open(Part::Transformer, path).unwrap(), report)
+    (Shard::open(path).unwrap(), Weights::open(Component::Transformer, path).unwrap(), report)
 }
 
 /// The transformer that is part of the program, and the tiny one in the layout of single files and in f32.
-fn transformers(sandbox: &Sandbox) -> [(PartSource, Weights, Vec<TensorSpec>); 2] {
+fn transformers(sandbox: &Sandbox) -> [(ComponentSource, Weights, Vec<TensorSpec>); 2] {
     let folder = sandbox.path("tiny");
     tiny::write_to(&folder, Layout::Bfl, DType::F32, &AtomicBool::new(false)).unwrap();
     [builtin().join("transformer"), folder.join("flux-2-klein-tiny.safetensors")].map(|path| transformer(&path))
@@ -105,7 +105,7 @@ fn fp8_has_a_scale_for_each_row() {
                 assert_eq!(plain, read, "{layer}");
                 continue;
             };
-            assert!(matches!(stored.parts[..], [ref part] if matches!(part.scaling, PartScaling::Rows(_))), "{layer}");
+            assert!(matches!(stored.parts[..], [ref part] if matches!(part.scaling, SliceScaling::Rows(_))), "{layer}");
             assert!(stored.input.is_some(), "{layer}");
             let [rows, cols] = report.shape;
             assert_eq!(file.entry(&format!("{layer}.weight_scale")).unwrap().shape, [rows], "{layer}");

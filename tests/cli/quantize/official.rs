@@ -1,9 +1,9 @@
 //! Files that would be written for the official models have the fingerprints, headers and sizes of the official files.
 
 use common::sha256;
+use kiln::internals::component::Component;
 use kiln::internals::config::{TransformerConfig, Variant};
 use kiln::internals::model::transformer_manifest;
-use kiln::internals::part::Part;
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 use kiln::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
@@ -17,7 +17,7 @@ fn layout(config: &TransformerConfig, variant: Variant, format: QuantisedFormat,
         LayerSpec { has_input_scale: layer.format.is_some(), ..layer }
     };
     let layers: Vec<LayerSpec> = transformer_manifest(config).into_iter().map(layer).collect();
-    FileLayout::new(Part::Transformer, WeightLayout::Comfy, &layers)
+    FileLayout::new(Component::Transformer, WeightLayout::Comfy, &layers)
 }
 
 /// The SHA-256 of all names, dtypes and shapes as Python prints them.

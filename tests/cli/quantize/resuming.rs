@@ -4,16 +4,16 @@
 use super::{At, Observer, options, target, write};
 use common::sandbox::{Run, Sandbox};
 use kiln::error::{Error, Remedy};
+use kiln::internals::component::Component;
 use kiln::internals::config::Variant;
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::OpenModel;
 use kiln::internals::tensor::DType;
 use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 use kiln::internals::tiny;
 use kiln::locate::{LocateRequest, locate};
 use kiln::output::Staged;
-use kiln::quantize::{Options, PartSource, Plan, Target, WeightLayout, calibration_inputs, copies};
+use kiln::quantize::{ComponentSource, FilePlan, Options, Target, WeightLayout, calibration_inputs, copies};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,8 +28,8 @@ const CHILD: &str = "KILN_TEST_QUANTIZE_CHILD";
 /// Bytes after which the journal is saved here: every few layers.
 const OFTEN: u64 = 300_000;
 
-fn source(folder: &Path) -> PartSource {
-    PartSource::open(Part::Transformer, &folder.join("transformer"), None).unwrap()
+fn source(folder: &Path) -> ComponentSource {
+    ComponentSource::open(Component::Transformer, &folder.join("transformer"), None).unwrap()
 }
 
 /// The tiny model in a folder.
@@ -392,32 +392,32 @@ fn unfinished_work_whose_name_is_taken_is_named() {
 }
 
 /// The tiny model of a folder, and all that a folder of its quantised transformer gets besides.
-fn plan_of(folder: &Path, vae: Option<PathBuf>, reads_tokenizer: Option<&Path>) -> Plan {
+fn plan_of(folder: &Path, vae: Option<PathBuf>, reads_tokenizer: Option<&Path>) -> FilePlan {
     let mut request = LocateRequest { model: Some(folder.into()), ..Default::default() };
     request.parts.vae = vae;
     request.tokenizer = reads_tokenizer.map(Into::into);
     let found = locate(&request).unwrap();
     let model = OpenModel::open(&found, Some(Variant::Distilled)).unwrap();
-    let parts = [Part::Transformer, Part::TextEncoder];
+    let parts = [Component::Transformer, Component::TextEncoder];
     let read = calibration_inputs(&found, model.weights(), &parts[..1], model.variant).unwrap();
     if reads_tokenizer.is_some() {
         // A single file: nothing is copied.
-        return Plan::new(&[source(folder)], Vec::new(), &options(Fp8, &[])).unwrap().calibrated_by(read);
+        return FilePlan::new(&[source(folder)], Vec::new(), &options(Fp8, &[])).unwrap().calibrated_by(read);
     }
     let copies = copies(&found, model.weights(), &parts[..1], model.variant).unwrap();
-    Plan::new(&[source(folder)], copies, &options(Fp8, &[])).unwrap()
+    FilePlan::new(&[source(folder)], copies, &options(Fp8, &[])).unwrap()
 }
 
 #[test]
 fn other_files_to_copy_or_to_calibrate_with_are_another_request() {
     let sandbox = Sandbox::new();
     let folder = tiny_in(&sandbox);
-    let run = |plan: &Plan, out: &str, at: At| {
+    let run = |plan: &FilePlan, out: &str, at: At| {
         let target = Target { is_folder: out == "out", ..target(&sandbox.path(out), OFTEN) };
         let observer = Observer::new(at);
         plan.write(&target, &mut || Ok(BTreeMap::new()), &observer, &observer.stop).map(drop)
     };
-    let refused = |plan: &Plan, out: &str| {
+    let refused = |plan: &FilePlan, out: &str| {
         let error = run(plan, out, At::Never).unwrap_err().to_string();
         assert!(error.ends_with("was begun from other files, or they have changed"), "{error}");
     };

@@ -4,21 +4,21 @@ use super::{At, Observer, builtin, options, target, write};
 use common::ops::formats::Codes;
 use common::sandbox::Sandbox;
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::Component;
 use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, Variant};
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{Layout, TensorSpec};
-use kiln::internals::part::Part;
 use kiln::internals::tensor::nvfp4::{scale_offset, tiles_along};
 use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
-use kiln::internals::tensor::{DType, Scale, Stored, WeightPart};
+use kiln::internals::tensor::{DType, Scale, Stored, WeightSlice};
 use kiln::internals::tiny;
-use kiln::quantize::{PartSource, constant_scale};
+use kiln::quantize::{ComponentSource, constant_scale};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 /// All values of a weight.
-pub fn values(parts: &[WeightPart]) -> Vec<f32> {
+pub fn values(parts: &[WeightSlice]) -> Vec<f32> {
     let mut values = Vec::new();
     for part in parts {
         let at = values.len();
@@ -66,11 +66,11 @@ fn check_layer(file: &Shard, layer: &str, cols: usize, format: QuantisedFormat, 
 }
 
 /// Quantises a part to a file, and holds every tensor of it to the original. Returns the bytes.
-fn check_part(source: &PartSource, specs: &[TensorSpec], format: QuantisedFormat, path: &Path) -> Vec<u8> {
+fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: QuantisedFormat, path: &Path) -> Vec<u8> {
     let report = write(source, &options(format, &[]), &target(path, u64::MAX), &Observer::new(At::Never)).unwrap();
     let (part, original) = match source {
-        PartSource::Transformer(weights, ..) => (Part::Transformer, weights),
-        PartSource::TextEncoder(weights) => (Part::TextEncoder, weights),
+        ComponentSource::Transformer(weights, ..) => (Component::Transformer, weights),
+        ComponentSource::TextEncoder(weights) => (Component::TextEncoder, weights),
     };
     let (file, written) = (Shard::open(path).unwrap(), Weights::open(part, path).unwrap());
     assert!(written.check(specs).unwrap().is_empty());
@@ -79,10 +79,10 @@ fn check_part(source: &PartSource, specs: &[TensorSpec], format: QuantisedFormat
     for spec in specs {
         let (before, after) = (original.weight(spec).unwrap(), written.weight(spec).unwrap());
         // Of a text encoder's stacked layers every piece is a layer of its own, on both sides.
-        let pairs: Vec<(Vec<f32>, Vec<f32>, usize)> = if part == Part::Transformer {
+        let pairs: Vec<(Vec<f32>, Vec<f32>, usize)> = if part == Component::Transformer {
             vec![(values(&before.parts), values(&after.parts), before.parts[0].cols())]
         } else {
-            let pair = |(before, after): (&WeightPart, &WeightPart)| {
+            let pair = |(before, after): (&WeightSlice, &WeightSlice)| {
                 (values(std::slice::from_ref(before)), values(std::slice::from_ref(after)), before.cols())
             };
             before.parts.iter().zip(&after.parts).map(pair).collect()
@@ -105,8 +105,9 @@ fn check_part(source: &PartSource, specs: &[TensorSpec], format: QuantisedFormat
         }
         let layer = spec.name.trim_end_matches(".weight");
         let report = layers.iter().find(|report| report.name == layer);
-        let constant =
-            report.filter(|_| part == Part::Transformer).and_then(|report| constant_scale(spec.layer.unwrap(), report.format));
+        let constant = report
+            .filter(|_| part == Component::Transformer)
+            .and_then(|report| constant_scale(spec.layer.unwrap(), report.format));
         assert_eq!(after.input, constant.and_then(Scale::new).map(Stored::fp8), "{layer}");
     }
     assert!(quantised > 0 && quantised <= layers.len(), "{quantised} of {}", layers.len());
@@ -114,14 +115,14 @@ fn check_part(source: &PartSource, specs: &[TensorSpec], format: QuantisedFormat
 }
 
 /// The two parts of a model in a folder that can be quantised, with the tensors that are read of each.
-fn parts(folder: &Path, files: [&str; 2], conventions: &Conventions) -> [(PartSource, Vec<TensorSpec>); 2] {
+fn parts(folder: &Path, files: [&str; 2], conventions: &Conventions) -> [(ComponentSource, Vec<TensorSpec>); 2] {
     let open = |part, file: &str| Weights::open(part, &folder.join(file)).unwrap();
-    let (transformer, text) = (open(Part::Transformer, files[0]), open(Part::TextEncoder, files[1]));
+    let (transformer, text) = (open(Component::Transformer, files[0]), open(Component::TextEncoder, files[1]));
     let config = TransformerConfig::detect(&transformer, None).unwrap();
     let read = kiln::internals::config::ConfigFile::read(&folder.join("text_encoder/config.json")).ok();
     let text_config = TextConfig::detect(&text, read.as_ref(), conventions).unwrap();
     let specs = [transformer_manifest(&config), text_manifest(&text_config)];
-    let sources = [PartSource::Transformer(transformer, config, Variant::Distilled), PartSource::TextEncoder(text)];
+    let sources = [ComponentSource::Transformer(transformer, config, Variant::Distilled), ComponentSource::TextEncoder(text)];
     let [first, second] = specs;
     let [transformer, text] = sources;
     [(transformer, first), (text, second)]
@@ -146,13 +147,13 @@ fn values_are_those_of_the_formulas_to_the_bit() {
     let own = Conventions::read(&builtin().join("kiln.json")).unwrap();
     for format in [Fp8, Nvfp4] {
         for (source, specs) in parts(&builtin(), DIFFUSERS, &own) {
-            let part = if matches!(source, PartSource::TextEncoder(_)) { "text" } else { "transformer" };
+            let part = if matches!(source, ComponentSource::TextEncoder(_)) { "text" } else { "transformer" };
             check_part(&source, &specs, format, &sandbox.path(&format!("builtin-{part}-{}.safetensors", format.name())));
         }
         // The same values in another layout and another type, which holds them, too, give the same file.
         let [bf16, f32] = [(&split, DIFFUSERS, "a"), (&fused, BFL, "b")].map(|(folder, files, name)| {
             parts(folder, files, &klein).map(|(source, specs)| {
-                let part = if matches!(source, PartSource::TextEncoder(_)) { "text" } else { "transformer" };
+                let part = if matches!(source, ComponentSource::TextEncoder(_)) { "text" } else { "transformer" };
                 let path = sandbox.path(&format!("{name}-{part}-{}.safetensors", format.name()));
                 check_part(&source, &specs, format, &path)
             })
@@ -170,7 +171,7 @@ fn bytes_and_errors_do_not_depend_on_the_number_of_threads() {
             let path = sandbox.path(&format!("{threads}-{}.safetensors", format.name()));
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let report = pool.install(|| {
-                let source = PartSource::open(Part::Transformer, &folder.join("transformer"), None).unwrap();
+                let source = ComponentSource::open(Component::Transformer, &folder.join("transformer"), None).unwrap();
                 write(&source, &options(format, &[]), &target(&path, u64::MAX), &Observer::new(At::Never)).unwrap()
             });
             let errors: Vec<u64> = report.files[0].layers.iter().map(|layer| layer.error().to_bits()).collect();

@@ -1,7 +1,7 @@
 //! The formats of eight and four bits as their specifications define them, in f64 and by search: the nearest of all values, ties
 //! to the even code, out of range to the largest. Nothing here is shared with the backends.
 
-use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale, Scales, Stored, WeightPart};
+use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout, Scale, Scales, SliceScaling, Stored, WeightSlice};
 use std::sync::{Arc, LazyLock};
 
 /// Columns that share a scale in NVFP4.
@@ -157,7 +157,7 @@ impl Filed {
     }
 
     /// Rows as the file stores them, after `shift` bytes of something else, and their values.
-    pub fn store(self, values: &[f32], cols: usize, shift: usize) -> (WeightPart, Vec<f32>) {
+    pub fn store(self, values: &[f32], cols: usize, shift: usize) -> (WeightSlice, Vec<f32>) {
         // The scale with which the largest value becomes that of the format.
         let range = |values: &[f32], dtype| {
             let largest = values.iter().fold(f32::MIN_POSITIVE, |most, v| v.abs().max(most));
@@ -172,21 +172,21 @@ impl Filed {
             let bytes = Bytes::new(Arc::new([vec![NAN; shift], data].concat()));
             bytes.slice(shift..bytes.len()).unwrap()
         };
-        let part = |data, dtype, scaling| WeightPart { bytes: bytes(data), dtype, rows: values.len() / cols, scaling };
+        let part = |data, dtype, scaling| WeightSlice { bytes: bytes(data), dtype, rows: values.len() / cols, scaling };
         match self {
             Self::Plain(dtype) => {
                 let data = dtype.encoded(values);
                 let values = dtype.decoded(&data);
-                (part(data, dtype, PartScaling::Unscaled), values)
+                (part(data, dtype, SliceScaling::Unscaled), values)
             }
             Self::Fp8(dtype) => {
                 let (data, values) = stored(values, Stored::plain(dtype));
-                (part(data.codes, dtype, PartScaling::Unscaled), values)
+                (part(data.codes, dtype, SliceScaling::Unscaled), values)
             }
             Self::Fp8Tensor(dtype) => {
                 let scale = range(values, dtype);
                 let (data, values) = stored(values, Stored { dtype, scales: Scales::Tensor(scale) });
-                (part(data.codes, dtype, PartScaling::Tensor(scale)), values)
+                (part(data.codes, dtype, SliceScaling::Tensor(scale)), values)
             }
             Self::Fp8Rows(dtype) => {
                 let (mut codes, mut decoded, mut scales) = (Vec::new(), Vec::new(), Vec::new());
@@ -197,13 +197,13 @@ impl Filed {
                     codes.extend(data.codes);
                     scales.extend(scale.get().to_le_bytes());
                 }
-                (part(codes, dtype, PartScaling::Rows(bytes(scales))), decoded)
+                (part(codes, dtype, SliceScaling::Rows(bytes(scales))), decoded)
             }
             Self::Nvfp4(layout) => {
                 let tensor = Scale::new(range(values, DType::E4m3).get() / 6.0).unwrap();
                 let (data, values) = stored(values, Stored::nvfp4(tensor));
                 let scales = if layout.tiled { tile(&data.scales, cols / BLOCK) } else { data.scales };
-                let scaling = PartScaling::Blocks16 { scales: bytes(scales), tensor, layout };
+                let scaling = SliceScaling::Blocks16 { scales: bytes(scales), tensor, layout };
                 (part(pack(&data.codes, layout.high_first), DType::E2m1, scaling), values)
             }
         }

@@ -2,7 +2,7 @@
 
 use kiln::error::Error;
 use kiln::internals::backend::{Backend, Role};
-use kiln::internals::tensor::{Arena, Bytes, DType, Nvfp4Layout, PartScaling, Region, Scale, WeightPart};
+use kiln::internals::tensor::{Arena, Bytes, DType, Nvfp4Layout, Region, Scale, SliceScaling, WeightSlice};
 use std::sync::Arc;
 
 /// Checks that a backend takes whole parts and refuses incomplete ones, when it expands them to bf16.
@@ -11,15 +11,15 @@ pub fn check(backend: &mut dyn Backend) {
     let to = arena.alloc(4, 32, DType::Bf16).unwrap();
     backend.reserve(Region::Weights, 1 << 20).unwrap();
     let bytes = |count: usize| Bytes::new(Arc::new(vec![0u8; count]));
-    let fp8 = |count, scales| WeightPart {
+    let fp8 = |count, scales| WeightSlice {
         bytes: bytes(count),
         dtype: DType::E4m3,
         rows: 4,
-        scaling: PartScaling::Rows(bytes(scales)),
+        scaling: SliceScaling::Rows(bytes(scales)),
     };
     let nvfp4 = |count, scales, layout| {
-        let scaling = PartScaling::Blocks16 { scales: bytes(scales), tensor: Scale::ONE, layout };
-        WeightPart { bytes: bytes(count), dtype: DType::E2m1, rows: 4, scaling }
+        let scaling = SliceScaling::Blocks16 { scales: bytes(scales), tensor: Scale::ONE, layout };
+        WeightSlice { bytes: bytes(count), dtype: DType::E2m1, rows: 4, scaling }
     };
     let (tiled, plain) = (Nvfp4Layout::COMFY, Nvfp4Layout::MODELOPT);
     for part in [fp8(128, 16), nvfp4(64, 512, tiled), nvfp4(64, 8, plain)] {

@@ -6,11 +6,11 @@ use super::super::{Case, Goldens, cases, cpu, relative_l2, run, unit_image};
 use super::{Content, Form, RECORDED, RecordedCase, RecordedModel, engine, model, weights};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, GemmFormats, Op};
+use kiln::internals::component::Component;
 use kiln::internals::config::{Conventions, HEAD_DIM};
 use kiln::internals::dump::Record;
 use kiln::internals::model::AttentionFormat;
 use kiln::internals::noise::CHANNELS;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions};
 use kiln::internals::sampler::Schedule;
 use kiln::internals::tensor::formats::{e4m3, to_e4m3};
@@ -56,8 +56,8 @@ impl Golden {
     fn engine_with(&self, backend: Box<dyn Backend>, options: LoadOptions) -> Engine {
         let transformer = Content::of(&self.model.transformer).file(Form::BFL);
         let text_encoder = self.model.text_encoder.as_deref().map(|file| Content::of(file).file(Form::COMFY));
-        let text_encoder = text_encoder.map(|file| weights(Part::TextEncoder, file));
-        let model = model(weights(Part::Transformer, transformer), text_encoder, Conventions::klein().max_text_tokens);
+        let text_encoder = text_encoder.map(|file| weights(Component::TextEncoder, file));
+        let model = model(weights(Component::Transformer, transformer), text_encoder, Conventions::klein().max_text_tokens);
         engine(backend, model, options)
     }
 

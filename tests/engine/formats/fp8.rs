@@ -2,7 +2,7 @@
 
 use super::{bits, bytes, differences, expanded, f32_bits, fp8_vectors, largest, memory, quantised, scale, shape};
 use kiln::internals::tensor::formats::e4m3;
-use kiln::internals::tensor::{DType, PartScaling, Scale, Stored, WeightPart};
+use kiln::internals::tensor::{DType, Scale, SliceScaling, Stored, WeightSlice};
 
 /// The scale is the largest magnitude over 448, and a value is divided by it in f32, as the CUDA kernels do and the eager backend
 /// does for f32. For bf16 the eager backend multiplies by a reciprocal that it has rounded to bf16, which changes some codes.
@@ -26,9 +26,9 @@ fn weights_are_quantised_by_division_in_f32() {
 fn weights_are_expanded_with_one_rounding() {
     for case in &fp8_vectors().cases {
         let [rows, cols] = shape(case, "shape");
-        let scaling = PartScaling::Tensor(scale(case, "weight_scale_f32"));
+        let scaling = SliceScaling::Tensor(scale(case, "weight_scale_f32"));
         let codes = memory(case, "q_from_f32_eager_hex");
-        let part = WeightPart { bytes: bytes(codes), dtype: DType::E4m3, rows, scaling };
+        let part = WeightSlice { bytes: bytes(codes), dtype: DType::E4m3, rows, scaling };
         assert_eq!(part.cols(), cols);
         let (values, halves) = expanded(&part);
         assert_eq!(bits(&values), f32_bits(&memory(case, "dequant_f32_hex")), "{}", case["name"]);
@@ -42,11 +42,11 @@ fn each_row_has_its_scale() {
     let codes: Vec<u8> = (0..=u8::MAX).filter(|code| code & 0x7f != 0x7f).collect();
     let scales = [0.0123_f32, 3.0, 1e-4];
     let stored: Vec<u8> = [0].into_iter().chain(scales.iter().flat_map(|scale| scale.to_le_bytes())).collect();
-    let part = WeightPart {
+    let part = WeightSlice {
         bytes: bytes(codes.repeat(scales.len())),
         dtype: DType::E4m3,
         rows: scales.len(),
-        scaling: PartScaling::Rows(bytes(stored).slice(1..13).unwrap()),
+        scaling: SliceScaling::Rows(bytes(stored).slice(1..13).unwrap()),
     };
     let expected: Vec<f32> = scales.iter().flat_map(|scale| codes.iter().map(move |&code| e4m3(code) * scale)).collect();
     let (values, halves) = expanded(&part);
@@ -54,7 +54,7 @@ fn each_row_has_its_scale() {
     assert_eq!(halves, DType::Bf16.encoded(&expected));
 
     let plain: Vec<f32> = codes.iter().map(|&code| e4m3(code)).collect();
-    let (values, halves) = expanded(&WeightPart::plain(bytes(codes), DType::E4m3, 1));
+    let (values, halves) = expanded(&WeightSlice::plain(bytes(codes), DType::E4m3, 1));
     assert_eq!(bits(&values), bits(&plain));
     // Every e4m3 number is a bf16.
     assert_eq!(bits(&DType::Bf16.decoded(&halves)), bits(&plain));

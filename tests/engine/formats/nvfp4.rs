@@ -6,7 +6,7 @@ use super::{
 use kiln::internals::backend::Backend;
 use kiln::internals::tensor::formats::e4m3;
 use kiln::internals::tensor::nvfp4::{self, BLOCK, decode_block, encode_block, scale_bytes, scale_offset, tiles_along};
-use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, PartScaling, Region, Scale, Stored, WeightPart};
+use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, Scale, SliceScaling, Stored, WeightSlice};
 use serde_json::Value;
 use std::collections::HashSet;
 
@@ -56,9 +56,9 @@ fn products_of_elements_and_scales_are_exact_in_bf16() {
             stored[if tiled { scale_offset(row, 0, 1) } else { row }] = scale;
             assert_eq!(nvfp4::unit(1.0, scale).to_bits(), e4m3(scale).to_bits());
         }
-        let scaling = PartScaling::Blocks16 { scales: bytes(stored), tensor: Scale::ONE, layout };
+        let scaling = SliceScaling::Blocks16 { scales: bytes(stored), tensor: Scale::ONE, layout };
         let (rows, dtype) = (scales.len(), DType::E2m1);
-        let (values, halves) = expanded(&WeightPart { bytes: bytes(codes.repeat(rows)), dtype, rows, scaling });
+        let (values, halves) = expanded(&WeightSlice { bytes: bytes(codes.repeat(rows)), dtype, rows, scaling });
         assert_eq!(bits(&DType::Bf16.decoded(&halves)), bits(&values));
         assert_eq!(bits(&DType::F16.decoded(&DType::F16.encoded(&values))), bits(&values));
         let mut nonzero = 0;
@@ -143,11 +143,11 @@ fn a_slice_is_quantised_in_place() {
 }
 
 /// A case as a file stores it.
-pub fn part(case: &Value, layout: Nvfp4Layout) -> WeightPart {
+pub fn part(case: &Value, layout: Nvfp4Layout) -> WeightSlice {
     let codes = memory(case, if layout.high_first { "packed_hi_first_hex" } else { "packed_lo_first_hex" });
     let scales = memory(case, if layout.tiled { "weight_scale_swizzled_hex" } else { "weight_scale_plain_hex" });
-    let scaling = PartScaling::Blocks16 { scales: bytes(scales), tensor: scale(case, "weight_scale_2_f32"), layout };
-    WeightPart { bytes: bytes(codes), dtype: DType::E2m1, rows: shape(case, "padded_shape")[0], scaling }
+    let scaling = SliceScaling::Blocks16 { scales: bytes(scales), tensor: scale(case, "weight_scale_2_f32"), layout };
+    WeightSlice { bytes: bytes(codes), dtype: DType::E2m1, rows: shape(case, "padded_shape")[0], scaling }
 }
 
 /// A weight is the element times the rounded product of both scales, in f32, rounded once to bf16, as the CUDA kernels compute
@@ -179,7 +179,7 @@ fn every_layout_becomes_that_of_a_tensor() {
             assert_eq!(given.is_readable_as(given.stored()), layout == Nvfp4Layout::COMFY);
             assert!(converted.is_readable_as(given.stored()), "{} {layout:?}", case["name"]);
             assert_eq!(*converted.bytes, memory(case, "packed_hi_first_hex"), "{} {layout:?}", case["name"]);
-            let PartScaling::Blocks16 { scales, .. } = &converted.scaling else { panic!("{:?}", converted.scaling) };
+            let SliceScaling::Blocks16 { scales, .. } = &converted.scaling else { panic!("{:?}", converted.scaling) };
             assert_eq!(**scales, memory(case, "weight_scale_swizzled_hex"), "{} {layout:?}", case["name"]);
         }
     }
@@ -191,8 +191,8 @@ fn weights_of_modelopt_are_the_same_numbers() {
     for case in &nvfp4_vectors().cases {
         let ([rows, _], file) = (shape(case, "logical_shape"), &case["modelopt"]);
         let (scales, tensor) = (bytes(memory(file, "weight_scale_plain_hex")), scale(file, "weight_scale_2_f32"));
-        let scaling = PartScaling::Blocks16 { scales, tensor, layout: Nvfp4Layout::MODELOPT };
-        let part = WeightPart { bytes: bytes(memory(file, "packed_hex")), dtype: DType::E2m1, rows, scaling };
+        let scaling = SliceScaling::Blocks16 { scales, tensor, layout: Nvfp4Layout::MODELOPT };
+        let part = WeightSlice { bytes: bytes(memory(file, "packed_hex")), dtype: DType::E2m1, rows, scaling };
         // Equal as numbers: its codes for zero have another sign.
         assert_eq!(expanded(&part).0, DType::F32.decoded(&memory(case, "dequant_f32_hex")), "{}", case["name"]);
     }

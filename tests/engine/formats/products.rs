@@ -5,7 +5,7 @@ use super::{Products, bits, bytes, cpu, differences, expanded, f32_bits, float, 
 use super::{named, nvfp4_vectors, scale, shape, stored_bytes};
 use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role};
 use kiln::internals::tensor::formats::e4m3;
-use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, PartScaling, Region, Stored, WeightPart};
+use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, SliceScaling, Stored, WeightSlice};
 use serde_json::Value;
 
 /// What came of one run: the bytes that the input was stored as, its values, and the products in f32 and in bf16.
@@ -17,7 +17,7 @@ struct Run {
 }
 
 /// Quantises the input and multiplies it by the transpose of a weight.
-fn run(products: &Products, input: Stored, weight: &WeightPart) -> Run {
+fn run(products: &Products, input: Stored, weight: &WeightSlice) -> Run {
     let [rows, cols] = products.x_shape;
     let (mut cpu, mut arena, mut weights) = (cpu(), Arena::new(Region::Arena), Arena::new(Region::Weights));
     let w = weights.alloc_stored(weight.rows, cols, weight.stored()).unwrap();
@@ -41,7 +41,7 @@ fn run(products: &Products, input: Stored, weight: &WeightPart) -> Run {
 
 /// Holds products to those of the vectors, which are sums in f64 of `x` and the expanded weights. The error in f32 may be twice
 /// that of a plain loop, and in bf16 every bit must be the same.
-fn check_products(run: &Run, x: &[f64], weight: &WeightPart, expected: &Value) {
+fn check_products(run: &Run, x: &[f64], weight: &WeightSlice, expected: &Value) {
     let (w, k, label) = (expanded(weight).0, weight.cols(), &expected["label"]);
     let rows: Vec<Vec<f64>> = serde_json::from_value(expected["y_f64"].clone()).unwrap();
     assert_eq!(rows.iter().map(Vec::len).sum::<usize>(), run.y.len(), "{label}");
@@ -65,11 +65,11 @@ fn check_products(run: &Run, x: &[f64], weight: &WeightPart, expected: &Value) {
 fn fp8_products() {
     let vectors = fp8_vectors();
     let case = named(&vectors.cases, &vectors.linear.weight_case);
-    let weight = WeightPart {
+    let weight = WeightSlice {
         bytes: bytes(memory(case, "q_from_bf16_cuda_hex")),
         dtype: DType::E4m3,
         rows: shape(case, "shape")[0],
-        scaling: PartScaling::Tensor(scale(case, "weight_scale_f32")),
+        scaling: SliceScaling::Tensor(scale(case, "weight_scale_f32")),
     };
     assert_eq!(vectors.linear.runs.len(), 3);
     for expected in &vectors.linear.runs {

@@ -4,12 +4,12 @@ use super::nvfp4::{input, scales_in_rows};
 use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantised, scale, shape};
 use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes};
 use kiln::internals::tensor::quantise::{encode, encode_fp8, encode_nvfp4, largest_magnitude};
-use kiln::internals::tensor::{DType, Scale, Scales, Stored, WeightPart};
+use kiln::internals::tensor::{DType, Scale, Scales, Stored, WeightSlice};
 
 const PLAIN: [DType; 3] = [DType::Bf16, DType::F32, DType::F16];
 
-fn plain(values: &[f32], dtype: DType, rows: usize) -> WeightPart {
-    WeightPart::plain(bytes(dtype.encoded(values)), dtype, rows)
+fn plain(values: &[f32], dtype: DType, rows: usize) -> WeightSlice {
+    WeightSlice::plain(bytes(dtype.encoded(values)), dtype, rows)
 }
 
 /// Values of many magnitudes, all of which f16 and bf16 hold.
@@ -27,7 +27,7 @@ fn values(count: usize) -> Vec<f32> {
 fn fp8_weights_equal_those_of_other_programs() {
     for case in &fp8_vectors().cases {
         let ([rows, _], name) = (shape(case, "shape"), &case["name"]);
-        let part = WeightPart::plain(bytes(memory(case, "input_bf16_hex")), DType::Bf16, rows);
+        let part = WeightSlice::plain(bytes(memory(case, "input_bf16_hex")), DType::Bf16, rows);
         let found = DType::E4m3.scale_for(largest_magnitude(std::slice::from_ref(&part))).unwrap();
         assert_eq!(found, scale(case, "weight_scale_f32"), "{name}");
         let mut codes = vec![0xaa; part.bytes.len() / 2];

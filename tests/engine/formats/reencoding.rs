@@ -3,7 +3,7 @@
 use super::{bytes, cpu, largest, stored_bytes};
 use kiln::internals::backend::{Backend, Role};
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block, scale_bytes, scale_offset, tiles_along};
-use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, PartScaling, Region, Scale, Scales, Stored, WeightPart};
+use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, Scale, Scales, SliceScaling, Stored, WeightSlice};
 
 fn scale(value: f32) -> Scale {
     Scale::new(value).unwrap()
@@ -27,15 +27,15 @@ fn nearest(magnitude: f64) -> u8 {
 }
 
 /// Rows of one block each with all sixteen elements, under these scales, in tiles whose padding is NaN.
-fn all_elements(scales: &[u8], tensor: Scale) -> WeightPart {
+fn all_elements(scales: &[u8], tensor: Scale) -> WeightSlice {
     let codes: Vec<u8> = (0..8).map(|pair| (2 * pair) << 4 | (2 * pair + 1)).collect();
     let mut tiles = vec![0x7f; scale_bytes(scales.len(), BLOCK)];
     scales.iter().enumerate().for_each(|(row, scale)| tiles[scale_offset(row, 0, 1)] = *scale);
-    let scaling = PartScaling::Blocks16 { scales: bytes(tiles), tensor, layout: Nvfp4Layout::COMFY };
-    WeightPart { bytes: bytes(codes.repeat(scales.len())), dtype: DType::E2m1, rows: scales.len(), scaling }
+    let scaling = SliceScaling::Blocks16 { scales: bytes(tiles), tensor, layout: Nvfp4Layout::COMFY };
+    WeightSlice { bytes: bytes(codes.repeat(scales.len())), dtype: DType::E2m1, rows: scales.len(), scaling }
 }
 
-fn rows(part: &WeightPart, to: Stored) -> Vec<u8> {
+fn rows(part: &WeightSlice, to: Stored) -> Vec<u8> {
     let mut codes = vec![0; part.rows * part.cols()];
     codes.chunks_exact_mut(part.cols()).enumerate().for_each(|(row, out)| part.convert(row, to, out));
     codes
@@ -69,7 +69,7 @@ fn every_product_is_rounded_to_the_nearest_code() {
 #[test]
 fn the_scale_is_the_smallest_that_keeps_the_largest_product_in_range() {
     let tensor = scale(0.000_049_4);
-    let power_of = |part: &WeightPart| {
+    let power_of = |part: &WeightSlice| {
         let Some(Stored { dtype: DType::E4m3, scales: Scales::Tensor(scale) }) = part.as_fp8() else { panic!("{part:?}") };
         let power = scale.get() / tensor.get();
         assert_eq!(power.log2().fract(), 0.0, "a power of two");
@@ -89,7 +89,7 @@ fn the_scale_is_the_smallest_that_keeps_the_largest_product_in_range() {
 
     // Where the scale of the tensor leaves no room for the power there is no such format, and other parts have none.
     assert_eq!(all_elements(&[0x7e], scale(f32::MAX)).as_fp8(), None);
-    let plain = WeightPart::plain(bytes(vec![0; 32]), DType::Bf16, 1);
+    let plain = WeightSlice::plain(bytes(vec![0; 32]), DType::Bf16, 1);
     assert_eq!(plain.as_fp8(), None);
     let part = all_elements(&[0x7e], tensor);
     assert!(part.converts_to(Stored::fp8(tensor)) && part.converts_to(Stored::plain(DType::F32)));
@@ -98,7 +98,7 @@ fn the_scale_is_the_smallest_that_keeps_the_largest_product_in_range() {
 }
 
 /// Weights of normal distribution, by the sum of twelve uniform numbers, as a file stores them in an order.
-fn weights(rows: usize, cols: usize, layout: Nvfp4Layout) -> WeightPart {
+fn weights(rows: usize, cols: usize, layout: Nvfp4Layout) -> WeightSlice {
     let mut state = 1u32;
     let mut uniform = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -115,8 +115,8 @@ fn weights(rows: usize, cols: usize, layout: Nvfp4Layout) -> WeightPart {
     if !layout.high_first {
         codes.iter_mut().for_each(|byte| *byte = byte.rotate_left(4));
     }
-    let scaling = PartScaling::Blocks16 { scales: bytes(scales), tensor, layout };
-    WeightPart { bytes: bytes(codes), dtype: DType::E2m1, rows, scaling }
+    let scaling = SliceScaling::Blocks16 { scales: bytes(scales), tensor, layout };
+    WeightSlice { bytes: bytes(codes), dtype: DType::E2m1, rows, scaling }
 }
 
 /// Three of four weights are exact or more, by their distribution, and the error of all is 2.2 %, in every order of a file.

@@ -4,9 +4,9 @@ use common::quantised::{Content, Form, Plain, SHORT, engine, goldens::PLAIN_INPU
 use common::{cpu, run, small_job};
 use kiln::error::Error;
 use kiln::internals::backend::GemmFormats;
+use kiln::internals::component::Component;
 use kiln::internals::model::Nvfp4Math;
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block, scale_bytes, scale_offset, tiles_along};
@@ -46,7 +46,7 @@ fn input_scale(layer: &str, format: QuantisedFormat) -> f32 {
 }
 
 /// The tensors of a quantised layer in a file. FP8 has a scale for each row.
-fn quantised(weight: &Plain, format: QuantisedFormat, part: Part) -> Vec<Plain> {
+fn quantised(weight: &Plain, format: QuantisedFormat, part: Component) -> Vec<Plain> {
     let (layer, &[rows, cols]) = (weight.name.strip_suffix(".weight").unwrap(), &weight.shape[..]) else { unreachable!() };
     let (named, values) = (|suffix: &str| format!("{layer}.{suffix}"), weight.values());
     let largest = |values: &[f32]| values.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
@@ -80,12 +80,12 @@ fn quantised(weight: &Plain, format: QuantisedFormat, part: Part) -> Vec<Plain> 
             ]
         }
     };
-    tensors.extend((part == Part::Transformer).then(|| Plain::scalar(named("input_scale"), input_scale(layer, format))));
+    tensors.extend((part == Component::Transformer).then(|| Plain::scalar(named("input_scale"), input_scale(layer, format))));
     tensors
 }
 
 /// The file of a part of the tiny model with quantised layers.
-fn file(part: Part, layout: Layout, format: QuantisedFormat) -> Vec<u8> {
+fn file(part: Component, layout: Layout, format: QuantisedFormat) -> Vec<u8> {
     let (mut tensors, mut layers) = (Vec::new(), Map::new());
     for tensor in plain_tensors(part, layout) {
         if !is_linear(&tensor) {
@@ -102,12 +102,13 @@ fn file(part: Part, layout: Layout, format: QuantisedFormat) -> Vec<u8> {
 
 fn plain(layout: Layout) -> OpenModel {
     let file = |part| written(&plain_tensors(part, layout), HashMap::new());
-    let [transformer, encoder] = [Part::Transformer, Part::TextEncoder].map(|part| weights(part, file(part)));
+    let [transformer, encoder] = [Component::Transformer, Component::TextEncoder].map(|part| weights(part, file(part)));
     model(transformer, Some(encoder), SHORT)
 }
 
 fn quantised_model(layout: Layout, format: QuantisedFormat) -> OpenModel {
-    let [transformer, encoder] = [Part::Transformer, Part::TextEncoder].map(|part| weights(part, file(part, layout, format)));
+    let [transformer, encoder] =
+        [Component::Transformer, Component::TextEncoder].map(|part| weights(part, file(part, layout, format)));
     model(transformer, Some(encoder), SHORT)
 }
 
@@ -184,11 +185,12 @@ fn what_cannot_be_quantised_is_refused() {
     refused(&plain, QuantisedFormat::Nvfp4, GemmFormats { w4a16: false, ..GemmFormats::ALL }, none);
     // One layer is enough, in either part.
     let transformer = Content::of("fp8").with_plain_layers(|layer| layer != "single_blocks.1.linear2");
-    let transformer = weights(Part::Transformer, transformer.file(Form::BFL));
+    let transformer = weights(Component::Transformer, transformer.file(Form::BFL));
     let why = "`single_blocks.1.linear2.weight` is stored as e4m3 already";
     refused(&model(transformer, None, SHORT), QuantisedFormat::Fp8, GemmFormats::ALL, why);
-    let transformer = weights(Part::Transformer, written(&plain_tensors(Part::Transformer, Layout::Bfl), HashMap::new()));
-    let encoder = weights(Part::TextEncoder, file(Part::TextEncoder, Layout::Bfl, QuantisedFormat::Nvfp4));
+    let transformer =
+        weights(Component::Transformer, written(&plain_tensors(Component::Transformer, Layout::Bfl), HashMap::new()));
+    let encoder = weights(Component::TextEncoder, file(Component::TextEncoder, Layout::Bfl, QuantisedFormat::Nvfp4));
     let why = "`model.layers.0.self_attn.qkv_proj.weight` is stored as e2m1 already";
     refused(&model(transformer, Some(encoder), SHORT), QuantisedFormat::Nvfp4, GemmFormats::ALL, why);
 }
@@ -197,12 +199,13 @@ fn what_cannot_be_quantised_is_refused() {
 #[test]
 fn values_that_are_not_finite_are_refused() {
     for (format, value) in FORMATS.into_iter().flat_map(|format| [(format, f32::NAN), (format, f32::NEG_INFINITY)]) {
-        let mut tensors = plain_tensors(Part::TextEncoder, Layout::Bfl);
+        let mut tensors = plain_tensors(Component::TextEncoder, Layout::Bfl);
         let tensor = tensors.iter_mut().find(|tensor| tensor.name.ends_with("layers.1.mlp.down_proj.weight")).unwrap();
         let at = tensor.bytes.len() / 2 - 4;
         DType::Bf16.encode(&[value], &mut tensor.bytes[at..at + 2]);
-        let encoder = weights(Part::TextEncoder, written(&tensors, HashMap::new()));
-        let transformer = weights(Part::Transformer, written(&plain_tensors(Part::Transformer, Layout::Bfl), HashMap::new()));
+        let encoder = weights(Component::TextEncoder, written(&tensors, HashMap::new()));
+        let transformer =
+            weights(Component::Transformer, written(&plain_tensors(Component::Transformer, Layout::Bfl), HashMap::new()));
         let model = model(transformer, Some(encoder), SHORT);
         assert!(model.formats(options(format), GemmFormats::ALL).is_ok());
         let loaded = kiln::internals::pipeline::Engine::load(Box::new(cpu()), model, options(format), &kiln::progress::Silent);

@@ -7,9 +7,9 @@ use common::{cpu, relative_l2, run, small_job};
 use kiln::error::Error;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, GemmFormats, Modulated, Op, Softmax};
+use kiln::internals::component::Component;
 use kiln::internals::config::{HEAD_DIM, Variant};
 use kiln::internals::model::{AttentionFormat, PlainHeads};
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{GeneratedImage, Job, LoadOptions, OpenModel, ReferenceInput};
 use kiln::internals::sequence::Grid;
 use kiln::internals::tensor::formats::{e4m3, to_e4m3};
@@ -19,7 +19,7 @@ use std::f32::consts::LOG2_E;
 use std::rc::Rc;
 
 fn open(content: &Content) -> OpenModel {
-    model(weights(Part::Transformer, content.file(Form::BFL)), None, SHORT)
+    model(weights(Component::Transformer, content.file(Form::BFL)), None, SHORT)
 }
 
 fn options(attention: AttentionFormat) -> LoadOptions {

@@ -4,15 +4,15 @@ use common::quantised::goldens::PLAIN_INPUTS;
 use common::quantised::{Content, Form, Layer, SHORT, engine, model, plain_tensors, weights};
 use common::{cpu, run, small_job};
 use kiln::internals::backend::GemmFormats;
+use kiln::internals::component::Component;
 use kiln::internals::model::{LayerFormat, PartFormat, PlainInput};
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Formats, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::nvfp4::BLOCK;
 use kiln::internals::tensor::{DType, Precision};
 
 fn open(content: &Content, form: Form) -> OpenModel {
-    model(weights(Part::Transformer, content.file(form)), None, SHORT)
+    model(weights(Component::Transformer, content.file(form)), None, SHORT)
 }
 
 fn options(precision: Precision) -> LoadOptions {
@@ -20,7 +20,7 @@ fn options(precision: Precision) -> LoadOptions {
 }
 
 fn is_block(layer: &LayerFormat) -> bool {
-    layer.id.component() == Part::Transformer && layer.id.block.is_some()
+    layer.id.component() == Component::Transformer && layer.id.block.is_some()
 }
 
 /// Bytes of a layer in a format.
@@ -68,7 +68,7 @@ fn planned(content: &Content, gemms: GemmFormats) -> u64 {
 
 #[test]
 fn quantised_weights_take_the_memory_of_their_elements_and_scales() {
-    let plain = Content { layers: Vec::new(), plain: plain_tensors(Part::Transformer, Layout::Bfl) };
+    let plain = Content { layers: Vec::new(), plain: plain_tensors(Component::Transformer, Layout::Bfl) };
     let bf16 = planned(&plain, GemmFormats::ALL);
     for (file, dtype) in [("fp8", DType::E4m3), ("nvfp4", DType::E2m1)] {
         let content = Content::of(file);

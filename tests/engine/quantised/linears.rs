@@ -6,10 +6,10 @@ use common::quantised::{Change, Content, Form, Layer, RECORDED, hash, weights};
 use common::{Goldens, cpu, relative_l2};
 use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role, Weight};
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::names::TensorSpec;
-use kiln::internals::part::Part;
 use kiln::internals::tensor::nvfp4::{BLOCK, scale_bytes, scale_offset, tiles_along};
-use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, Tensor, WeightPart};
+use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, Tensor, WeightSlice};
 
 /// Rows of an input.
 const ROWS: usize = 8;
@@ -35,7 +35,7 @@ fn run(weights: &Weights, layer: &Layer) -> Output {
     let weight = weights.weight(&spec).unwrap();
     let (mut be, stored) = (cpu(), weight.input.unwrap());
     let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
-    let upload = |part: &WeightPart| {
+    let upload = |part: &WeightSlice| {
         let tensor = region.alloc_stored(part.rows, layer.cols, part.stored()).unwrap();
         be.upload(tensor, Role::Linear, std::slice::from_ref(part)).unwrap();
         tensor
@@ -107,7 +107,7 @@ fn compare(file: &str, weights: &Weights) -> (f64, bool) {
 #[test]
 fn inputs_become_the_recorded_elements_and_products_are_the_recorded_ones() {
     for file in ["fp8", "nvfp4"] {
-        let (error, same) = compare(file, &weights(Part::Transformer, Content::of(file).file(Form::BFL)));
+        let (error, same) = compare(file, &weights(Component::Transformer, Content::of(file).file(Form::BFL)));
         assert!(same, "{file}: inputs have other elements");
         assert!(error <= 1.0, "{file}: products differ by {error:.2} times the limit");
     }
@@ -132,11 +132,11 @@ fn wrong_scales_are_noticed() {
     for file in ["fp8", "nvfp4"] {
         for (what, same_input, change) in changes {
             let wrong = Content::of(file).changed(change).file(Form::BFL);
-            let (error, same) = compare(file, &weights(Part::Transformer, wrong));
+            let (error, same) = compare(file, &weights(Component::Transformer, wrong));
             assert!(error > 1.0 && same == same_input, "{file}, {what}: {error:.2}");
         }
     }
-    let right = weights(Part::Transformer, Content::of("nvfp4").file(Form::BFL));
+    let right = weights(Component::Transformer, Content::of("nvfp4").file(Form::BFL));
     for wrong in [Nvfp4Layout::MODELOPT, Nvfp4Layout::MODELOPT_SINGLE, Nvfp4Layout { tiled: false, ..Nvfp4Layout::COMFY }] {
         let (error, same) = compare("nvfp4", &right.clone().with_nvfp4_layout(Some(wrong)));
         assert!(error > 1.0 && same, "{wrong:?}: {error:.2}");

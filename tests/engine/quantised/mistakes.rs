@@ -9,9 +9,9 @@ use common::wrapped;
 use common::{Goldens, cpu, run, small_job};
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::{Conventions, TransformerConfig};
 use kiln::internals::dump::Record;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Job, LoadOptions};
 use kiln::internals::tensor::{Nvfp4Layout, Precision};
 use std::sync::LazyLock;
@@ -66,7 +66,7 @@ fn refuse(golden: &Golden, what: &str, kind: &str, stage: &str, error: f64) {
 }
 
 fn transformer(content: &Content, form: Form) -> Weights {
-    weights(Part::Transformer, content.file(form))
+    weights(Component::Transformer, content.file(form))
 }
 
 fn inverse_scale(layer: &mut Layer, _: &[Layer]) {
@@ -119,7 +119,7 @@ fn a_wrong_text_encoder_is_noticed() {
         ("low nibble first", right.file(Form { nvfp4: Nvfp4Layout::MODELOPT_SINGLE, ..Form::COMFY })),
         ("one scale for q, k, v", right.changed(scale_of_first).file(Form::COMFY)),
     ] {
-        let encoder = weights(Part::TextEncoder, wrong);
+        let encoder = weights(Component::TextEncoder, wrong);
         let model = model(transformer(Content::of("fp8"), Form::BFL), Some(encoder), Conventions::klein().max_text_tokens);
         // Prompt embeddings do not depend on the image.
         let job = Job { size: small_job().size, steps: 1, ..golden.job() };

@@ -6,8 +6,8 @@ use common::wrapped;
 use common::{cpu, run, small_job};
 use kiln::error::Error;
 use kiln::internals::backend::GemmFormats;
+use kiln::internals::component::Component;
 use kiln::internals::model::{AttentionFormat, Nvfp4Math};
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::formats::{e2m1, e4m3, to_e4m3};
 use kiln::internals::tensor::nvfp4::BLOCK;
@@ -15,7 +15,7 @@ use kiln::internals::tensor::{DType, Precision};
 use kiln_program::cli::formats::format_lines;
 
 fn open(content: &Content, form: Form) -> OpenModel {
-    model(weights(Part::Transformer, content.file(form)), None, SHORT)
+    model(weights(Component::Transformer, content.file(form)), None, SHORT)
 }
 
 fn options(nvfp4_math: Nvfp4Math) -> LoadOptions {
@@ -49,8 +49,11 @@ fn re_encoded_weights_are_those_of_an_fp8_file() {
     let math = options(Nvfp4Math::Fp8);
     let right = dump(open(&fp8, Form::BFL), LoadOptions::DEFAULT, GemmFormats::ALL);
     let formats = open(nvfp4, Form::BFL).formats(math, GemmFormats::ALL).unwrap();
-    let blocks: Vec<_> =
-        formats.layers.iter().filter(|layer| layer.id.component() == Part::Transformer && layer.id.block.is_some()).collect();
+    let blocks: Vec<_> = formats
+        .layers
+        .iter()
+        .filter(|layer| layer.id.component() == Component::Transformer && layer.id.block.is_some())
+        .collect();
     assert!(blocks.iter().all(|layer| layer.input == DType::E4m3 && layer.why.is_none()));
     assert!(blocks.iter().flat_map(|layer| &layer.parts).all(|part| (part.stored, part.held) == (DType::E2m1, DType::E4m3)));
     assert!(formats.attention.iter().all(|block| block.heads == DType::E4m3), "attention is that of FP8 inputs");
@@ -101,8 +104,8 @@ fn only_layers_with_an_input_scale_are_re_encoded() {
     }
     let content = Content::of("nvfp4").changed(without_input_scale);
     let encoder = Content::of("fp8mixed").file(Form::COMFY);
-    let transformer = weights(Part::Transformer, content.file(Form::BFL));
-    let model = model(transformer, Some(weights(Part::TextEncoder, encoder)), SHORT);
+    let transformer = weights(Component::Transformer, content.file(Form::BFL));
+    let model = model(transformer, Some(weights(Component::TextEncoder, encoder)), SHORT);
     let lines = format_lines(&model.formats(options(Nvfp4Math::Fp8), GemmFormats::ALL).unwrap());
     assert_eq!(lines[0], "transformer double blocks, single blocks (linear1): nvfp4 as fp8 (w8a8)");
     assert_eq!(lines[1], "transformer single blocks (linear2): nvfp4 (w4a16: as the file asks)");

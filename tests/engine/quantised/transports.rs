@@ -3,8 +3,8 @@
 use common::quantised::{Content, Form, Plain, SHORT, engine, model, plain_tensors, weights};
 use common::{cpu, run, small_job};
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::Component;
 use kiln::internals::names::Layout;
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::{Job, LoadOptions};
 use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout};
 use std::sync::{Arc, LazyLock};
@@ -17,7 +17,7 @@ fn dump(transformer: Weights, text_encoder: Option<Weights>) -> Vec<u8> {
 }
 
 fn of_transformer(file: Vec<u8>) -> Vec<u8> {
-    dump(weights(Part::Transformer, file), None)
+    dump(weights(Component::Transformer, file), None)
 }
 
 /// That of a file of Black Forest Labs.
@@ -28,8 +28,8 @@ fn right(file: &str) -> &'static [u8] {
 }
 
 fn of_encoder(file: Vec<u8>) -> Vec<u8> {
-    let transformer = Content { layers: Vec::new(), plain: plain_tensors(Part::Transformer, Layout::Bfl) }.file(Form::BARE);
-    dump(weights(Part::Transformer, transformer), Some(weights(Part::TextEncoder, file)))
+    let transformer = Content { layers: Vec::new(), plain: plain_tensors(Component::Transformer, Layout::Bfl) }.file(Form::BARE);
+    dump(weights(Component::Transformer, transformer), Some(weights(Component::TextEncoder, file)))
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn a_file_that_looks_like_another_is_right_with_the_override_only() {
         ("ComfyUI's order with ModelOpt's mark", content, Form::MODELOPT_SINGLE, Nvfp4Layout::COMFY),
         ("ComfyUI's order under names of diffusers", &split, Form::BARE, Nvfp4Layout::COMFY),
     ] {
-        let weights = weights(Part::Transformer, content.file(Form { nvfp4: order, ..form }));
+        let weights = weights(Component::Transformer, content.file(Form { nvfp4: order, ..form }));
         assert!(dump(weights.clone(), None) != right, "{what} without the override");
         assert!(dump(weights.with_nvfp4_layout(Some(order)), None) == right, "{what}");
     }
@@ -120,14 +120,15 @@ fn a_mixed_text_encoder_is_the_same_in_every_form() {
     // Input scales of a text encoder are not used, as in ComfyUI.
     let scaled = content.changed(|layer, _| layer.input_scale = Some(0.01));
     assert!(of_encoder(scaled.file(Form::COMFY)) == right, "with input scales");
-    let plain = Content { layers: Vec::new(), plain: plain_tensors(Part::TextEncoder, Layout::Bfl) };
+    let plain = Content { layers: Vec::new(), plain: plain_tensors(Component::TextEncoder, Layout::Bfl) };
     assert!(of_encoder(plain.file(Form::BARE)) != right, "bf16 is another model");
 }
 
 /// FP8 without any scale, as a plain conversion of all tensors leaves it, norms included. The values are exact in bf16.
 #[test]
 fn raw_fp8_is_the_model_of_its_values() {
-    let raw: Vec<Plain> = plain_tensors(Part::Transformer, Layout::Bfl).iter().map(|tensor| tensor.in_fp8(DType::E4m3)).collect();
+    let raw: Vec<Plain> =
+        plain_tensors(Component::Transformer, Layout::Bfl).iter().map(|tensor| tensor.in_fp8(DType::E4m3)).collect();
     let expanded = raw.iter().map(|tensor| {
         let bytes = DType::Bf16.encoded(&DType::E4m3.decoded(&tensor.bytes));
         Plain { dtype: safetensors::Dtype::BF16, bytes, ..tensor.clone() }

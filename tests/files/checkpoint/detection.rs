@@ -6,12 +6,12 @@ use kiln::error::Result;
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
+use kiln::internals::component::PerComponent;
 use kiln::internals::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::noise::NoiseKind;
-use kiln::internals::part::Part;
-use kiln::internals::part::PerPart;
 use kiln::internals::pipeline::{Configs, Engine, Job, LoadOptions, Noise, ReferenceInput, estimate};
 use kiln::internals::sequence::{Grid, Pixels};
 use kiln::internals::tensor::{DType, Precision};
@@ -37,15 +37,15 @@ fn a_written_model_is_detected_as_what_it_is() {
         let config = |folder: &str| scratch.path().join(folder).join("config.json");
         let given = |path: &Path| path.is_file().then(|| ConfigFile::read(path).unwrap());
 
-        let weights = open(Part::Transformer, "transformer", "flux-2-klein-tiny.safetensors");
+        let weights = open(Component::Transformer, "transformer", "flux-2-klein-tiny.safetensors");
         let found = TransformerConfig::detect(&weights, given(&config("transformer")).as_ref()).unwrap();
         assert_eq!(found, TransformerConfig::tiny());
         assert!(weights.check(&transformer_manifest(&found)).unwrap().is_empty());
-        let weights = open(Part::TextEncoder, "text_encoder", "qwen.safetensors");
+        let weights = open(Component::TextEncoder, "text_encoder", "qwen.safetensors");
         let found = detect_text(&weights, given(&config("text_encoder")).as_ref()).unwrap();
         assert_eq!(found, TextConfig::tiny());
         assert!(weights.check(&text_manifest(&found)).unwrap().is_empty());
-        let weights = open(Part::Vae, "vae", "ae.safetensors");
+        let weights = open(Component::Vae, "vae", "ae.safetensors");
         let found = VaeConfig::detect(&weights, given(&config("vae")).as_ref()).unwrap();
         assert_eq!(found, VaeConfig::tiny());
         assert!(weights.check(&vae_manifest(&found)).unwrap().is_empty());
@@ -55,7 +55,7 @@ fn a_written_model_is_detected_as_what_it_is() {
 #[test]
 fn real_sizes_are_detected_from_shapes_alone() {
     // Headers of the real models; the data is never read.
-    let header = |part: Part, manifest: &[TensorSpec]| {
+    let header = |part: Component, manifest: &[TensorSpec]| {
         let tensors: Vec<Described> = manifest
             .iter()
             .flat_map(|spec| file_tensors(part, Layout::Diffusers, spec))
@@ -64,9 +64,9 @@ fn real_sizes_are_detected_from_shapes_alone() {
         Weights::from_shards(part, vec![shard(zeros(&tensors)).unwrap()]).unwrap()
     };
     let config = VaeConfig { decoder: [96, 192, 384, 384], ..VaeConfig::klein_4b() };
-    assert_eq!(VaeConfig::detect(&header(Part::Vae, &vae_manifest(&config)), None).unwrap(), config);
+    assert_eq!(VaeConfig::detect(&header(Component::Vae, &vae_manifest(&config)), None).unwrap(), config);
     let config = TransformerConfig { guidance_embed: true, double_blocks: 1, single_blocks: 3, ..TransformerConfig::tiny() };
-    let weights = header(Part::Transformer, &transformer_manifest(&config));
+    let weights = header(Component::Transformer, &transformer_manifest(&config));
     assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
 }
 
@@ -87,7 +87,7 @@ fn unusual() -> Configs {
         kv_heads: 1,
         intermediate: 224,
         vocab: 300,
-        taps: [1, 2, 4],
+        text_layers: [1, 2, 4],
         max_tokens: 48,
         ..TextConfig::tiny()
     };
@@ -95,13 +95,13 @@ fn unusual() -> Configs {
     Configs { transformer, text_encoder, vae }
 }
 
-fn hashed(configs: &Configs) -> PerPart<Weights> {
-    let manifests = PerPart {
+fn hashed(configs: &Configs) -> PerComponent<Weights> {
+    let manifests = PerComponent {
         transformer: transformer_manifest(&configs.transformer),
         text_encoder: text_manifest(&configs.text_encoder),
         vae: vae_manifest(&configs.vae),
     };
-    PerPart::from_fn(|part| tiny::weights_of(part, &manifests[part], DType::Bf16).unwrap())
+    PerComponent::from_fn(|part| tiny::weights_of(part, &manifests[part], DType::Bf16).unwrap())
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
 #[test]
 fn a_vocabulary_of_another_size_needs_a_configuration() {
     let text = TextConfig { vocab: 704, ..TextConfig::tiny() };
-    let weights = tiny::weights_of(Part::TextEncoder, &text_manifest(&text), DType::Bf16).unwrap();
+    let weights = tiny::weights_of(Component::TextEncoder, &text_manifest(&text), DType::Bf16).unwrap();
     let config = ConfigFile::parse(Path::new("config.json"), br#"{"vocab_size": 704}"#).unwrap();
     assert_eq!(detect_text(&weights, Some(&config)).unwrap().vocab, 704);
     // Without a config file the vocabulary is that of known encoders of this width.
@@ -163,7 +163,7 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     let refused = |error: kiln::error::Error, rule: &str| assert!(message(&error).contains(rule), "{rule}: {}", message(&error));
 
     let narrow = TransformerConfig { hidden: 320, ..transformer.clone() };
-    let weights = tiny::weights_of(Part::Transformer, &transformer_manifest(&narrow), DType::Bf16).unwrap();
+    let weights = tiny::weights_of(Component::Transformer, &transformer_manifest(&narrow), DType::Bf16).unwrap();
     refused(TransformerConfig::detect(&weights, None).unwrap_err(), "its width 320 is not a multiple of 128");
     let weights = &hashed(&unusual()).transformer;
     for (json, rule) in [
@@ -176,7 +176,7 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     }
 
     let uneven = TextConfig { heads: 3, kv_heads: 2, ..text.clone() };
-    let weights = tiny::weights_of(Part::TextEncoder, &text_manifest(&uneven), DType::Bf16).unwrap();
+    let weights = tiny::weights_of(Component::TextEncoder, &text_manifest(&uneven), DType::Bf16).unwrap();
     refused(detect_text(&weights, None).unwrap_err(), "3 heads over 2 key heads of 128; query heads have to be a multiple of");
     let weights = &hashed(&unusual()).text_encoder;
     refused(detect_text(weights, Some(&config(r#"{"head_dim": 64}"#))).unwrap_err(), "`head_dim` is 64, needed is 128");
@@ -187,7 +187,7 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     refused(TextConfig::detect(weights, Some(&whole), &last).unwrap_err(), "has to be less than the text encoder's 4 layers");
 
     let odd = VaeConfig { decoder: [32, 48, 64, 64], ..vae };
-    let weights = tiny::weights_of(Part::Vae, &vae_manifest(&odd), DType::Bf16).unwrap();
+    let weights = tiny::weights_of(Component::Vae, &vae_manifest(&odd), DType::Bf16).unwrap();
     refused(VaeConfig::detect(&weights, None).unwrap_err(), "48 channels do not form 32 groups");
     let weights = &hashed(&unusual()).vae;
     let groups = config(r#"{"norm_num_groups": 16}"#);
@@ -199,7 +199,7 @@ fn tiny_model() -> (Scratch, [Weights; 3]) {
     let scratch = Scratch::new();
     tiny::write_to(scratch.path(), Layout::Diffusers, DType::Bf16, &Default::default()).unwrap();
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    (scratch, [Part::Transformer, Part::TextEncoder, Part::Vae].map(|part| model.weights(part).unwrap()))
+    (scratch, [Component::Transformer, Component::TextEncoder, Component::Vae].map(|part| model.weights(part).unwrap()))
 }
 
 /// Changes one key of a config file of `tiny`, and detects with it.
@@ -374,7 +374,7 @@ fn another_schedule_is_refused() {
 
 #[test]
 fn rope_theta_may_be_nested() {
-    let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Part::TextEncoder).unwrap();
+    let weights = tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Component::TextEncoder).unwrap();
     let detect = |path: &Path| detect_text(&weights, Some(&ConfigFile::read(path)?));
     let scratch = Scratch::new();
     let path =
@@ -400,20 +400,20 @@ fn other_models_are_not_mistaken_for_this_one() {
         described("double_blocks.0.img_mod.lin.weight", "BF16", &[18432, 3072]),
         described("double_blocks.0.img_attn.qkv.weight", "BF16", &[9216, 3072]),
     ];
-    let error = TransformerConfig::detect(&open(Part::Transformer, &predecessor), None).unwrap_err();
+    let error = TransformerConfig::detect(&open(Component::Transformer, &predecessor), None).unwrap_err();
     assert_eq!(
         message(&error),
         "not a FLUX.2 transformer (x.safetensors): it has no `double_stream_modulation_img.lin.weight` / \
          kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]"
     );
     let mistral = [described("model.layers.0.self_attn.q_proj.weight", "BF16", &[128, 128])];
-    let error = detect_text(&open(Part::TextEncoder, &mistral), None).unwrap_err();
+    let error = detect_text(&open(Component::TextEncoder, &mistral), None).unwrap_err();
     assert!(message(&error).starts_with("not a text encoder of FLUX.2"), "{error}");
-    let error = VaeConfig::detect(&open(Part::Vae, &mistral), None).unwrap_err();
+    let error = VaeConfig::detect(&open(Component::Vae, &mistral), None).unwrap_err();
     assert!(message(&error).starts_with("unknown architecture"), "{error}");
     // Sizes that would overflow later are refused here.
     let absurd = [described("double_stream_modulation_img.lin.weight", "BF16", &[0, 1 << 40])];
-    let error = TransformerConfig::detect(&open(Part::Transformer, &absurd), None).unwrap_err();
+    let error = TransformerConfig::detect(&open(Component::Transformer, &absurd), None).unwrap_err();
     assert!(message(&error).contains("its width is 1099511627776"), "{error}");
 }
 
@@ -444,7 +444,9 @@ fn the_index_of_a_pipeline_tells_the_variant() {
 fn the_tiny_model_is_the_one_the_reference_ran() {
     let goldens: Value = serde_json::from_str(include_str!("../../fixtures/goldens.json")).unwrap();
     let model = tiny::model(Layout::Diffusers, DType::F32).unwrap();
-    for (key, part) in [("transformer", Part::Transformer), ("text_encoder", Part::TextEncoder), ("vae", Part::Vae)] {
+    for (key, part) in
+        [("transformer", Component::Transformer), ("text_encoder", Component::TextEncoder), ("vae", Component::Vae)]
+    {
         let expected = &goldens["weights"][key];
         let weights = model.weights(part).unwrap();
         let shard = &weights.shards()[0];

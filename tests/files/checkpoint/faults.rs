@@ -4,34 +4,34 @@ use super::{Described, described, message, shard, zeros};
 use common::random::one_in;
 use kiln::error::{Error, Result};
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
-use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
 use kiln::internals::tiny;
 
 /// The tensors of a tiny part as a file of `layout` has them.
-fn tensors(part: Part, layout: Layout) -> Vec<Described> {
+fn tensors(part: Component, layout: Layout) -> Vec<Described> {
     let manifest = manifest(part);
     manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
 }
 
-fn manifest(part: Part) -> Vec<TensorSpec> {
+fn manifest(part: Component) -> Vec<TensorSpec> {
     match part {
-        Part::Transformer => transformer_manifest(&TransformerConfig::tiny()),
-        Part::TextEncoder => text_manifest(&TextConfig::tiny()),
-        Part::Vae => vae_manifest(&VaeConfig::tiny()),
+        Component::Transformer => transformer_manifest(&TransformerConfig::tiny()),
+        Component::TextEncoder => text_manifest(&TextConfig::tiny()),
+        Component::Vae => vae_manifest(&VaeConfig::tiny()),
     }
 }
 
-fn open(part: Part, tensors: &[Described]) -> Result<Weights> {
+fn open(part: Component, tensors: &[Described]) -> Result<Weights> {
     Weights::from_shards(part, vec![shard(zeros(tensors))?])
 }
 
 /// The checks before a run: detect the configuration, check all tensors, compare with the text encoder.
 fn accept(tensors: &[Described]) -> Result<()> {
-    let weights = open(Part::Transformer, tensors)?;
+    let weights = open(Component::Transformer, tensors)?;
     let config = TransformerConfig::detect(&weights, None)?;
     weights.check(&transformer_manifest(&config))?;
     check_fit(&config, &TextConfig::tiny())
@@ -40,7 +40,7 @@ fn accept(tensors: &[Described]) -> Result<()> {
 #[test]
 fn every_fault_in_every_transformer_tensor_is_refused_by_name() {
     for layout in [Layout::Bfl, Layout::Diffusers] {
-        let whole = tensors(Part::Transformer, layout);
+        let whole = tensors(Component::Transformer, layout);
         assert_eq!(whole.len(), if layout == Layout::Bfl { 41 } else { 49 });
         accept(&whole).unwrap();
         for i in 0..whole.len() {
@@ -80,7 +80,9 @@ fn every_fault_in_every_transformer_tensor_is_refused_by_name() {
 
 #[test]
 fn every_missing_or_misshapen_tensor_elsewhere_is_refused_by_name() {
-    for (part, layout) in [(Part::TextEncoder, Layout::Diffusers), (Part::Vae, Layout::Diffusers), (Part::Vae, Layout::Bfl)] {
+    for (part, layout) in
+        [(Component::TextEncoder, Layout::Diffusers), (Component::Vae, Layout::Diffusers), (Component::Vae, Layout::Bfl)]
+    {
         let whole = tensors(part, layout);
         let expected = manifest(part);
         assert!(open(part, &whole).unwrap().check(&expected).unwrap().is_empty());
@@ -99,19 +101,19 @@ fn every_missing_or_misshapen_tensor_elsewhere_is_refused_by_name() {
 
 #[test]
 fn extras_outside_the_transformer_are_returned_and_known_ones_passed_over() {
-    let mut text = tensors(Part::TextEncoder, Layout::Diffusers);
+    let mut text = tensors(Component::TextEncoder, Layout::Diffusers);
     for unused in ["lm_head.weight", "model.norm.weight", "model.layers.27.mlp.up_proj.weight", "model.layers.35.self_attn.x"] {
         text.push(described(unused, "BF16", &[1]));
     }
     text.push(described("tekken_model", "U8", &[3]));
     text.push(described("spiece_model", "U8", &[3]));
-    let weights = open(Part::TextEncoder, &text).unwrap();
-    assert_eq!(weights.check(&manifest(Part::TextEncoder)).unwrap(), ["spiece_model"]);
+    let weights = open(Component::TextEncoder, &text).unwrap();
+    assert_eq!(weights.check(&manifest(Component::TextEncoder)).unwrap(), ["spiece_model"]);
 
-    let mut vae = tensors(Part::Vae, Layout::Bfl);
+    let mut vae = tensors(Component::Vae, Layout::Bfl);
     vae.push(described("bn.num_batches_tracked", "I64", &[]));
     vae.push(described("loss.logvar", "BF16", &[1]));
-    assert_eq!(open(Part::Vae, &vae).unwrap().check(&manifest(Part::Vae)).unwrap(), ["loss.logvar"]);
+    assert_eq!(open(Component::Vae, &vae).unwrap().check(&manifest(Component::Vae)).unwrap(), ["loss.logvar"]);
 }
 
 #[test]
@@ -122,7 +124,7 @@ fn two_spellings_of_one_weight_are_refused() {
         ("norm_out.linear.weight", "final_layer.adaLN_modulation.1.weight"),
         ("single_blocks.0.norm.key_norm.scale", "single_blocks.0.norm.key_norm.weight"),
     ] {
-        let error = open(Part::Transformer, &[described(first, "BF16", &[2]), described(second, "BF16", &[2])]).unwrap_err();
+        let error = open(Component::Transformer, &[described(first, "BF16", &[2]), described(second, "BF16", &[2])]).unwrap_err();
         let text = message(&error);
         assert!(text.starts_with("duplicate tensor (x.safetensors)"), "{text}");
         assert!(text.contains(first) && text.contains(second), "{text}");
@@ -134,12 +136,12 @@ fn both_layouts_hold_the_same_weights() {
     for dtype in [DType::Bf16, DType::F16, DType::F32] {
         let diffusers = tiny::model(Layout::Diffusers, dtype).unwrap();
         let original = tiny::model(Layout::Bfl, dtype).unwrap();
-        for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+        for part in [Component::Transformer, Component::TextEncoder, Component::Vae] {
             let (a, b) = (diffusers.weights(part).unwrap(), original.weights(part).unwrap());
             for weights in [&a, &b] {
                 assert!(weights.check(&manifest(part)).unwrap().is_empty());
             }
-            if part != Part::TextEncoder {
+            if part != Component::TextEncoder {
                 assert_eq!((a.layout(), b.layout()), (Layout::Diffusers, Layout::Bfl));
             }
             for spec in manifest(part) {
@@ -160,7 +162,7 @@ fn both_layouts_hold_the_same_weights() {
 #[test]
 fn rows_are_stacked_and_swapped_as_the_layouts_say() {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    let weights = model.weights(Part::Transformer).unwrap();
+    let weights = model.weights(Component::Transformer).unwrap();
     let file = |name: &str| weights.shards()[0].bytes(name).unwrap();
     let h = TransformerConfig::tiny().hidden;
     let parts = weights.weight(&TensorSpec::new("final_layer.adaLN_modulation.1.weight", &[2 * h, h])).unwrap().parts;
@@ -183,17 +185,17 @@ fn rows_are_stacked_and_swapped_as_the_layouts_say() {
 fn prefixes_of_all_in_one_files_are_seen_through() {
     let mut all: Vec<Described> = Vec::new();
     for (part, layout, prefix) in [
-        (Part::Transformer, Layout::Bfl, "model.diffusion_model."),
-        (Part::TextEncoder, Layout::Diffusers, "text_encoders.qwen3_4b.transformer."),
-        (Part::Vae, Layout::Bfl, "vae."),
+        (Component::Transformer, Layout::Bfl, "model.diffusion_model."),
+        (Component::TextEncoder, Layout::Diffusers, "text_encoders.qwen3_4b.transformer."),
+        (Component::Vae, Layout::Bfl, "vae."),
     ] {
         all.extend(tensors(part, layout).into_iter().map(|(name, element, shape)| (format!("{prefix}{name}"), element, shape)));
     }
-    for part in [Part::Transformer, Part::TextEncoder, Part::Vae] {
+    for part in [Component::Transformer, Component::TextEncoder, Component::Vae] {
         assert!(open(part, &all).unwrap().check(&manifest(part)).unwrap().is_empty());
     }
     let lost = all.iter().position(|(name, ..)| name.ends_with("single_blocks.1.linear2.weight")).unwrap();
     let (name, ..) = all.remove(lost);
-    let error = open(Part::Transformer, &all).unwrap().check(&manifest(Part::Transformer)).unwrap_err();
+    let error = open(Component::Transformer, &all).unwrap().check(&manifest(Component::Transformer)).unwrap_err();
     assert!(error.to_string().contains(&format!("`{name}`")), "{error}");
 }

@@ -4,8 +4,8 @@ use super::{described, message, zeros};
 use common::scratch::Scratch;
 use kiln::error::Error;
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::Component;
 use kiln::internals::names::TensorSpec;
-use kiln::internals::part::Part;
 use std::path::Path;
 
 /// Two tensors of a text encoder, in a shard each.
@@ -24,7 +24,7 @@ const BOTH: &str = r#""model.embed_tokens.weight":"model-00001-of-00002.safetens
     "model.layers.0.input_layernorm.weight":"model-00002-of-00002.safetensors""#;
 
 fn refused(folder: &Path) -> String {
-    message(&Weights::open(Part::TextEncoder, folder).unwrap_err())
+    message(&Weights::open(Component::TextEncoder, folder).unwrap_err())
 }
 
 #[test]
@@ -33,9 +33,9 @@ fn shards_are_read_with_and_without_an_index() {
     for (name, bytes) in halves() {
         scratch.write(name, bytes);
     }
-    let bare = Weights::open(Part::TextEncoder, scratch.path()).unwrap();
+    let bare = Weights::open(Component::TextEncoder, scratch.path()).unwrap();
     scratch.write("model.safetensors.index.json", index(BOTH));
-    let indexed = Weights::open(Part::TextEncoder, scratch.path()).unwrap();
+    let indexed = Weights::open(Component::TextEncoder, scratch.path()).unwrap();
     for weights in [bare, indexed] {
         assert_eq!(weights.shards().len(), 2);
         assert_eq!(weights.shape("model.embed_tokens.weight").unwrap(), [8, 4]);
@@ -66,7 +66,7 @@ fn a_stray_file_does_not_take_the_place_of_a_checkpoint() {
         }
         scratch.write(stray, other());
         if wins {
-            let weights = Weights::open(Part::TextEncoder, scratch.path()).unwrap();
+            let weights = Weights::open(Component::TextEncoder, scratch.path()).unwrap();
             assert_eq!(weights.shape("model.embed_tokens.weight").unwrap(), [8, 4], "{stray}");
             assert_eq!(weights.source(), format!("2 shards of {}", scratch.path().display()));
         } else {
@@ -78,7 +78,7 @@ fn a_stray_file_does_not_take_the_place_of_a_checkpoint() {
             );
         }
         // The path of a file is never ambiguous.
-        let single = Weights::open(Part::TextEncoder, &scratch.path().join(stray)).unwrap();
+        let single = Weights::open(Component::TextEncoder, &scratch.path().join(stray)).unwrap();
         assert_eq!(single.shape("model.embed_tokens.weight").unwrap(), [2, 2]);
         assert_eq!(single.source(), scratch.path().join(stray).display().to_string());
     }
@@ -91,7 +91,7 @@ fn of_two_usual_names_none_is_guessed() {
     let file = |side| zeros(&[described("model.embed_tokens.weight", "F32", &[side, 2])]);
     scratch.write("model.safetensors", file(2));
     scratch.write("aaa.safetensors", file(3));
-    let weights = Weights::open(Part::TextEncoder, scratch.path()).unwrap();
+    let weights = Weights::open(Component::TextEncoder, scratch.path()).unwrap();
     assert_eq!(weights.shape("model.embed_tokens.weight").unwrap(), [2, 2]);
     scratch.write("diffusion_pytorch_model.safetensors", file(4));
     let error = refused(scratch.path());
@@ -160,7 +160,7 @@ fn special_files_are_named() {
     let scratch = Scratch::new();
     let error = Shard::open(scratch.path()).unwrap_err();
     assert!(message(&error).starts_with("not a safetensors file") && message(&error).ends_with("it is a folder"));
-    let error = Weights::open(Part::Vae, &scratch.path().join("missing")).unwrap_err();
+    let error = Weights::open(Component::Vae, &scratch.path().join("missing")).unwrap_err();
     assert!(matches!(error, Error::NoModel { .. }) && message(&error).ends_with("the vae does not exist"), "{error}");
     assert!(matches!(Shard::open(&scratch.path().join("missing")), Err(Error::Read { .. })));
     let empty = scratch.write("empty.safetensors", "");

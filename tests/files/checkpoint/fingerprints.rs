@@ -6,10 +6,10 @@ use common::header::safetensors;
 use common::scratch::Scratch;
 use common::sha256;
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::TransformerConfig;
 use kiln::internals::model::transformer_manifest;
 use kiln::internals::names::{Layout, file_tensors};
-use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -37,7 +37,7 @@ fn is_in_a_block(name: &str) -> bool {
 /// A file in BFL's layout whose block layers are stored in `format`, except those for which `is_kept` is true.
 fn published(config: &TransformerConfig, format: &str, is_kept: &dyn Fn(&str) -> bool) -> Published {
     let manifest = transformer_manifest(config);
-    let specs = manifest.iter().flat_map(|spec| file_tensors(Part::Transformer, Layout::Bfl, spec));
+    let specs = manifest.iter().flat_map(|spec| file_tensors(Component::Transformer, Layout::Bfl, spec));
     let mut tensors: Tensors = specs.map(|spec| (spec.name, ("BF16", spec.shape))).collect();
     let layers: Vec<String> = tensors.keys().filter(|name| is_in_a_block(name) && !format.is_empty()).cloned().collect();
     let layers: Vec<String> = layers.iter().map(|name| name.trim_end_matches(".weight").to_owned()).collect();
@@ -184,7 +184,7 @@ fn published_files_are_rebuilt_to_the_byte() {
         sparse.write_all(&1.0_f32.to_le_bytes().repeat(scales)).unwrap();
         sparse.set_len(counts[3] as u64).unwrap();
         drop(sparse);
-        let opened = Weights::open(Part::Transformer, &path);
+        let opened = Weights::open(Component::Transformer, &path);
         if format == "int8_tensorwise" {
             let text = message(&opened.unwrap_err());
             assert!(text.contains("tensor `double_blocks.0.img_attn.proj.weight` is INT8"), "{text}");

@@ -3,8 +3,8 @@
 use super::message;
 use common::scratch::Scratch;
 use kiln::error::Error;
+use kiln::internals::component::PerComponent;
 use kiln::internals::config::{Conventions, Variant};
-use kiln::internals::part::PerPart;
 use kiln::internals::tensor::Nvfp4Layout;
 use kiln::locate::{Embedded, Environment, Found, LocateRequest, ModelFiles, locate};
 use std::path::{Path, PathBuf};
@@ -32,13 +32,13 @@ fn files(request: &LocateRequest) -> ModelFiles {
 }
 
 /// A replacement for the VAE alone.
-fn only_vae(path: PathBuf) -> PerPart<Option<PathBuf>> {
-    PerPart { vae: Some(path), ..PerPart::default() }
+fn only_vae(path: PathBuf) -> PerComponent<Option<PathBuf>> {
+    PerComponent { vae: Some(path), ..PerComponent::default() }
 }
 
 fn expected(folder: &Path, origin: &str) -> ModelFiles {
     ModelFiles {
-        parts: PerPart {
+        parts: PerComponent {
             transformer: folder.join("transformer"),
             text_encoder: folder.join("text_encoder"),
             vae: folder.join("vae"),
@@ -68,13 +68,13 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
 
     let small = scratch.write("small_decoder.safetensors", "");
     request.parts.vae = Some(small.clone());
-    assert_eq!(files(&request), ModelFiles { parts: PerPart { vae: small, ..whole.parts.clone() }, ..whole.clone() });
+    assert_eq!(files(&request), ModelFiles { parts: PerComponent { vae: small, ..whole.parts.clone() }, ..whole.clone() });
     request.parts.vae = None;
     // The folder's `model_index.json` does not describe another transformer.
     let own = scratch.write("flux-2-klein-base-4b.safetensors", "");
     request.parts.transformer = Some(own.clone());
     let origin = own.to_str().unwrap().to_owned();
-    let parts = PerPart { transformer: own, ..whole.parts.clone() };
+    let parts = PerComponent { transformer: own, ..whole.parts.clone() };
     assert_eq!(files(&request), ModelFiles { parts, index: None, origin, ..whole });
 }
 
@@ -101,7 +101,7 @@ fn conventions_are_those_of_the_folder() {
 #[test]
 fn single_files_need_no_folder() {
     let scratch = Scratch::new();
-    let parts = PerPart {
+    let parts = PerComponent {
         transformer: scratch.write("flux-2-klein-9b.safetensors", ""),
         text_encoder: scratch.write("qwen_3_8b.safetensors", ""),
         vae: scratch.write("ae.safetensors", ""),
@@ -136,7 +136,7 @@ fn single_files_need_no_folder() {
     // A flag decides between them.
     let picked = LocateRequest {
         model: Some(scratch.path().into()),
-        parts: PerPart { transformer: Some(scratch.path().join("flux-2-klein-4b.safetensors")), ..PerPart::default() },
+        parts: PerComponent { transformer: Some(scratch.path().join("flux-2-klein-4b.safetensors")), ..PerComponent::default() },
         ..LocateRequest::default()
     };
     assert!(files(&picked).parts.transformer.ends_with("flux-2-klein-4b.safetensors"));
@@ -208,11 +208,11 @@ fn a_model_without_files_has_no_parts_to_replace() {
         static FILES: [(&str, &[u8]); 0] = [];
         let built_in = Some(Embedded { files: &FILES });
         let environment = Environment { built_in, ..Environment::default() };
-        let parts = PerPart { vae: part.clone(), ..PerPart::default() };
+        let parts = PerComponent { vae: part.clone(), ..PerComponent::default() };
         let mut request = LocateRequest { model: Some(name.into()), parts, environment, ..LocateRequest::default() };
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
         // All three parts are a model, which takes precedence over KILN_MODEL.
-        request.parts = PerPart::from_fn(|_| part.clone());
+        request.parts = PerComponent::from_fn(|_| part.clone());
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
         request.environment.kiln_model = request.model.take();
         assert_eq!(files(&request).origin, part.as_ref().unwrap().to_str().unwrap(), "{name}");

@@ -1,15 +1,15 @@
 //! Manifests of the real models: counts, bytes, and the exact sizes of the published files.
 
+use kiln::internals::component::Component;
 use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
-use kiln::internals::part::Part;
 
 fn elements(specs: &[TensorSpec]) -> u64 {
     specs.iter().map(|spec| spec.shape.iter().product::<usize>() as u64).sum()
 }
 
-fn in_layout(part: Part, layout: Layout, specs: &[TensorSpec]) -> Vec<TensorSpec> {
+fn in_layout(part: Component, layout: Layout, specs: &[TensorSpec]) -> Vec<TensorSpec> {
     specs.iter().flat_map(|spec| file_tensors(part, layout, spec)).collect()
 }
 
@@ -39,9 +39,9 @@ fn transformers_match_the_published_files() {
     ] {
         let manifest = transformer_manifest(&config);
         assert_eq!(2 * elements(&manifest), bytes);
-        let renamed = in_layout(Part::Transformer, Layout::Diffusers, &manifest);
+        let renamed = in_layout(Component::Transformer, Layout::Diffusers, &manifest);
         assert_eq!((renamed.len(), elements(&renamed)), (diffusers, elements(&manifest)));
-        let same = in_layout(Part::Transformer, Layout::Bfl, &manifest);
+        let same = in_layout(Component::Transformer, Layout::Bfl, &manifest);
         assert_eq!(same.len(), original);
         assert_eq!(header_length(same), header);
         assert_eq!(8 + header + bytes, file);
@@ -58,12 +58,12 @@ fn text_encoders_match_the_published_files() {
         assert_eq!(used.len(), 1 + 27 * 8);
         assert_eq!((2 * elements(&used[..1]), 2 * elements(&used[1..])), (embedding, layers));
         // The whole file: all layers, the final norm, and the output head where it is not tied.
-        let mut whole = text_manifest(&TextConfig { taps: [9, 18, config.layers], ..config.clone() });
+        let mut whole = text_manifest(&TextConfig { text_layers: [9, 18, config.layers], ..config.clone() });
         whole.push(TensorSpec::new("model.norm.weight", &[config.hidden]));
         if head {
             whole.push(TensorSpec::new("lm_head.weight", &[config.vocab, config.hidden]));
         }
-        let tensors = in_layout(Part::TextEncoder, Layout::Diffusers, &whole);
+        let tensors = in_layout(Component::TextEncoder, Layout::Diffusers, &whole);
         assert_eq!(tensors.len(), if head { 399 } else { 398 });
         let bytes = 2 * elements(&tensors);
         assert_eq!(8 + header_length(tensors) + bytes, file);
@@ -83,7 +83,7 @@ fn autoencoders_match_the_published_counts() {
         let decoder: Vec<TensorSpec> = vae_manifest(&config).into_iter().filter(is_decoder).collect();
         assert_eq!(elements(&decoder), expected);
     }
-    let original = in_layout(Part::Vae, Layout::Bfl, &full);
+    let original = in_layout(Component::Vae, Layout::Bfl, &full);
     assert_eq!((original.len(), elements(&original)), (250, elements(&full)));
     let attention = original.iter().find(|spec| spec.name == "decoder.mid.attn_1.proj_out.weight").unwrap();
     assert_eq!(attention.shape, [512, 512, 1, 1]);

@@ -7,9 +7,9 @@ use common::ops::formats::{Codes, tiled};
 use common::random::{Random, cases};
 use kiln::error::Result;
 use kiln::internals::checkpoint::{Shard, Weights};
+use kiln::internals::component::Component;
 use kiln::internals::names::TensorSpec;
-use kiln::internals::part::Part;
-use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout, PartScaling, Scale, WeightPart};
+use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout, Scale, SliceScaling, WeightSlice};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -152,7 +152,7 @@ const SCALES: [f32; 8] = [f32::MAX, 1e30, 1e9, 1e-30, f32::MIN_POSITIVE, 1e-45, 
 /// A file with one weight.
 struct Layers {
     file: Written,
-    part: Part,
+    part: Component,
     weight: TensorSpec,
     /// The layers of the file that hold it.
     names: Vec<&'static str>,
@@ -162,7 +162,7 @@ struct Layers {
 fn layers(random: &mut Random) -> Layers {
     let whole = |file| {
         let names = vec!["double_blocks.0.img_attn.proj"];
-        Layers { file, part: Part::Transformer, weight: spec(), names }
+        Layers { file, part: Component::Transformer, weight: spec(), names }
     };
     match random.below(4) {
         0 => whole(fp8()),
@@ -184,7 +184,7 @@ fn split() -> Layers {
     (0..32).for_each(|i| scales[tiled(i / 2, i % 2, 2)] = 0x38);
     file.nvfp4(v, [16, 32], &[0x2a; 256], &scales, 0.5);
     let weight = TensorSpec::stacked("model.layers.0.self_attn.qkv_proj.weight", &[32, 16, 16], 32);
-    Layers { file, part: Part::TextEncoder, weight, names: names.into() }
+    Layers { file, part: Component::TextEncoder, weight, names: names.into() }
 }
 
 /// The final modulation under the name of diffusers, where its halves are in the other order: in FP8 with scales of rows, or in
@@ -201,7 +201,7 @@ fn halves(random: &mut Random) -> Layers {
     }
     file.scale(&format!("{name}.input_scale"), 0.5);
     let weight = TensorSpec::new("final_layer.adaLN_modulation.1.weight", &[16, 32]);
-    Layers { file, part: Part::Transformer, weight, names: vec![name] }
+    Layers { file, part: Component::Transformer, weight, names: vec![name] }
 }
 
 /// Changes a few things of a file: bytes of tensors and of metadata, scales, dtypes, shapes, names; tensors may be missing, and in
@@ -259,7 +259,7 @@ fn mutated_layers(random: &mut Random, Layers { mut file, names, .. }: Layers) -
 }
 
 /// Everything that a run checks of a weight, and its rows.
-fn load(weights: &Weights, spec: &TensorSpec) -> Result<Vec<WeightPart>> {
+fn load(weights: &Weights, spec: &TensorSpec) -> Result<Vec<WeightSlice>> {
     let weight = weights.weight(spec)?;
     weights.check(std::slice::from_ref(spec))?;
     weights.check_scales(&spec.name)?;
@@ -269,7 +269,7 @@ fn load(weights: &Weights, spec: &TensorSpec) -> Result<Vec<WeightPart>> {
 }
 
 /// The number of values that are not finite, although their codes are. Codes of NVFP4 always are.
-fn overflows(part: &WeightPart) -> usize {
+fn overflows(part: &WeightSlice) -> usize {
     let is_finite = match part.dtype {
         DType::E4m3 | DType::E5m2 => |dtype, code| Codes::of(dtype).decode(code).is_finite(),
         DType::E2m1 => |_, _| true,
@@ -320,15 +320,15 @@ fn mutated_layers_never_panic_and_are_refused_by_name() {
 #[test]
 fn values_that_overflow_are_counted() {
     let codes = Bytes::new(Arc::new([0x38, 0x40].repeat(8)));
-    let part = |scale| WeightPart {
+    let part = |scale| WeightSlice {
         bytes: codes.clone(),
         dtype: DType::E4m3,
         rows: 1,
-        scaling: PartScaling::Tensor(Scale::new(scale).unwrap()),
+        scaling: SliceScaling::Tensor(Scale::new(scale).unwrap()),
     };
     assert_eq!([1.0, f32::MAX].map(|scale| overflows(&part(scale))), [0, 8]);
     let scales = Bytes::new(Arc::new(vec![0x40; 2]));
-    let scaling = PartScaling::Blocks16 { scales, tensor: Scale::new(f32::MAX).unwrap(), layout: Nvfp4Layout::MODELOPT };
+    let scaling = SliceScaling::Blocks16 { scales, tensor: Scale::new(f32::MAX).unwrap(), layout: Nvfp4Layout::MODELOPT };
     let bytes = Bytes::new(Arc::new([0x22].repeat(16)));
-    assert_eq!(overflows(&WeightPart { bytes, dtype: DType::E2m1, rows: 2, scaling }), 32);
+    assert_eq!(overflows(&WeightSlice { bytes, dtype: DType::E2m1, rows: 2, scaling }), 32);
 }

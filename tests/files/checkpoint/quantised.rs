@@ -7,10 +7,10 @@ use common::ops::formats::{Codes, tiled, unit};
 use common::random::Random;
 use common::scratch::Scratch;
 use kiln::internals::checkpoint::{StoredWeight, Weights};
+use kiln::internals::component::Component;
 use kiln::internals::config::{Conventions, TextConfig, TransformerConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
-use kiln::internals::part::Part;
 use kiln::internals::tensor::{DType, Nvfp4Layout, Scale, Stored};
 
 const QKV: &str = "double_blocks.0.img_attn.qkv";
@@ -197,7 +197,7 @@ fn fp8_layers_of_every_transport() {
         let mut file = Written::default();
         change(&mut file, &name);
         file.add(&name("weight"), "F8_E4M3", &[rows, cols], codes.clone());
-        let weights = file.open(Part::Transformer).unwrap();
+        let weights = file.open(Component::Transformer).unwrap();
         assert_eq!(weights.shape(&name("weight")).unwrap(), [rows, cols], "{what}");
         let found = weight(&weights, &name("weight"), &[rows, cols]);
         assert_eq!(found.parts[0].dtype, DType::E4m3, "{what}");
@@ -220,14 +220,14 @@ fn rows_may_have_scales_of_their_own() {
         file.settings(QKV, FP8);
         file.add(&format!("{QKV}.weight_scale"), "F32", shape, stored.clone());
         file.add(&format!("{QKV}.weight"), "F8_E4M3", &[rows, cols], codes.clone());
-        let found = weight(&file.open(Part::Transformer).unwrap(), &format!("{QKV}.weight"), &[rows, cols]);
+        let found = weight(&file.open(Component::Transformer).unwrap(), &format!("{QKV}.weight"), &[rows, cols]);
         assert_eq!(bits(&values(&found)), bits(&want));
     }
     // The halves of the final modulation are in the other order in diffusers' files.
     let mut file = Written::default();
     file.add("norm_out.linear.weight", "F8_E4M3", &[rows, cols], codes);
     file.add("norm_out.linear.weight_scale", "F32", &[rows], stored);
-    let weights = file.open(Part::Transformer).unwrap();
+    let weights = file.open(Component::Transformer).unwrap();
     let found = weight(&weights, "final_layer.adaLN_modulation.1.weight", &[rows, cols]);
     let (first, second) = want.split_at(want.len() / 2);
     assert_eq!(bits(&values(&found)), bits(&[second, first].concat()));
@@ -238,10 +238,10 @@ fn all_tensors_may_be_fp8_without_scales() {
     let manifest = transformer_manifest(&TransformerConfig::tiny());
     for (element, dtype) in [("F8_E4M3", DType::E4m3), ("F8_E5M2", DType::E5m2)] {
         let mut file = Written::default();
-        for (i, spec) in manifest.iter().flat_map(|spec| file_tensors(Part::Transformer, Layout::Bfl, spec)).enumerate() {
+        for (i, spec) in manifest.iter().flat_map(|spec| file_tensors(Component::Transformer, Layout::Bfl, spec)).enumerate() {
             file.add(&spec.name, element, &spec.shape, codes(i as u64, spec.shape.iter().product()));
         }
-        let weights = file.open(Part::Transformer).unwrap();
+        let weights = file.open(Component::Transformer).unwrap();
         assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), TransformerConfig::tiny());
         assert!(weights.check(&manifest).unwrap().is_empty());
         for spec in &manifest {
@@ -322,7 +322,7 @@ fn nvfp4_layers_of_every_layout() {
         // Whole tiles, parts of one in both directions, and less than one.
         for size in [[128, 64], [144, 80], [4, 32]] {
             for element in ["F8_E4M3", "U8"] {
-                let part = if layer == DOWN { Part::TextEncoder } else { Part::Transformer };
+                let part = if layer == DOWN { Component::TextEncoder } else { Component::Transformer };
                 let weight_of = Nvfp4::new(i as u64, size, layout);
                 let mut file = Written::default();
                 change(&mut file);
@@ -336,7 +336,7 @@ fn nvfp4_layers_of_every_layout() {
                 assert_eq!(bits(&values(&found)), bits(&weight_of.values()), "{i} {size:?}");
                 // Text encoders never quantise their activations.
                 let input = Stored::nvfp4(Scale::new(0.02).unwrap());
-                assert_eq!(found.input, (part == Part::Transformer).then_some(input), "{i}");
+                assert_eq!(found.input, (part == Component::Transformer).then_some(input), "{i}");
                 weights.check_scales(&name).unwrap();
                 // Without a scale the input stays as it is.
                 file.remove(&format!("{layer}.input_scale"));
@@ -360,7 +360,7 @@ fn parts_of_one_weight_may_have_formats_of_their_own() {
     value.add(&mut file, &layer("v"));
     file.scale(&format!("{}.input_scale", layer("v")), 1.0);
     let spec = TensorSpec::stacked(format!("{QKV}.weight"), &[128; 3], cols);
-    let weights = file.open(Part::Transformer).unwrap();
+    let weights = file.open(Component::Transformer).unwrap();
     assert_eq!(weights.shape(&spec.name).unwrap(), spec.shape);
     let found = weights.weight(&spec).unwrap();
     assert_eq!(found.parts.iter().map(|part| part.dtype).collect::<Vec<_>>(), [DType::E4m3, DType::Bf16, DType::E2m1]);
@@ -377,7 +377,7 @@ fn parts_of_one_weight_may_have_formats_of_their_own() {
             file.scale(&format!("{}.input_scale", layer(letter)), scale);
             file.add(&format!("{}.weight", layer(letter)), "F8_E4M3", &[128, cols], query.clone());
         }
-        assert_eq!(file.open(Part::Transformer).unwrap().weight(&spec).unwrap().input, input);
+        assert_eq!(file.open(Component::Transformer).unwrap().weight(&spec).unwrap().input, input);
     }
 }
 
@@ -392,7 +392,7 @@ fn halves_of_nvfp4_weights_take_their_scales_along() {
         let stored = Nvfp4::new(5, [rows, 80], layout);
         let mut file = Written::default();
         stored.add(&mut file, "norm_out.linear");
-        let weights = file.open(Part::Transformer).unwrap().with_nvfp4_layout(Some(layout));
+        let weights = file.open(Component::Transformer).unwrap().with_nvfp4_layout(Some(layout));
         let spec = TensorSpec::new("final_layer.adaLN_modulation.1.weight", &[rows, 80]);
         match weights.weight(&spec) {
             Ok(found) if is_cut => {
@@ -423,13 +423,13 @@ fn prefixes_are_seen_through_and_other_parts_passed_over() {
         file.scale(&format!("{prefix}{QKV}.weight_scale"), 0.3);
         file.add("vae.decoder.conv_in.weight", "F8_E4M3", &[8, 4, 3, 3], vec![0; 288]);
         stored.add(&mut file, down);
-        let found = weight(&file.open(Part::Transformer).unwrap(), &format!("{QKV}.weight"), &[128, 64]);
+        let found = weight(&file.open(Component::Transformer).unwrap(), &format!("{QKV}.weight"), &[128, 64]);
         assert_eq!(bits(&values(&found)), bits(&scaled(&codes, DType::E4m3, 0.3)));
         assert_eq!(found.input, fp8_input(1.0));
         let name = "model.layers.3.mlp.down_proj.weight";
-        let encoder = file.open(Part::TextEncoder).unwrap();
+        let encoder = file.open(Component::TextEncoder).unwrap();
         assert_eq!(bits(&values(&weight(&encoder, name, &[128, 64]))), bits(&stored.values()));
-        let text = super::message(&file.open(Part::Vae).unwrap_err());
+        let text = super::message(&file.open(Component::Vae).unwrap_err());
         assert!(text.contains("tensor `vae.decoder.conv_in.weight` is MXFP8"), "{text}");
     }
     // A marker counts for the part that its prefix names.
@@ -437,7 +437,7 @@ fn prefixes_are_seen_through_and_other_parts_passed_over() {
     file.add(&format!("{prefix}scaled_fp8"), "F8_E4M3", &[0], []);
     file.add(&format!("{prefix}{QKV}.weight"), "F8_E4M3", &[128, 64], codes);
     file.scale(&format!("{prefix}{QKV}.scale_weight"), 0.3);
-    assert_eq!(weight(&file.open(Part::Transformer).unwrap(), &format!("{QKV}.weight"), &[128, 64]).input, fp8_input(1.0));
+    assert_eq!(weight(&file.open(Component::Transformer).unwrap(), &format!("{QKV}.weight"), &[128, 64]).input, fp8_input(1.0));
 }
 
 #[test]
@@ -459,8 +459,8 @@ fn weights_at_odd_offsets_and_scales_in_another_file() {
     for (i, tensor) in file.tensors.iter().enumerate() {
         files[i % 2].tensors.push(tensor.clone());
     }
-    let split = Weights::from_shards(Part::Transformer, files.iter().map(Written::shard).collect()).unwrap();
-    for weights in [file.open(Part::Transformer).unwrap(), split] {
+    let split = Weights::from_shards(Component::Transformer, files.iter().map(Written::shard).collect()).unwrap();
+    for weights in [file.open(Component::Transformer).unwrap(), split] {
         for (i, stored) in stored.iter().enumerate() {
             let name = format!("{}.weight", layer(i));
             assert_eq!(bits(&values(&weight(&weights, &name, &[128, 64]))), bits(&stored.values()));
@@ -473,7 +473,7 @@ fn weights_at_odd_offsets_and_scales_in_another_file() {
 fn mixed_transformer() -> Written {
     let mut file = Written::default();
     let manifest = transformer_manifest(&TransformerConfig::tiny());
-    for (i, spec) in manifest.iter().flat_map(|spec| file_tensors(Part::Transformer, Layout::Bfl, spec)).enumerate() {
+    for (i, spec) in manifest.iter().flat_map(|spec| file_tensors(Component::Transformer, Layout::Bfl, spec)).enumerate() {
         let layer = spec.name.trim_end_matches(".weight").to_owned();
         match spec.shape[..] {
             [rows, cols] if spec.name.contains("_blocks.") && i % 2 == 0 => {
@@ -494,7 +494,7 @@ fn mixed_transformer() -> Written {
 #[test]
 fn a_mixed_transformer_is_detected_and_complete() {
     let file = mixed_transformer();
-    let weights = file.open(Part::Transformer).unwrap();
+    let weights = file.open(Component::Transformer).unwrap();
     let config = TransformerConfig::detect(&weights, None).unwrap();
     assert_eq!(config, TransformerConfig::tiny());
     assert!(weights.check(&transformer_manifest(&config)).unwrap().is_empty());
@@ -506,14 +506,15 @@ fn a_mixed_transformer_is_detected_and_complete() {
     // The same from a file on disk.
     let scratch = Scratch::new();
     let path = scratch.write("mixed.safetensors", file.bytes());
-    assert!(Weights::open(Part::Transformer, &path).unwrap().check(&transformer_manifest(&config)).unwrap().is_empty());
+    assert!(Weights::open(Component::Transformer, &path).unwrap().check(&transformer_manifest(&config)).unwrap().is_empty());
 }
 
 #[test]
 fn layers_of_an_encoder_that_no_run_reads_may_have_any_scales() {
     let config = TextConfig::tiny();
     let manifest = text_manifest(&config);
-    let tensors: Vec<_> = manifest.iter().flat_map(|spec| file_tensors(Part::TextEncoder, Layout::Diffusers, spec)).collect();
+    let tensors: Vec<_> =
+        manifest.iter().flat_map(|spec| file_tensors(Component::TextEncoder, Layout::Diffusers, spec)).collect();
     let with = |layer: usize| {
         let mut file = Written::default();
         for spec in &tensors {
@@ -522,7 +523,7 @@ fn layers_of_an_encoder_that_no_run_reads_may_have_any_scales() {
         file.declare(&[(&format!("model.layers.{layer}.mlp.x_proj"), FP8)]);
         file.scale(&format!("model.layers.{layer}.mlp.up_proj.weight_scale"), f32::NAN);
         file.scale("lm_head.weight_scale", -1.0);
-        file.open(Part::TextEncoder).unwrap()
+        file.open(Component::TextEncoder).unwrap()
     };
     assert!(with(35).check(&manifest).unwrap().is_empty());
     assert!(with(0).check(&manifest).is_err());
@@ -536,7 +537,7 @@ fn zeros_in_elements_or_scales_are_noticed() {
     let refused = |name: &str| {
         let mut file = file.clone();
         file.tensor(name).1.fill(0);
-        let weights = file.open(Part::Transformer).unwrap();
+        let weights = file.open(Component::Transformer).unwrap();
         weights.names().for_each(|name| weights.note_used(name, false));
         super::message(&weights.check_written().unwrap_err())
     };
@@ -567,7 +568,7 @@ fn formats_that_are_not_supported_are_refused_by_tensor_and_name() {
         (vec![weight("U8"), beside("weight.absmax", "F32")], "4-bit (bitsandbytes)"),
         (vec![weight("U8"), beside("weight.nested_absmax", "F32")], "in an unknown quantised format"),
     ] {
-        let error = Weights::from_shards(Part::Transformer, vec![shard(zeros(&tensors)).unwrap()]).unwrap_err();
+        let error = Weights::from_shards(Component::Transformer, vec![shard(zeros(&tensors)).unwrap()]).unwrap_err();
         assert_eq!(error.to_string(), format!("unsupported quantisation (x.safetensors): tensor `{QKV}.weight` is {format}"));
         assert_eq!(error.hint().unwrap(), "use the BF16, FP8 or NVFP4 checkpoint of the same model");
     }
@@ -590,7 +591,7 @@ fn formats_that_are_not_supported_are_refused_by_tensor_and_name() {
                 file.settings(QKV, settings)
             }
             file.add(&format!("{QKV}.weight"), "F8_E4M3", &[4], [0; 4]);
-            let text = file.open(Part::Transformer).unwrap_err().to_string();
+            let text = file.open(Component::Transformer).unwrap_err().to_string();
             assert_eq!(text, format!("unsupported quantisation (x.safetensors): tensor `{QKV}.weight` is {format}"));
         }
     }

@@ -5,8 +5,8 @@ use super::written::Written;
 use common::ops::formats::tiled;
 use kiln::error::Result;
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::names::TensorSpec;
-use kiln::internals::part::Part;
 use kiln::internals::tensor::Nvfp4Layout;
 
 const LAYER: &str = "double_blocks.0.img_attn.proj";
@@ -59,14 +59,14 @@ fn load(weights: &Weights) -> Result<()> {
 }
 
 fn refused(file: &Written) -> String {
-    message(&file.open(Part::Transformer).and_then(|weights| load(&weights)).unwrap_err())
+    message(&file.open(Component::Transformer).and_then(|weights| load(&weights)).unwrap_err())
 }
 
 /// A way to damage a file, and the message about it.
 type Fault<'a> = (&'a dyn Fn(&mut Written), String, &'a str);
 
 fn check(file: &Written, faults: &[Fault<'_>]) {
-    load(&file.open(Part::Transformer).unwrap()).unwrap();
+    load(&file.open(Component::Transformer).unwrap()).unwrap();
     for (change, what, hint) in faults {
         let mut file = file.clone();
         change(&mut file);
@@ -149,7 +149,7 @@ fn scales_so_large_that_values_overflow_are_refused() {
         let accepted = |scale: f32| {
             let mut file = file.clone();
             file.tensor(&name(suffix)).1[..4].copy_from_slice(&scale.to_le_bytes());
-            let weights = file.open(Part::Transformer).unwrap();
+            let weights = file.open(Component::Transformer).unwrap();
             match load(&weights) {
                 Ok(()) => {
                     let (weight, mut row) = (weights.weight(&spec()).unwrap(), vec![0.0; SIZE[1]]);
@@ -331,9 +331,9 @@ fn shapes_that_do_not_fit() {
     // The other way round.
     let mut file = nvfp4();
     scales("F8_E4M3", 144, 5)(&mut file);
-    let weights = file.open(Part::Transformer).unwrap().with_nvfp4_layout(Some(Nvfp4Layout::MODELOPT));
+    let weights = file.open(Component::Transformer).unwrap().with_nvfp4_layout(Some(Nvfp4Layout::MODELOPT));
     load(&weights).unwrap();
-    let weights = nvfp4().open(Part::Transformer).unwrap().with_nvfp4_layout(Some(Nvfp4Layout::MODELOPT));
+    let weights = nvfp4().open(Component::Transformer).unwrap().with_nvfp4_layout(Some(Nvfp4Layout::MODELOPT));
     let text = message(&load(&weights).unwrap_err());
     let what = "is [256, 8], a weight of 144 x 80 has block scales of [144, 5]; this is the shape of tiled ones";
     assert_eq!(text, format!("{} / {ORDER}", tensor("weight_scale", what)));
@@ -341,7 +341,7 @@ fn shapes_that_do_not_fit() {
     // A model whose layer has no whole number of blocks.
     let mut file = nvfp4();
     weight(144, 36)(&mut file);
-    let odd = file.open(Part::Transformer).unwrap().weight(&TensorSpec::new(name("weight"), &[144, 72])).unwrap_err();
+    let odd = file.open(Component::Transformer).unwrap().weight(&TensorSpec::new(name("weight"), &[144, 72])).unwrap_err();
     let what = tensor("weight", "has 72 columns, NVFP4 needs a multiple of 16");
     assert_eq!(message(&odd), format!("{what} / {DAMAGED}"));
     // Only matrices have block scales.
@@ -351,7 +351,7 @@ fn shapes_that_do_not_fit() {
     file.add("single_blocks.0.norm.query_norm.weight_scale", "U8", &[128], [0; 128]);
     file.scale("single_blocks.0.norm.query_norm.weight_scale_2", 1.0);
     let norm = TensorSpec::new("single_blocks.0.norm.query_norm.scale", &[128]);
-    let text = message(&file.open(Part::Transformer).unwrap().weight(&norm).unwrap_err());
+    let text = message(&file.open(Component::Transformer).unwrap().weight(&norm).unwrap_err());
     assert!(text.contains("tensor `single_blocks.0.norm.query_norm.weight` is NVFP4, but not a matrix"), "{text}");
 }
 
@@ -377,7 +377,7 @@ fn block_scales_are_checked_one_by_one() {
             let mut file = nvfp4();
             put(row, block, 0)(&mut file);
             file.tensor(&name("weight")).1[row * 40 + block * 8..][..8].fill(code);
-            load(&file.open(Part::Transformer).unwrap()).unwrap();
+            load(&file.open(Component::Transformer).unwrap()).unwrap();
         }
     }
     for (row, block) in [(0, 5), (127, 7), (144, 0), (255, 7), (200, 3)] {
@@ -400,6 +400,6 @@ fn block_scales_are_checked_one_by_one() {
     scales[70 * 64 + 5] = 0x7f;
     scales[3000 * 64 + 1] = 0xff;
     file.nvfp4("transformer_blocks.0.attn.to_out.0", [rows, cols], &vec![0x11; rows * cols / 2], &scales, 1.0);
-    let text = message(&file.open(Part::Transformer).unwrap().check_scales(&spec().name).unwrap_err());
+    let text = message(&file.open(Component::Transformer).unwrap().check_scales(&spec().name).unwrap_err());
     assert!(text.contains("is NaN, at block 5 of row 70 /"), "{text}");
 }

@@ -6,25 +6,25 @@ use common::random::{long, one_in};
 use common::scratch::Scratch;
 use kiln::error::{Error, Result};
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, file_tensors};
-use kiln::internals::part::Part;
 use kiln::internals::pipeline::Configs;
 use rayon::prelude::*;
 use std::path::Path;
 
 /// The tensors of one part under the names of its file.
-fn tensors(part: Part, configs: &Configs, layout: Layout) -> Vec<Described> {
+fn tensors(part: Component, configs: &Configs, layout: Layout) -> Vec<Described> {
     let manifest = match part {
-        Part::Transformer => transformer_manifest(&configs.transformer),
-        Part::TextEncoder => text_manifest(&configs.text_encoder),
-        Part::Vae => vae_manifest(&configs.vae),
+        Component::Transformer => transformer_manifest(&configs.transformer),
+        Component::TextEncoder => text_manifest(&configs.text_encoder),
+        Component::Vae => vae_manifest(&configs.vae),
     };
     manifest.iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
 }
 
-fn open(part: Part, path: &Path, tensors: &[Described]) -> Result<Weights> {
+fn open(part: Component, path: &Path, tensors: &[Described]) -> Result<Weights> {
     write_sparse(path, tensors);
     Weights::open(part, path)
 }
@@ -42,19 +42,19 @@ impl<'a> Model<'a> {
 
     /// The checks before a run, with another file for one part: detect its configuration, compare it with the other parts, check
     /// all tensors. Returns unknown tensors.
-    fn with(&self, part: Part, tensors: &[Described]) -> Result<Vec<String>> {
+    fn with(&self, part: Component, tensors: &[Described]) -> Result<Vec<String>> {
         let weights = open(part, &self.scratch.path().join("changed"), tensors)?;
         let Configs { mut transformer, mut text_encoder, .. } = self.configs.clone();
         let manifest = match part {
-            Part::Transformer => {
+            Component::Transformer => {
                 transformer = TransformerConfig::detect(&weights, None)?;
                 transformer_manifest(&transformer)
             }
-            Part::TextEncoder => {
+            Component::TextEncoder => {
                 text_encoder = TextConfig::detect(&weights, None, &Conventions::klein())?;
                 text_manifest(&text_encoder)
             }
-            Part::Vae => vae_manifest(&VaeConfig::detect(&weights, None)?),
+            Component::Vae => vae_manifest(&VaeConfig::detect(&weights, None)?),
         };
         check_fit(&transformer, &text_encoder)?;
         weights.check(&manifest)
@@ -72,7 +72,7 @@ fn is_sampled(name: &str) -> bool {
 }
 
 /// Tries every fault in every tensor of one part, and returns how many there were.
-fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
+fn faults(model: &Model<'_>, part: Component, whole: &[Described]) -> usize {
     assert!(model.with(part, whole).unwrap().is_empty());
     let mut count = 0;
     let sampled = whole.iter().enumerate().filter(|(_, (name, ..))| long() || is_sampled(name));
@@ -93,8 +93,8 @@ fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
         let extra = format!("{name}.bias");
         match with(&|t| t.push((extra.clone(), "BF16", vec![1]))) {
             // Only the transformer may not have unknown tensors; files of the other parts also serve other programs.
-            Err(Error::TensorUnknown { name: n, .. }) if part == Part::Transformer => assert_eq!(n, extra),
-            Ok(unknown) if part != Part::Transformer => assert_eq!(unknown, [extra]),
+            Err(Error::TensorUnknown { name: n, .. }) if part == Component::Transformer => assert_eq!(n, extra),
+            Ok(unknown) if part != Component::Transformer => assert_eq!(unknown, [extra]),
             other => panic!("{name}: {other:?}"),
         }
         let error = refused(&|t| t[i].1 = "I16");
@@ -122,11 +122,11 @@ fn faults(model: &Model<'_>, part: Part, whole: &[Described]) -> usize {
 fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
     let configs = [Configs::klein_4b(), Configs::klein_9b()];
     let layouts = [Layout::Diffusers, Layout::Bfl];
-    let parts = configs.iter().flat_map(|configs| Part::ALL.map(|part| (configs, part)));
+    let parts = configs.iter().flat_map(|configs| Component::ALL.map(|part| (configs, part)));
     let jobs: Vec<_> = parts.flat_map(|(configs, part)| layouts.map(|layout| (configs, part, layout))).collect();
     let counts = jobs.into_par_iter().map(|(configs, part, layout)| {
         // The text encoder has only one layout.
-        if part == Part::TextEncoder && layout == Layout::Bfl {
+        if part == Component::TextEncoder && layout == Layout::Bfl {
             return 0;
         }
         faults(&Model::new(configs), part, &tensors(part, configs, layout))
@@ -142,8 +142,9 @@ fn the_encoder_of_the_other_size_is_refused_by_name() {
         (&small, &large, "klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
         (&large, &small, "klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),
     ] {
-        let error =
-            Model::new(configs).with(Part::TextEncoder, &tensors(Part::TextEncoder, other, Layout::Diffusers)).unwrap_err();
+        let error = Model::new(configs)
+            .with(Component::TextEncoder, &tensors(Component::TextEncoder, other, Layout::Diffusers))
+            .unwrap_err();
         assert_eq!(error.to_string(), format!("text encoder does not fit the transformer: {expected}"));
     }
 }

@@ -4,26 +4,26 @@ use super::{message, shard};
 use common::random::one_in;
 use kiln::error::Result;
 use kiln::internals::checkpoint::Weights;
+use kiln::internals::component::Component;
 use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{self, Layout, TensorRole, TensorSpec};
-use kiln::internals::part::Part;
 use kiln::internals::tensor::DType;
 use kiln::internals::tiny;
 use std::ops::Range;
 use std::path::Path;
 
 /// The files of the tiny model, each with the tensors that a run reads.
-fn parts() -> [(Part, Vec<u8>, Vec<TensorSpec>); 3] {
+fn parts() -> [(Component, Vec<u8>, Vec<TensorSpec>); 3] {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     [
-        (Part::Transformer, model.transformer.to_vec(), transformer_manifest(&TransformerConfig::tiny())),
-        (Part::TextEncoder, model.text_encoder.to_vec(), text_manifest(&TextConfig::tiny())),
-        (Part::Vae, model.vae.to_vec(), vae_manifest(&VaeConfig::tiny())),
+        (Component::Transformer, model.transformer.to_vec(), transformer_manifest(&TransformerConfig::tiny())),
+        (Component::TextEncoder, model.text_encoder.to_vec(), text_manifest(&TextConfig::tiny())),
+        (Component::Vae, model.vae.to_vec(), vae_manifest(&VaeConfig::tiny())),
     ]
 }
 
-fn opened(part: Part, bytes: &[u8]) -> Weights {
+fn opened(part: Component, bytes: &[u8]) -> Weights {
     Weights::from_shards(part, vec![shard(bytes.to_vec()).unwrap()]).unwrap()
 }
 
@@ -37,7 +37,7 @@ fn look(weights: &Weights, manifest: &[TensorSpec]) -> Result<()> {
 
 /// The byte ranges of the matrices that a run reads.
 fn matrices(weights: &Weights, manifest: &[TensorSpec]) -> Vec<Range<usize>> {
-    let read = |name: &str| match names::resolve(weights.part(), name) {
+    let read = |name: &str| match names::resolve(weights.component(), name) {
         TensorRole::Weight(spelling) => manifest.iter().any(|spec| spec.name == spelling.canonical),
         _ => false,
     };
@@ -76,7 +76,9 @@ fn a_download_that_stopped_anywhere_is_noticed() {
 #[test]
 fn trained_weights_are_not_mistaken_for_missing_ones() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/builtin");
-    for (part, name) in [(Part::Transformer, "transformer"), (Part::TextEncoder, "text_encoder"), (Part::Vae, "vae")] {
+    for (part, name) in
+        [(Component::Transformer, "transformer"), (Component::TextEncoder, "text_encoder"), (Component::Vae, "vae")]
+    {
         let weights = Weights::open(part, &folder.join(name)).unwrap();
         weights.names().for_each(|tensor| weights.note_used(tensor, tensor.contains("embed_tokens")));
         weights.check_written().unwrap();

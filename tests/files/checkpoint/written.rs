@@ -4,7 +4,7 @@ use super::{Described, described, shard};
 use common::header::{header_of, safetensors};
 use kiln::error::Result;
 use kiln::internals::checkpoint::{Shard, Weights};
-use kiln::internals::part::Part;
+use kiln::internals::component::Component;
 
 /// A file whose tensors are stored in the order in which they are added.
 #[derive(Clone, Default)]
@@ -77,7 +77,7 @@ impl Written {
         shard(self.bytes()).unwrap()
     }
 
-    pub fn open(&self, part: Part) -> Result<Weights> {
+    pub fn open(&self, part: Component) -> Result<Weights> {
         Weights::from_shards(part, vec![self.shard()])
     }
 }

@@ -19,7 +19,7 @@ pub use values::*;
 
 use crate::terminal::Verbosity;
 use clap::Args;
-use kiln::PerPart;
+use kiln::PerComponent;
 use kiln::error::{Error, Result};
 use kiln::locate::{Environment, LocateRequest};
 use std::ffi::OsString;
@@ -158,7 +158,7 @@ impl ModelArgs {
         let Self { model, transformer, text_encoder, vae, tokenizer, nvfp4_layout, .. } = self;
         LocateRequest {
             model: model.clone(),
-            parts: PerPart { transformer: transformer.clone(), text_encoder: text_encoder.clone(), vae: vae.clone() },
+            parts: PerComponent { transformer: transformer.clone(), text_encoder: text_encoder.clone(), vae: vae.clone() },
             tokenizer: tokenizer.clone(),
             nvfp4_layout: (*nvfp4_layout).into(),
             environment,

@@ -173,7 +173,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         // On a CPU these would take memory from everything else.
         if on_gpu {
             let more = if known.profile.variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
-            engine.keep_results(KEPT_BYTES + more, &job)?;
+            engine.cache_results(KEPT_BYTES + more, &job)?;
         }
         Ok((engine, (known, targets)))
     })?;

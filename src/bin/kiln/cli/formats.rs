@@ -1,6 +1,6 @@
 //! The formats of a model in words: its linear layers by kind, and its attention.
 
-use kiln::{AttentionFormatCount, DType, Formats, KindFormat, LayerRole, Part, PlainHeads, PlainInput};
+use kiln::{AttentionFormatCount, Component, DType, Formats, KindFormat, LayerRole, PlainHeads, PlainInput};
 use std::collections::BTreeSet;
 
 /// The formats in short lines: one line for all kinds of a part that have the same ones, and only one if the whole model has the
@@ -24,7 +24,7 @@ fn layer_lines(rows: &[KindFormat]) -> Vec<String> {
         return vec![format!("all {words}")];
     }
     let mut lines = Vec::new();
-    for part in Part::ALL {
+    for part in Component::ALL {
         let kinds: Vec<_> = kinds.iter().filter(|(kind, _)| kind.component() == part).collect();
         let count = |blocks: &str| kinds.iter().filter(|(kind, _)| kind_name(*kind).0 == blocks).count();
         for (words, alike) in grouped(kinds.iter().map(|(kind, words)| (words, kind_name(*kind)))) {
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn kinds_of_the_same_format_share_a_line() {
-        let is_block = |id: LayerId| id.block.is_some() && id.component() == Part::Transformer;
+        let is_block = |id: LayerId| id.block.is_some() && id.component() == Component::Transformer;
         let fp8 = |id| if is_block(id) { (vec![(E4m3, E4m3)], E4m3) } else { (vec![(Bf16, Bf16)], Bf16) };
         assert_eq!(
             format_lines(&model(fp8)),

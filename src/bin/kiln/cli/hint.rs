@@ -1,6 +1,6 @@
 //! Puts the library's errors and remedies into the terms of the command line, which names flags.
 
-use kiln::Part;
+use kiln::Component;
 use kiln::error::{EXPECTED, Error, Remedy, alternatives};
 use kiln::text::{amount, shown_text};
 
@@ -27,7 +27,7 @@ pub fn hint(error: &Error) -> Option<String> {
 
 /// A remedy in the words of the command line.
 pub fn describe(remedy: &Remedy) -> String {
-    let flags = |parts: &[Part]| parts.iter().map(|part| flag(*part)).collect::<Vec<_>>();
+    let flags = |parts: &[Component]| parts.iter().map(|part| flag(*part)).collect::<Vec<_>>();
     match remedy {
         Remedy::AnyOf(ways) => format!("try to {}", alternatives(&ways.iter().map(describe).collect::<Vec<_>>())),
         Remedy::SmallerImage => "lower --width and --height".into(),
@@ -72,11 +72,11 @@ pub fn describe(remedy: &Remedy) -> String {
 }
 
 /// The flag that names the weights of a part.
-fn flag(part: Part) -> &'static str {
+fn flag(part: Component) -> &'static str {
     match part {
-        Part::Transformer => "--transformer",
-        Part::TextEncoder => "--text-encoder",
-        Part::Vae => "--vae",
+        Component::Transformer => "--transformer",
+        Component::TextEncoder => "--text-encoder",
+        Component::Vae => "--vae",
     }
 }
 
@@ -94,7 +94,7 @@ mod tests {
     /// The library's own texts name no flags, because its callers have none; those of the command line do.
     #[test]
     fn only_the_command_line_names_flags() {
-        let parts = || vec![Part::Transformer, Part::Vae];
+        let parts = || vec![Component::Transformer, Component::Vae];
         for remedy in [
             Remedy::AnyOf(vec![Remedy::FewerReferences, Remedy::CpuBackend]),
             Remedy::SmallerImage,

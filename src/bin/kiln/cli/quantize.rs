@@ -12,10 +12,12 @@ use kiln::locate::{Environment, Found, LocateRequest, locate};
 use kiln::output::Staged;
 use kiln::progress::Progress;
 use kiln::quantize::calibrate::{Calibration, calibrate, read_prompts};
-use kiln::quantize::{CHECKPOINT_BYTES, FileReport, Options, PartSource, Plan, Report, Target, calibration_inputs, copies};
+use kiln::quantize::{
+    CHECKPOINT_BYTES, ComponentSource, FilePlan, FileReport, Options, Report, Target, calibration_inputs, copies,
+};
 use kiln::selftest::Records;
 use kiln::text::{amount, shown_path};
-use kiln::{OpenModel, Part, PerPart, Pixels, Variant, check_length};
+use kiln::{Component, OpenModel, PerComponent, Pixels, Variant, check_length};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
@@ -164,7 +166,7 @@ pub struct QuantizeArgs {
 
 /// What is quantised.
 struct Source {
-    parts: Vec<PartSource>,
+    parts: Vec<ComponentSource>,
     /// The whole model, unless a part was opened without it.
     model: Option<(Found, OpenModel)>,
 }
@@ -179,16 +181,16 @@ impl Subcommand for QuantizeArgs {
         let stop = &signals.stop;
         let start = Instant::now();
         let is_file = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"));
-        let parts: Vec<Part> = match self.part.map(Part::from) {
+        let parts: Vec<Component> = match self.part.map(Component::from) {
             Some(part) => vec![part],
-            None if is_file => vec![Part::Transformer],
-            None => vec![Part::Transformer, Part::TextEncoder],
+            None if is_file => vec![Component::Transformer],
+            None => vec![Component::Transformer, Component::TextEncoder],
         };
         let for_diffusers = self.layout == WeightLayoutArg::Diffusers;
         if for_diffusers {
             check_diffusers(&self, &parts)?;
         }
-        let calibrates = !self.no_calibration && parts.contains(&Part::Transformer);
+        let calibrates = !self.no_calibration && parts.contains(&Component::Transformer);
         let runs = if calibrates { Some(Runs::new(&self)?) } else { None };
         let records = Records::below(environment.caches().as_deref());
         let source = open(&self, &parts, !is_file || calibrates, environment)?;
@@ -202,13 +204,13 @@ impl Subcommand for QuantizeArgs {
             _ => Vec::new(),
         };
         let options = Options { format: self.to.into(), layout: self.layout.into(), keep: self.keep.clone(), calibration };
-        let plan = Plan::new(&source.parts, copied, &options)?.calibrated_by(read);
+        let plan = FilePlan::new(&source.parts, copied, &options)?.calibrated_by(read);
         source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
         let asked = self.prompts.is_some() || self.calibration_size.is_some() || self.calibration_steps.is_some();
         if asked && !calibrates {
             terminal.warn("text encoders have no input scales, so nothing is calibrated");
         }
-        if for_diffusers && parts.contains(&Part::TextEncoder) {
+        if for_diffusers && parts.contains(&Component::TextEncoder) {
             terminal.say("note: diffusers reads no quantised text encoders; this one is as kiln and ComfyUI read it");
         }
         if plan.narrowed() > 0 {
@@ -255,8 +257,8 @@ fn is_taken(error: &Error) -> bool {
 }
 
 /// Fails if diffusers would not read what is asked for.
-fn check_diffusers(args: &QuantizeArgs, parts: &[Part]) -> Result<()> {
-    if !parts.contains(&Part::Transformer) {
+fn check_diffusers(args: &QuantizeArgs, parts: &[Component]) -> Result<()> {
+    if !parts.contains(&Component::Transformer) {
         let hint = "leave out --layout: the file is then as kiln and ComfyUI read it";
         return Err(Error::usage("--layout diffusers: diffusers reads no quantised text encoders", hint));
     }
@@ -318,16 +320,16 @@ fn square(side: usize) -> Result<Pixels> {
 }
 
 /// Opens what is quantised: the whole model if `whole`, or else only the part if it is named by itself.
-fn open(args: &QuantizeArgs, parts: &[Part], whole: bool, environment: Environment) -> Result<Source> {
+fn open(args: &QuantizeArgs, parts: &[Component], whole: bool, environment: Environment) -> Result<Source> {
     let variant = args.variant.map(Variant::from);
     let input = args.input.as_path();
     let is_file = input.is_file();
-    let part = parts.first().copied().unwrap_or(Part::Transformer);
-    let alone = || Ok(Source { parts: vec![PartSource::open(part, input, variant)?], model: None });
+    let part = parts.first().copied().unwrap_or(Component::Transformer);
+    let alone = || Ok(Source { parts: vec![ComponentSource::open(part, input, variant)?], model: None });
     if is_file && !whole {
         return alone();
     }
-    let mut replaced = PerPart { transformer: None, text_encoder: args.text_encoder.clone(), vae: args.vae.clone() };
+    let mut replaced = PerComponent { transformer: None, text_encoder: args.text_encoder.clone(), vae: args.vae.clone() };
     if is_file {
         replaced[part] = Some(input.into());
     }
@@ -347,9 +349,9 @@ fn open(args: &QuantizeArgs, parts: &[Part], whole: bool, environment: Environme
     };
     let model = OpenModel::open(&found, variant)?;
     let (weights, config) = (model.weights(), &model.configs.transformer);
-    let part = |part: &Part| match part {
-        Part::Transformer => PartSource::Transformer(weights.transformer.clone(), config.clone(), model.variant),
-        _ => PartSource::TextEncoder(weights.text_encoder.clone()),
+    let part = |part: &Component| match part {
+        Component::Transformer => ComponentSource::Transformer(weights.transformer.clone(), config.clone(), model.variant),
+        _ => ComponentSource::TextEncoder(weights.text_encoder.clone()),
     };
     Ok(Source { parts: parts.iter().map(part).collect(), model: Some((found, model)) })
 }

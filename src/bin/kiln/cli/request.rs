@@ -11,7 +11,7 @@ use kiln::lora::{AdapterMode, Adapters};
 use kiln::selftest::Records;
 use kiln::{
     Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Pixels, PreparedReference, SHORTEN,
-    SequencePlan, Variant, check_length, read_noise,
+    SequenceLayout, Variant, check_length, read_noise,
 };
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
@@ -126,7 +126,7 @@ impl ImageRequest {
         let conventions = found.conventions()?;
         let shape = Self::new(args.image.clone(), &conventions)?;
         let grids: Vec<Grid> = shape.references.iter().map(PreparedReference::grid).collect();
-        SequencePlan::new(conventions.max_text_tokens, shape.size.grid(), &grids)?;
+        SequenceLayout::new(conventions.max_text_tokens, shape.size.grid(), &grids)?;
         let noise = match &args.noise {
             Some(path) => Noise::Given(read_noise(path, shape.size.grid().tokens())?),
             None => Noise::Drawn(kind),

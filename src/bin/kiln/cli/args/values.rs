@@ -5,7 +5,7 @@ use kiln::device::Fp8Accumulate;
 use kiln::lora::AdapterMode;
 use kiln::predict::{CARDS, Card};
 use kiln::quantize::{QuantisedFormat, WeightLayout};
-use kiln::{AttentionFormat, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Part, Precision, Variant};
+use kiln::{AttentionFormat, Component, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Precision, Variant};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -162,11 +162,11 @@ choice! {
 
 choice! {
     /// Values of `--part`.
-    PartArg for Part {
+    PartArg for Component {
         /// The transformer
-        Transformer => Part::Transformer,
+        Transformer => Component::Transformer,
         /// The text encoder
-        TextEncoder => Part::TextEncoder,
+        TextEncoder => Component::TextEncoder,
     }
 }
 

@@ -4,7 +4,7 @@ use super::super::args::{ImageOptions, LoraArg};
 use super::super::request::{ImageRequest, check_nul};
 use kiln::error::{Error, Result};
 use kiln::text::{misspelled, shown};
-use kiln::{Conventions, Grid, Noise, NoiseKind, PreparedReference, SequencePlan, check_length};
+use kiln::{Conventions, Grid, Noise, NoiseKind, PreparedReference, SequenceLayout, check_length};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -119,7 +119,7 @@ impl Line {
         }
         let request = ImageRequest::new(options, conventions)?;
         let grids: Vec<Grid> = request.references.iter().map(PreparedReference::grid).collect();
-        SequencePlan::new(conventions.max_text_tokens, request.size.grid(), &grids)?;
+        SequenceLayout::new(conventions.max_text_tokens, request.size.grid(), &grids)?;
         Ok(ImageRequest { prompt, negative, seeds: vec![seed], noise: Noise::Drawn(NoiseKind::HOPPER), ..request })
     }
 }

@@ -11,7 +11,7 @@ use kiln::inspect::{
 };
 use kiln::progress::{Phase, Progress};
 use kiln::text::{grouped, shown, shown_line};
-use kiln::{Layout, OpenModel, Part};
+use kiln::{Component, Layout, OpenModel};
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -83,8 +83,8 @@ impl Checks {
     /// Which files these are. That a file is not known is no fault of it.
     fn files(&mut self, model: &OpenModel) {
         let findings = model.weights().each_ref().map(identify);
-        let layouts = model.weights().each_ref().map(|weights| match (weights.part(), weights.layout()) {
-            (Part::TextEncoder, _) => "Hugging Face's names",
+        let layouts = model.weights().each_ref().map(|weights| match (weights.component(), weights.layout()) {
+            (Component::TextEncoder, _) => "Hugging Face's names",
             (_, Layout::Bfl) => "BFL's names",
             (_, Layout::Diffusers) => "diffusers' names",
         });
@@ -189,7 +189,7 @@ impl Checks {
         let mut run = |(name, mut backend): Device| {
             let start = Instant::now();
             progress.begin(Phase::Encode, 1);
-            let values = model.first_tap(backend.as_mut(), &tokens, COLUMNS);
+            let values = model.first_text_layer(backend.as_mut(), &tokens, COLUMNS);
             progress.end();
             self.judged(&name, values, applicability, start.elapsed().as_secs_f64())
         };

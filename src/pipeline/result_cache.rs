@@ -47,17 +47,17 @@ impl Source {
 
 /// The results that are kept, in a ring: the next one takes the place of the oldest.
 #[derive(Default)]
-pub struct Kept {
+pub struct ResultCache {
     bytes: u64,
     next: u64,
     results: Vec<(Source, Vec<Tensor>)>,
 }
 
-impl Kept {
+impl ResultCache {
     /// Keeps results in so many bytes from now on, and those from before no longer. Zero turns it off.
     pub fn reserve(&mut self, be: &mut dyn Backend, bytes: u64) -> Result<()> {
         *self = Self::default();
-        be.reserve(Region::Kept, bytes)?;
+        be.reserve(Region::Cache, bytes)?;
         self.bytes = bytes;
         Ok(())
     }
@@ -96,7 +96,7 @@ impl Kept {
         self.next = first;
         let mut kept = Vec::with_capacity(to.len());
         for &x in to {
-            let out = Tensor { region: Region::Kept, offset: self.next, stride: x.cols, ..x };
+            let out = Tensor { region: Region::Cache, offset: self.next, stride: x.cols, ..x };
             be.run(Op::Copy { out, x })?;
             self.next += x.bytes().next_multiple_of(ALIGN);
             kept.push(out);

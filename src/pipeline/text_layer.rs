@@ -3,7 +3,7 @@
 use super::inputs::download;
 use super::job::LoadOptions;
 use super::open::OpenModel;
-use crate::backend::{Backend, Plan};
+use crate::backend::{Backend, DryRun};
 use crate::config::TextConfig;
 use crate::error::Result;
 use crate::model::{Loader, TextEncoder};
@@ -16,17 +16,17 @@ impl OpenModel {
         self.tokenizer.encode(prompt, length)
     }
 
-    /// The first columns of the first tap of the text encoder: a row for each token, of which none may be padding. Nothing else of
+    /// The first columns of the first text layer: a row for each token, of which none may be padding. Nothing else of
     /// the model is loaded, and weights that the backend held are dropped.
-    pub fn first_tap(&self, be: &mut dyn Backend, tokens: &Tokens, columns: usize) -> Result<Vec<f32>> {
+    pub fn first_text_layer(&self, be: &mut dyn Backend, tokens: &Tokens, columns: usize) -> Result<Vec<f32>> {
         let config = &self.configs.text_encoder;
-        // The encoder ends with its last tap, so all three are the first one.
-        let config = TextConfig { taps: [config.taps[0]; 3], max_tokens: tokens.ids.len(), ..config.clone() };
+        // The encoder ends with its last text layer, so all three are the first one.
+        let config = TextConfig { text_layers: [config.text_layers[0]; 3], max_tokens: tokens.ids.len(), ..config.clone() };
         let (weights, precision) = (Some(&self.weights.text_encoder), LoadOptions::DEFAULT.precision);
         let activations = precision.activations();
 
         let (mut plan, mut region, mut ws) =
-            (Plan::new(be.gemm_formats()), Arena::new(Region::Weights), Arena::new(Region::Arena));
+            (DryRun::new(be.gemm_formats()), Arena::new(Region::Weights), Arena::new(Region::Arena));
         let encoder =
             TextEncoder::load(&mut Loader::new(&mut plan, &mut region, weights, precision, &mut |_| ()).dry(), &config)?;
         let features = ws.alloc(tokens.ids.len(), config.features(), activations)?;

@@ -2,12 +2,12 @@
 
 use super::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::Result;
-use crate::tensor::{ALIGN, Nvfp4Layout, PartScaling, Region, Tensor, WeightPart};
+use crate::tensor::{ALIGN, Nvfp4Layout, Region, SliceScaling, Tensor, WeightSlice};
 use std::ops::Range;
 
 /// A backend that only plans.
 #[derive(Debug)]
-pub struct Plan {
+pub struct DryRun {
     /// Peak use of working memory, in bytes.
     pub arena_bytes: u64,
     /// Bytes of weights that cannot be read in place, so that even a backend that reads files in place has to copy them.
@@ -20,7 +20,7 @@ pub struct Plan {
     live: Live,
 }
 
-impl Plan {
+impl DryRun {
     /// An empty plan for a backend that has these quantised GEMMs.
     pub fn new(formats: GemmFormats) -> Self {
         Self { arena_bytes: 0, copied_bytes: 0, ops: 0, flops: 0, formats, live: Live::default() }
@@ -55,7 +55,7 @@ impl Live {
     }
 }
 
-impl Backend for Plan {
+impl Backend for DryRun {
     fn name(&self) -> &'static str {
         "plan"
     }
@@ -64,10 +64,10 @@ impl Backend for Plan {
         self.formats
     }
 
-    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         for part in parts.iter().filter(|part| role == Role::UpConv || !part.is_readable_as(to.stored())) {
             self.copied_bytes += to.dtype.bytes(part.rows * to.cols) as u64;
-            let is_tiled = matches!(part.scaling, PartScaling::Blocks16 { layout: Nvfp4Layout { tiled: true, .. }, .. });
+            let is_tiled = matches!(part.scaling, SliceScaling::Blocks16 { layout: Nvfp4Layout { tiled: true, .. }, .. });
             if to.dtype.is_quantised() && !is_tiled {
                 let scales = to.scale_extent();
                 self.copied_bytes += scales.end - scales.start;

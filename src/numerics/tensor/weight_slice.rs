@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 /// Consecutive rows of a weight, in one format, as a checkpoint stores them.
 #[derive(Clone, Debug)]
-pub struct WeightPart {
+pub struct WeightSlice {
     /// The elements, row-major.
     pub bytes: Bytes,
     /// Their type.
@@ -15,12 +15,12 @@ pub struct WeightPart {
     /// Number of rows.
     pub rows: usize,
     /// Their scales.
-    pub scaling: PartScaling,
+    pub scaling: SliceScaling,
 }
 
 /// The scales of stored rows.
 #[derive(Clone, Debug)]
-pub enum PartScaling {
+pub enum SliceScaling {
     /// None.
     Unscaled,
     /// One for all.
@@ -61,19 +61,19 @@ impl Nvfp4Layout {
         [("comfy", Self::COMFY), ("modelopt", Self::MODELOPT), ("modelopt-single", Self::MODELOPT_SINGLE)];
 }
 
-impl WeightPart {
+impl WeightSlice {
     /// Rows of plain values.
     pub fn plain(bytes: Bytes, dtype: DType, rows: usize) -> Self {
-        Self { bytes, dtype, rows, scaling: PartScaling::Unscaled }
+        Self { bytes, dtype, rows, scaling: SliceScaling::Unscaled }
     }
 
     /// The format.
     pub fn stored(&self) -> Stored {
         let scales = match &self.scaling {
-            PartScaling::Unscaled => Scales::Unscaled,
-            PartScaling::Tensor(scale) => Scales::Tensor(*scale),
-            PartScaling::Rows(_) => Scales::Rows,
-            PartScaling::Blocks16 { tensor, .. } => Scales::Blocks16(*tensor),
+            SliceScaling::Unscaled => Scales::Unscaled,
+            SliceScaling::Tensor(scale) => Scales::Tensor(*scale),
+            SliceScaling::Rows(_) => Scales::Rows,
+            SliceScaling::Blocks16 { tensor, .. } => Scales::Blocks16(*tensor),
         };
         Stored { dtype: self.dtype, scales }
     }
@@ -86,8 +86,8 @@ impl WeightPart {
     /// Bytes in the file, with the scales of rows or blocks.
     pub fn stored_bytes(&self) -> u64 {
         let scales = match &self.scaling {
-            PartScaling::Unscaled | PartScaling::Tensor(_) => 0,
-            PartScaling::Rows(scales) | PartScaling::Blocks16 { scales, .. } => scales.len(),
+            SliceScaling::Unscaled | SliceScaling::Tensor(_) => 0,
+            SliceScaling::Rows(scales) | SliceScaling::Blocks16 { scales, .. } => scales.len(),
         };
         (self.bytes.len() + scales) as u64
     }
@@ -96,9 +96,9 @@ impl WeightPart {
     pub fn is_complete(&self) -> bool {
         let (rows, cols) = (self.rows, self.cols());
         let scaled = match &self.scaling {
-            PartScaling::Unscaled | PartScaling::Tensor(_) => true,
-            PartScaling::Rows(scales) => scales.len() == 4 * rows,
-            PartScaling::Blocks16 { scales, layout, .. } => {
+            SliceScaling::Unscaled | SliceScaling::Tensor(_) => true,
+            SliceScaling::Rows(scales) => scales.len() == 4 * rows,
+            SliceScaling::Blocks16 { scales, layout, .. } => {
                 let bytes = if layout.tiled { nvfp4::scale_bytes(rows, cols) } else { rows * (cols / nvfp4::BLOCK) };
                 cols.is_multiple_of(nvfp4::BLOCK) && scales.len() == bytes
             }
@@ -109,7 +109,7 @@ impl WeightPart {
     /// Whether the bytes can be read in place as a tensor of this format, without a conversion or an aligned copy.
     pub fn is_readable_as(&self, to: Stored) -> bool {
         let in_order = match &self.scaling {
-            PartScaling::Blocks16 { layout, .. } => *layout == Nvfp4Layout::COMFY,
+            SliceScaling::Blocks16 { layout, .. } => *layout == Nvfp4Layout::COMFY,
             _ => true,
         };
         in_order && self.stored() == to && self.bytes.as_ptr().align_offset(self.dtype.align()) == 0
@@ -128,13 +128,13 @@ impl WeightPart {
     pub fn decode(&self, row: usize, to: &mut [f32]) {
         let bytes = self.row(row);
         match &self.scaling {
-            PartScaling::Unscaled => self.dtype.decode(bytes, to),
-            PartScaling::Tensor(scale) => self.decode_times(bytes, scale.get(), to),
-            PartScaling::Rows(scales) => {
+            SliceScaling::Unscaled => self.dtype.decode(bytes, to),
+            SliceScaling::Tensor(scale) => self.decode_times(bytes, scale.get(), to),
+            SliceScaling::Rows(scales) => {
                 let scale = scales[4 * row..].first_chunk().map_or(f32::NAN, |bytes| f32::from_le_bytes(*bytes));
                 self.decode_times(bytes, scale, to);
             }
-            PartScaling::Blocks16 { tensor, .. } => {
+            SliceScaling::Blocks16 { tensor, .. } => {
                 self.each_block(row, to, |codes, scale, to| nvfp4::decode_block(codes, nvfp4::unit(tensor.get(), scale), to));
             }
         }
@@ -143,7 +143,7 @@ impl WeightPart {
     /// Calls `f` with the elements of each block of an NVFP4 row, the even column in the high nibble, with the code of their
     /// scale and with their places in `to`.
     fn each_block<T>(&self, row: usize, to: &mut [T], f: impl Fn(&[u8], u8, &mut [T])) {
-        let PartScaling::Blocks16 { scales, layout, .. } = &self.scaling else { return };
+        let SliceScaling::Blocks16 { scales, layout, .. } = &self.scaling else { return };
         let (bytes, tiles) = (self.row(row), nvfp4::tiles_along(to.len()));
         let blocks = to.len().div_ceil(nvfp4::BLOCK);
         for (block, to) in to.chunks_mut(nvfp4::BLOCK).enumerate() {
@@ -158,7 +158,7 @@ impl WeightPart {
 
     /// How NVFP4 rows are stored as e4m3 with one scale. `None` for rows in another format, and where such a scale is beyond f32.
     pub fn as_fp8(&self) -> Option<Stored> {
-        let PartScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return None };
+        let SliceScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return None };
         let largest = match layout.tiled {
             true => nvfp4::largest_scale(scales, self.rows, self.cols()),
             false => scales.par_iter().copied().max().unwrap_or(0),
@@ -166,12 +166,12 @@ impl WeightPart {
         reencoded_scale(*tensor, largest).map(Stored::fp8)
     }
 
-    /// Whether [`WeightPart::convert`] can make rows of this format: plain elements of any, and of NVFP4 e4m3 with one scale, if
+    /// Whether [`WeightSlice::convert`] can make rows of this format: plain elements of any, and of NVFP4 e4m3 with one scale, if
     /// its ratio to that of the tensor is a power of two.
     pub fn converts_to(&self, to: Stored) -> bool {
         match (&self.scaling, to) {
             (_, Stored { dtype, scales: Scales::Unscaled }) => !dtype.is_quantised(),
-            (PartScaling::Blocks16 { tensor, .. }, Stored { dtype: DType::E4m3, scales: Scales::Tensor(scale) }) => {
+            (SliceScaling::Blocks16 { tensor, .. }, Stored { dtype: DType::E4m3, scales: Scales::Tensor(scale) }) => {
                 power_between(*tensor, scale).is_some()
             }
             _ => false,
@@ -181,16 +181,16 @@ impl WeightPart {
     /// Rounds a row to elements of another format, or copies it.
     ///
     /// # Panics
-    /// As [`WeightPart::decode`] does, or if it cannot be [converted](WeightPart::converts_to).
+    /// As [`WeightSlice::decode`] does, or if it cannot be [converted](WeightSlice::converts_to).
     pub fn convert(&self, row: usize, to: Stored, out: &mut [u8]) {
         match (&self.scaling, to.scales) {
-            (PartScaling::Unscaled, Scales::Unscaled) => self.dtype.convert(self.row(row), to.dtype, out),
+            (SliceScaling::Unscaled, Scales::Unscaled) => self.dtype.convert(self.row(row), to.dtype, out),
             (_, Scales::Unscaled) => {
                 let mut values = vec![0.0; self.cols()];
                 self.decode(row, &mut values);
                 to.dtype.encode(&values, out);
             }
-            (PartScaling::Blocks16 { tensor, .. }, Scales::Tensor(scale)) => {
+            (SliceScaling::Blocks16 { tensor, .. }, Scales::Tensor(scale)) => {
                 let power = power_between(*tensor, scale).unwrap_or_else(|| panic!("{self:?} as {to:?}"));
                 self.each_block(row, out, |codes, scale, to| reencode_block(codes, nvfp4::unit(power, scale), to));
             }
@@ -206,13 +206,13 @@ impl WeightPart {
     /// The same values in the layout of a [`Tensor`](super::Tensor): NVFP4 with the even column in the high nibble and tiled
     /// scales.
     pub fn in_tensor_layout(&self) -> Self {
-        let PartScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return self.clone() };
+        let SliceScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return self.clone() };
         let bytes = match layout.high_first {
             true => self.bytes.clone(),
             false => owned(self.bytes.iter().map(|byte| byte.rotate_left(4)).collect()),
         };
         let scales = if layout.tiled { scales.clone() } else { owned(tiled(scales, self.rows, self.cols())) };
-        let scaling = PartScaling::Blocks16 { scales, tensor: *tensor, layout: Nvfp4Layout::COMFY };
+        let scaling = SliceScaling::Blocks16 { scales, tensor: *tensor, layout: Nvfp4Layout::COMFY };
         Self { bytes, scaling, ..self.clone() }
     }
 }

@@ -4,24 +4,24 @@
 use super::Cuda;
 use crate::backend::{Backend, GemmFormats, Op, Role, StepKey};
 use crate::error::Result;
-use crate::tensor::{Tensor, WeightPart};
+use crate::tensor::{Tensor, WeightSlice};
 use std::collections::HashSet;
 use std::ops::Range;
 
 /// A GPU on which nothing runs: ops only find their kernels.
-pub struct Rehearsal<'a> {
+pub struct KernelPreload<'a> {
     cuda: &'a mut Cuda,
     /// Steps that have been gone through. The next one with the same key has the same ops.
     steps: HashSet<StepKey>,
 }
 
-impl<'a> Rehearsal<'a> {
+impl<'a> KernelPreload<'a> {
     pub fn new(cuda: &'a mut Cuda) -> Self {
         Self { cuda, steps: HashSet::new() }
     }
 }
 
-impl Backend for Rehearsal<'_> {
+impl Backend for KernelPreload<'_> {
     fn name(&self) -> &'static str {
         self.cuda.name()
     }
@@ -34,7 +34,7 @@ impl Backend for Rehearsal<'_> {
         self.cuda.reads_files()
     }
 
-    fn upload(&mut self, _to: Tensor, _role: Role, _parts: &[WeightPart]) -> Result<()> {
+    fn upload(&mut self, _to: Tensor, _role: Role, _parts: &[WeightSlice]) -> Result<()> {
         Ok(())
     }
 
