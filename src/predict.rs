@@ -2,10 +2,10 @@
 //! a roofline gives it, with shares of the peaks that were measured elsewhere or are assumed. docs/kernels.md names all assumptions
 //! and says how far the predictions are from what was measured. They are predictions, and no figure of them is ever called measured.
 
-mod card;
+mod gpu_spec;
 mod time;
 
-pub use card::{CARDS, Card};
+pub use gpu_spec::{GPU_SPECS, GpuSpec};
 pub use time::Predictor;
 
 use crate::pipeline::{Estimate, OpTime};

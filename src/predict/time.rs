@@ -4,7 +4,7 @@
 //! which they wait for copies, barriers, softmax. The latter were measured with the portable kernels on an H200, and are taken to be the
 //! same on every SM, whatever its tensor cores: those of GeForce cards are five times slower, so that there they matter less.
 
-use super::card::Card;
+use super::gpu_spec::GpuSpec;
 use crate::backend::cuda::{Arch, has_two_attention_ctas};
 use crate::backend::{Access, Linear, Op};
 use crate::tensor::{DType, Tensor};
@@ -72,7 +72,7 @@ const HEAD: usize = 128;
 /// Predicts the time of ops on a GPU.
 #[derive(Clone, Debug)]
 pub struct Predictor {
-    card: Card,
+    gpu: GpuSpec,
     arch: Arch,
     /// FLOP a clock and SM of `mma.sync`, in bf16, in e4m3 and, where it has scales of blocks, in e2m1.
     bf16: f64,
@@ -82,28 +82,28 @@ pub struct Predictor {
 
 impl Predictor {
     /// Predicts for kernels of an architecture. None for a GPU of which it is not known how fast `mma.sync` is.
-    pub fn new(card: &Card, arch: Arch) -> Option<Self> {
-        let peak = |dtype| card.tensor_flops_per_clock(dtype).map(f64::from);
-        let bf16 = match card.capability {
+    pub fn new(gpu: &GpuSpec, arch: Arch) -> Option<Self> {
+        let peak = |dtype| gpu.tensor_flops_per_clock(dtype).map(f64::from);
+        let bf16 = match gpu.capability {
             (9, 0) => h200::MMA_SYNC,
             // On datacentre Blackwell it is far below the peak, and nothing was measured.
             (10, _) => return None,
             _ => peak(DType::Bf16)?,
         };
         let e2m1 = if arch == Arch::Sm120 { Some(peak(DType::E2m1)?) } else { None };
-        let e4m3 = match card.capability {
+        let e4m3 = match gpu.capability {
             // With scales of blocks it has half the rate of e2m1, on GeForce cards, too.
             _ if e2m1.is_some() => e2m1? / 2.0,
             // Hopper turns it into an MMA of f16; older ones do not have it, and nothing there is multiplied in e4m3.
             (9, 0) | (8, ..9) => bf16,
             _ => peak(DType::E4m3)?,
         };
-        Some(Self { card: card.clone(), arch, bf16, e4m3, e2m1 })
+        Some(Self { gpu: gpu.clone(), arch, bf16, e4m3, e2m1 })
     }
 
     /// The GPU.
-    pub fn card(&self) -> &Card {
-        &self.card
+    pub fn gpu(&self) -> &GpuSpec {
+        &self.gpu
     }
 
     /// The seconds that an op takes. Activations are taken to be bf16 or quantised: f32 is not for tensor cores.
@@ -123,7 +123,7 @@ impl Predictor {
                 if self.arch == Arch::Sm90 {
                     let epilogue = if stats.is_some() { CONV_SM90_EPILOGUE_STATS } else { CONV_SM90_EPILOGUE };
                     let clocks = tiles as f64 * (2.0 * (tile_rows * TILE_COLS * k) as f64 / h200::CONV_SM90 + epilogue);
-                    return START + (clocks / self.card.clocks_per_second()).max(self.transfer(operand_bytes(op)));
+                    return START + (clocks / self.gpu.clocks_per_second()).max(self.transfer(operand_bytes(op)));
                 }
                 let epilogue = if stats.is_some() { CONV_EPILOGUE_STATS } else { CONV_EPILOGUE };
                 let clocks = self.clocks(h200::CONV, self.tile_speed()) * 2.0 * (tile_rows * TILE_COLS * k) as f64
@@ -135,7 +135,7 @@ impl Predictor {
     }
 
     fn has_large_tiles(&self) -> bool {
-        self.card.shared >= LARGE_TILE_SHARED
+        self.gpu.shared >= LARGE_TILE_SHARED
     }
 
     fn tile_speed(&self) -> f64 {
@@ -186,7 +186,7 @@ impl Predictor {
         }
         // On the H200 it was seen with bf16, and taken to be the same for FP8.
         let fill = GEMM_FILL * if self.e2m1.is_some() { slowest } else { self.gemm_clocks(DType::Bf16) };
-        let compute = clocks / self.card.clocks_per_second() + fill / (f64::from(self.card.clock) * 1e3);
+        let compute = clocks / self.gpu.clocks_per_second() + fill / (f64::from(self.gpu.clock) * 1e3);
         let expand = if expansion > 0.0 { START + self.transfer(expansion) } else { 0.0 };
         START + compute.max(self.transfer(moved)) + expand
     }
@@ -200,15 +200,15 @@ impl Predictor {
                 DType::E4m3 => h200::ATTENTION_FP8_SM90,
                 _ => h200::ATTENTION_SM90,
             };
-            return dense / rate / self.card.clocks_per_second() / if causal { 2.0 } else { 1.0 };
+            return dense / rate / self.gpu.clocks_per_second() / if causal { 2.0 } else { 1.0 };
         }
-        let (queries, clocks) = match (wide, self.card.shared >= LARGE_WIDE_TILE_SHARED) {
+        let (queries, clocks) = match (wide, self.gpu.shared >= LARGE_WIDE_TILE_SHARED) {
             // Queries by keys in e4m3, and softmax by values in bf16: half of the FLOP each. Two CTAs always have room.
             (false, _) if q.dtype == DType::E4m3 => {
                 let tensor_cores = (1.0 / self.e4m3 + 1.0 / self.bf16) / 2.0;
                 (ATTENTION_QUERIES, tensor_cores + besides(h200::ATTENTION))
             }
-            (false, _) if has_two_attention_ctas(self.card.shared) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, 1.0)),
+            (false, _) if has_two_attention_ctas(self.gpu.shared) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, 1.0)),
             (false, _) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, ONE_ATTENTION_CTA)),
             (true, true) => (64, self.clocks(h200::WIDE_ATTENTION, 1.0)),
             (true, false) => (32, self.clocks(h200::WIDE_ATTENTION, SMALL_WIDE_TILES)),
@@ -224,12 +224,12 @@ impl Predictor {
 
     /// The seconds of so many tiles, each of which takes so many clocks of an SM: the last wave takes as long as a full one.
     fn waves(&self, tiles: usize, clocks: f64) -> f64 {
-        tiles.div_ceil(self.card.multiprocessors.max(1) as usize) as f64 * clocks / (f64::from(self.card.clock) * 1e3)
+        tiles.div_ceil(self.gpu.multiprocessors.max(1) as usize) as f64 * clocks / (f64::from(self.gpu.clock) * 1e3)
     }
 
     /// The seconds in which memory moves so many bytes.
     fn transfer(&self, bytes: f64) -> f64 {
-        bytes / (MEMORY_SHARE * self.card.bandwidth as f64)
+        bytes / (MEMORY_SHARE * self.gpu.bandwidth as f64)
     }
 }
 

@@ -56,7 +56,7 @@ fn a_sound_model_is_told_so() {
     // A model that was found and not named is not read, nor is one for a card that is not here.
     let mut found = sandbox.command(["doctor"]);
     found.env("KILN_MODEL", "model");
-    for run in [Run::of(found).good(), sandbox.run(["doctor", "--model", "model", "--card", "4090"]).good()] {
+    for run in [Run::of(found).good(), sandbox.run(["doctor", "--model", "model", "--gpu", "4090"]).good()] {
         assert!(run.text().contains("\nvalues    not looked at; `kiln doctor --model PATH` "), "{}", run.text());
     }
     assert!(!sandbox.run(["doctor", "--model", "tiny"]).good().text().contains("\nvalues "));
@@ -73,7 +73,7 @@ fn whole_files_are_hashed_if_asked() {
         let line = format!("{part}: {file} is {digest}: none that was published, as far as kiln knows\n");
         assert!(text.contains(&line), "{text}");
     }
-    assert_eq!(sandbox.run(["doctor", "--full", "--card", "4090"]).code, Some(2));
+    assert_eq!(sandbox.run(["doctor", "--full", "--gpu", "4090"]).code, Some(2));
 }
 
 #[test]

@@ -59,12 +59,12 @@ fn formats_are_named_by_kind_of_layer() {
     assert_eq!(formats, want, "{}", run.stderr);
 
     // A GPU without FP8 tensor cores keeps them, and multiplies them by bf16.
-    let args = ["plan", "--model", "model", "--card", "RTX 3090"];
+    let args = ["plan", "--model", "model", "--gpu", "RTX 3090"];
     let kept = "fp8 (w8a16: no GEMM of quantised inputs here)";
     let plain = attention("bf16 (no fp8 attention here)");
     let want = [&transformer(kept)[..], &encoder("fp8 (w8a16)", "bf16"), &plain].concat();
     assert_eq!(lines(&text(&args), "formats ", 21), want);
-    let plan = |model: &str| sandbox.run(["plan", "--model", model, "--card", "3090", "--json"]).good().json().remove(0);
+    let plan = |model: &str| sandbox.run(["plan", "--model", model, "--gpu", "3090", "--json"]).good().json().remove(0);
     let (plain, quantised) = (plan("plain"), plan("model"));
     assert_eq!(plain["token_embedding_bytes"], quantised["token_embedding_bytes"]);
     for bytes in ["weight_bytes", "low_memory_weight_bytes"] {

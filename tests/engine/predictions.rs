@@ -9,7 +9,7 @@ use kiln::internals::pipeline::{Configs, Estimate, EstimateRequest, Job, LoadOpt
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::DType;
 use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::predict::{CARDS, Card, Prediction, Predictor};
+use kiln::predict::{GPU_SPECS, GpuSpec, Prediction, Predictor};
 use kiln::progress::Phase;
 use serde_json::Value;
 use std::cell::Cell;
@@ -33,25 +33,31 @@ fn request(configs: &Configs, quantise: Option<QuantisedFormat>, gemms: GemmForm
     EstimateRequest::new(configs, Variant::Distilled, options, gemms)
 }
 
-fn predict(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card, arch: Arch) -> (Prediction, Estimate) {
-    let predictor = Predictor::new(card, arch).unwrap();
-    let request = request(configs, quantise, gemm_formats(card, arch));
+fn predict(
+    configs: &Configs,
+    quantise: Option<QuantisedFormat>,
+    side: usize,
+    gpu: &GpuSpec,
+    arch: Arch,
+) -> (Prediction, Estimate) {
+    let predictor = Predictor::new(gpu, arch).unwrap();
+    let request = request(configs, quantise, gemm_formats(gpu, arch));
     let estimate = estimate(EstimateRequest { time: Some(predictor.op_time()), ..request }, &job(side)).unwrap();
     (Prediction::of(&estimate), estimate)
 }
 
-fn step(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> f64 {
-    predict(configs, quantise, side, card, card.arch()).0.step().unwrap()
+fn step(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, gpu: &GpuSpec) -> f64 {
+    predict(configs, quantise, side, gpu, gpu.arch()).0.step().unwrap()
 }
 
 /// The formats of kernels of this architecture.
-fn gemm_formats(card: &Card, arch: Arch) -> GemmFormats {
-    GemmFormats { w4a4: arch == Arch::Sm120, ..card.gemm_formats() }
+fn gemm_formats(gpu: &GpuSpec, arch: Arch) -> GemmFormats {
+    GemmFormats { w4a4: arch == Arch::Sm120, ..gpu.gemm_formats() }
 }
 
 /// The vendor's peak of the fastest instruction that a format's ops have.
-fn peak(card: &Card, arch: Arch, quantise: Option<QuantisedFormat>) -> f64 {
-    let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| card.tensor_flops(dtype));
+fn peak(gpu: &GpuSpec, arch: Arch, quantise: Option<QuantisedFormat>) -> f64 {
+    let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| gpu.tensor_flops(dtype));
     let block_scaled = e2m1.filter(|_| arch == Arch::Sm120);
     let peak = match quantise {
         None => bf16,
@@ -65,12 +71,12 @@ fn peak(card: &Card, arch: Arch, quantise: Option<QuantisedFormat>) -> f64 {
 /// No op is faster than the vendor's peaks of tensor cores and memory.
 #[test]
 fn no_op_exceeds_the_hardware() {
-    for card in &CARDS {
+    for gpu in &GPU_SPECS {
         for (_, quantise) in FORMATS {
-            for arch in [card.arch(), Arch::Portable] {
-                let predictor = Predictor::new(card, arch).unwrap();
-                let peak = peak(card, arch, quantise);
-                let (card_bandwidth, ops) = (card.bandwidth as f64, Rc::new(Cell::new(0)));
+            for arch in [gpu.arch(), Arch::Portable] {
+                let predictor = Predictor::new(gpu, arch).unwrap();
+                let peak = peak(gpu, arch, quantise);
+                let (card_bandwidth, ops) = (gpu.bandwidth as f64, Rc::new(Cell::new(0)));
                 let seen = ops.clone();
                 let check = Rc::new(move |op: &kiln::internals::backend::Op<'_>| {
                     let mut bytes = 0;
@@ -83,7 +89,7 @@ fn no_op_exceeds_the_hardware() {
                     seconds
                 });
                 let configs = Configs::klein_4b();
-                let request = request(&configs, quantise, gemm_formats(card, arch));
+                let request = request(&configs, quantise, gemm_formats(gpu, arch));
                 estimate(EstimateRequest { time: Some(check), ..request }, &job(512)).unwrap();
                 assert!(ops.get() > 500, "only {} ops", ops.get());
             }
@@ -94,19 +100,19 @@ fn no_op_exceeds_the_hardware() {
 #[test]
 fn more_work_takes_longer() {
     let (small, large) = (Configs::klein_4b(), Configs::klein_9b());
-    for card in &CARDS {
-        let bf16 = [256, 512, 1024, 2048].map(|side| step(&small, None, side, card));
-        assert!(bf16.windows(2).all(|pair| pair[0] < pair[1]), "{}: {bf16:?}", card.name);
-        assert!(step(&large, None, 1024, card) > 1.5 * bf16[2], "{}", card.name);
+    for gpu in &GPU_SPECS {
+        let bf16 = [256, 512, 1024, 2048].map(|side| step(&small, None, side, gpu));
+        assert!(bf16.windows(2).all(|pair| pair[0] < pair[1]), "{}: {bf16:?}", gpu.name);
+        assert!(step(&large, None, 1024, gpu) > 1.5 * bf16[2], "{}", gpu.name);
         // Expanding weights costs time; FP8 and FP4 tensor cores save more than that.
-        let [fp8, nvfp4] = [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4].map(|format| step(&small, Some(format), 1024, card));
-        assert_eq!(nvfp4 < bf16[2], card.gemm_formats().w4a4, "{}", card.name);
-        assert_eq!(nvfp4 < fp8, card.gemm_formats().w4a4 || !card.gemm_formats().w8a8, "{}", card.name);
-        assert_eq!(fp8 < bf16[2], card.gemm_formats().w8a8, "{}", card.name);
+        let [fp8, nvfp4] = [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4].map(|format| step(&small, Some(format), 1024, gpu));
+        assert_eq!(nvfp4 < bf16[2], gpu.gemm_formats().w4a4, "{}", gpu.name);
+        assert_eq!(nvfp4 < fp8, gpu.gemm_formats().w4a4 || !gpu.gemm_formats().w8a8, "{}", gpu.name);
+        assert_eq!(fp8 < bf16[2], gpu.gemm_formats().w8a8, "{}", gpu.name);
         // More SMs, a higher clock and faster memory are each faster or the same.
-        let more = Card { multiprocessors: card.multiprocessors + 16, ..card.clone() };
-        let faster = Card { clock: card.clock + 100_000, ..card.clone() };
-        let wider = Card { bandwidth: 2 * card.bandwidth, ..card.clone() };
+        let more = GpuSpec { multiprocessors: gpu.multiprocessors + 16, ..gpu.clone() };
+        let faster = GpuSpec { clock: gpu.clock + 100_000, ..gpu.clone() };
+        let wider = GpuSpec { bandwidth: 2 * gpu.bandwidth, ..gpu.clone() };
         for better in [more, faster, wider] {
             assert!(step(&small, None, 1024, &better) < bf16[2], "{better:?}");
         }
@@ -116,10 +122,10 @@ fn more_work_takes_longer() {
 /// Memory is that of the plan, which knows nothing of times.
 #[test]
 fn predicting_changes_nothing_of_the_plan() {
-    for card in &CARDS {
+    for gpu in &GPU_SPECS {
         for (_, quantise) in FORMATS {
-            let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, card, card.arch());
-            let gemms = card.gemm_formats();
+            let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, gpu, gpu.arch());
+            let gemms = gpu.gemm_formats();
             let plain = estimate(request(&Configs::klein_4b(), quantise, gemms), &job(512)).unwrap();
             assert!(plain.seconds.is_empty() && timed.seconds.len() == plain.stages.len());
             assert_eq!(Estimate { seconds: Vec::new(), ..timed }, plain);
@@ -132,11 +138,11 @@ fn predicting_changes_nothing_of_the_plan() {
 #[test]
 fn where_nothing_is_known_nothing_is_predicted() {
     for capability in [(7, 5), (10, 0), (10, 3), (12, 1)] {
-        let card = Card { capability, ..CARDS[0].clone() };
-        assert!(Predictor::new(&card, Arch::Portable).is_none(), "{capability:?}");
+        let gpu = GpuSpec { capability, ..GPU_SPECS[0].clone() };
+        assert!(Predictor::new(&gpu, Arch::Portable).is_none(), "{capability:?}");
     }
     // Nor of kernels that a card does not have.
-    assert!(Predictor::new(Card::named("4090").unwrap(), Arch::Sm120).is_none());
+    assert!(Predictor::new(GpuSpec::named("4090").unwrap(), Arch::Sm120).is_none());
 }
 
 /// What was measured on an H200; the sources are in docs/kernels.md.
@@ -152,8 +158,8 @@ struct Measured {
 
 impl Measured {
     fn predicted(&self) -> [f64; 3] {
-        let card = Card::named("H200").unwrap();
-        stages(&predict(&models()[self.model].1, FORMATS[self.format].1, self.side, card, self.arch).0)
+        let gpu = GpuSpec::named("H200").unwrap();
+        stages(&predict(&models()[self.model].1, FORMATS[self.format].1, self.side, gpu, self.arch).0)
     }
 }
 
@@ -190,15 +196,15 @@ fn predictions_are_near_what_was_measured() {
 
 /// The tables of docs/kernels.md.
 fn tables() -> String {
-    let cards: Vec<&Card> = CARDS.iter().filter(|card| card.arch() != Arch::Sm90).collect();
+    let cards: Vec<&GpuSpec> = GPU_SPECS.iter().filter(|gpu| gpu.arch() != Arch::Sm90).collect();
     let short =
-        |card: &&Card| card.name.trim_start_matches("GeForce ").trim_end_matches(" Blackwell Workstation Edition").to_owned();
+        |gpu: &&GpuSpec| gpu.name.trim_start_matches("GeForce ").trim_end_matches(" Blackwell Workstation Edition").to_owned();
     let names: Vec<String> = cards.iter().map(short).collect();
     let mut text = format!("| a step, and peak memory | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
     for (name, configs) in &models() {
         for side in [512, 1024] {
             for (format, quantise) in FORMATS {
-                let cells: Vec<String> = cards.iter().map(|card| cell(configs, quantise, side, card)).collect();
+                let cells: Vec<String> = cards.iter().map(|gpu| cell(configs, quantise, side, gpu)).collect();
                 let _ = writeln!(text, "| {name}, {side}x{side}, {format} | {} |", cells.join(" | "));
             }
         }
@@ -206,13 +212,13 @@ fn tables() -> String {
     let _ = write!(text, "\n| ms | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
     for (name, configs) in &models() {
         for (format, quantise) in FORMATS {
-            let cells = cards.iter().map(|card| predict(configs, quantise, 1024, card, card.arch()).0);
+            let cells = cards.iter().map(|gpu| predict(configs, quantise, 1024, gpu, gpu.arch()).0);
             let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[0])).collect();
             let _ = writeln!(text, "| {name}, encoding a prompt, {format} | {} |", cells.join(" | "));
         }
     }
     for side in [512, 1024] {
-        let cells = cards.iter().map(|card| predict(&Configs::klein_4b(), None, side, card, card.arch()).0);
+        let cells = cards.iter().map(|gpu| predict(&Configs::klein_4b(), None, side, gpu, gpu.arch()).0);
         let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[2])).collect();
         let _ = writeln!(text, "| decoding {side}x{side} | {} |", cells.join(" | "));
     }
@@ -230,12 +236,12 @@ fn tables() -> String {
 }
 
 /// A step and memory on a card; memory with the transformer in the text encoder's place if both do not fit.
-fn cell(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, card: &Card) -> String {
-    let (prediction, estimate) = predict(configs, quantise, side, card, card.arch());
+fn cell(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, gpu: &GpuSpec) -> String {
+    let (prediction, estimate) = predict(configs, quantise, side, gpu, gpu.arch());
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let (all, low) = (estimate.weight_bytes + estimate.arena_bytes, estimate.low_memory_weight_bytes + estimate.arena_bytes);
     // The driver and the desktop take some of it.
-    let room = card.memory / 16 * 15;
+    let room = gpu.memory / 16 * 15;
     let memory = match (all <= room, low <= room) {
         (true, _) => format!("{:.1} GiB", gib(all)),
         (false, true) => format!("{:.1} GiB *", gib(low)),
@@ -264,7 +270,7 @@ fn the_documents_have_the_tables() {
 fn plans_name_their_gpu() {
     let sandbox = Sandbox::new();
     let plan = |args: &[&str]| sandbox.run([&["plan", "--klein", "4b"], args].concat()).good();
-    let table = plan(&["--card", "rtx 4090"]).text().to_owned();
+    let table = plan(&["--gpu", "rtx 4090"]).text().to_owned();
     assert!(table.contains("\ngpu                  GeForce RTX 4090\n"), "{table}");
     let predicted =
         table.lines().find_map(|line| line.strip_prefix("predicted            ")).unwrap_or_else(|| panic!("{table}"));
@@ -274,12 +280,12 @@ fn plans_name_their_gpu() {
         let rows = json["predicted"].as_array().unwrap();
         rows.iter().map(|row: &Value| row["seconds"].as_f64().unwrap()).collect::<Vec<_>>()
     };
-    let [fast, slow] = ["4090", "3090"].map(|card| seconds(&["--card", card]));
+    let [fast, slow] = ["4090", "3090"].map(|gpu| seconds(&["--gpu", gpu]));
     assert!(fast.len() == 3 && fast.iter().zip(&slow).all(|(fast, slow)| fast < slow), "{fast:?} {slow:?}");
-    assert!(seconds(&["--card", "4090", "--precision", "f32"]).is_empty(), "f32 is not for tensor cores");
+    assert!(seconds(&["--gpu", "4090", "--precision", "f32"]).is_empty(), "f32 is not for tensor cores");
     // Formats are those of the card: only Hopper has a choice how to add up.
-    for (card, formats) in [("4090", "(w8a8, exact sums)"), ("H200", "(w8a8, promoted sums)"), ("3090", "(w8a16: ")] {
-        let table = plan(&["--card", card, "--quantize", "fp8"]).text().to_owned();
+    for (gpu, formats) in [("4090", "(w8a8, exact sums)"), ("H200", "(w8a8, promoted sums)"), ("3090", "(w8a16: ")] {
+        let table = plan(&["--gpu", gpu, "--quantize", "fp8"]).text().to_owned();
         assert!(table.contains(formats), "{table}");
     }
 }
@@ -287,7 +293,7 @@ fn plans_name_their_gpu() {
 #[test]
 fn the_doctor_says_what_would_run_how_on_a_card() {
     let sandbox = Sandbox::new();
-    let doctor = |card: &str| sandbox.run(["doctor", "--model", "tiny", "--card", card]).good().text().to_owned();
+    let doctor = |gpu: &str| sandbox.run(["doctor", "--model", "tiny", "--gpu", gpu]).good().text().to_owned();
     let text = doctor("RTX 3090");
     assert!(text.contains("\ncard      GeForce RTX 3090, compute 8.6, 82 multiprocessors, 24.0 GiB; asked for"), "{text}");
     let why =

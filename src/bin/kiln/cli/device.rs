@@ -4,7 +4,7 @@ use super::args::BackendArg;
 use crate::terminal::Terminal;
 use kiln::device::{ARCHS, Backend, Cpu, Cuda, DeviceInfo, Fp8Accumulate, NVCC};
 use kiln::error::{Error, Result};
-use kiln::predict::{Card, Predictor};
+use kiln::predict::{GpuSpec, Predictor};
 use kiln::progress::Progress;
 use kiln::selftest::{self, Gate, Records, Verdict};
 use kiln::text::gib;
@@ -106,13 +106,13 @@ pub fn describe_gpu(device: &DeviceInfo, release: Option<&str>, row: &mut dyn Fn
 /// What predicts times on a GPU, from its row in the table of cards or one made from what the driver tells; or why nothing does.
 fn predictor(cuda: &Cuda) -> Result<Predictor, String> {
     let device = cuda.device();
-    let from_driver = || Card::of_device(device, cuda.memory_bandwidth().ok()?);
-    let Some(card) = Card::named(&device.name).cloned().or_else(from_driver) else {
+    let from_driver = || GpuSpec::of_device(device, cuda.memory_bandwidth().ok()?);
+    let Some(gpu) = GpuSpec::named(&device.name).cloned().or_else(from_driver) else {
         return Err("the driver does not tell the bandwidth of its memory".into());
     };
     let (major, minor) = device.capability;
     let unknown = || format!("it is not known how fast the portable kernels can be on compute capability {major}.{minor}");
-    Predictor::new(&card, cuda.arch()).ok_or_else(unknown)
+    Predictor::new(&gpu, cuda.arch()).ok_or_else(unknown)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 mod checks;
 
-use super::args::{ModelArgs, card};
+use super::args::{ModelArgs, gpu};
 use super::formats::format_lines;
 use super::hint::{describe, hint, message};
 use super::stdout::print;
@@ -14,7 +14,7 @@ use clap::Args;
 use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, Kernel, OpKind, Tile, fp8_accumulate};
 use kiln::error::{Error, Result};
 use kiln::locate::{BUILT_IN, Environment, Found, TINY, locate};
-use kiln::predict::Card;
+use kiln::predict::GpuSpec;
 use kiln::selftest::{Key, Line, Outcome, Records, Verdict, run_launches};
 use kiln::text::{gib, shown_line, shown_text};
 use kiln::{Formats, LoadOptions, OpenModel, Variant, threads};
@@ -34,11 +34,11 @@ pub struct DoctorArgs {
     pub model: ModelArgs,
 
     /// Say what would run how on a GPU that is not here: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200
-    #[arg(long, value_name = "NAME", value_parser = card)]
-    pub card: Option<Card>,
+    #[arg(long, value_name = "NAME", value_parser = gpu)]
+    pub gpu: Option<GpuSpec>,
 
     /// Also hash the model's files, and say whether their SHA-256 was published
-    #[arg(long, conflicts_with = "card")]
+    #[arg(long, conflicts_with = "gpu")]
     pub full: bool,
 
     /// List every kernel of each op, not only the kernel files
@@ -69,9 +69,9 @@ impl Subcommand for DoctorArgs {
         let how = |formats, capability, arch| {
             support(formats, capability, arch).map(|(what, how)| format!("{what}: {how}")).into_iter()
         };
-        match (&self.card, cuda::devices()) {
-            (Some(card), _) => {
-                let Card { name, capability: (major, minor), multiprocessors, memory, .. } = card;
+        match (&self.gpu, cuda::devices()) {
+            (Some(gpu), _) => {
+                let GpuSpec { name, capability: (major, minor), multiprocessors, memory, .. } = gpu;
                 let what = format!("{name}, compute {major}.{minor}, {multiprocessors} multiprocessors, {}", gib(*memory));
                 row("card", format!("{what}; asked for, and not looked for on this machine"));
                 if *major == 12 {
@@ -81,8 +81,8 @@ impl Subcommand for DoctorArgs {
                             .into(),
                     );
                 }
-                how(card.gemm_formats(), card.capability, card.arch()).for_each(|line| row("", line));
-                device = Some((card.name.to_string(), card.gemm_formats(), accumulate(card.capability)));
+                how(gpu.gemm_formats(), gpu.capability, gpu.arch()).for_each(|line| row("", line));
+                device = Some((gpu.name.to_string(), gpu.gemm_formats(), accumulate(gpu.capability)));
             }
             (None, Err(error)) => {
                 row("driver", error.to_string());
@@ -123,7 +123,7 @@ impl Subcommand for DoctorArgs {
         let cpu = || Cpu::shared(stop.clone());
         let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), cpu().gemm_formats(), None));
         // What was asked about a card is answered without the model's values.
-        let is_checked = self.model.names_files() && self.card.is_none();
+        let is_checked = self.model.names_files() && self.gpu.is_none();
         let (mut checks, mut failure) = (Checks::default(), None);
         let (lines, formats) = match model_lines(&self, environment, gemms) {
             Ok((lines, formats, model)) => {

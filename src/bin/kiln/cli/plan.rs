@@ -13,7 +13,7 @@ use kiln::device::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use kiln::error::Result;
 use kiln::locate::{Environment, Found, locate};
 use kiln::lora::Adapters;
-use kiln::predict::{Card, Prediction, Predictor};
+use kiln::predict::{GpuSpec, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
 use kiln::{
@@ -144,7 +144,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     let settings = Settings::resolve(request, &model.profile(options));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     ignored_guidance(settings.guidance, settings.variant).iter().for_each(|warning| terminal.warn(warning));
-    let gpu = PlannedGpu::new(args.card.as_ref(), options.precision);
+    let gpu = PlannedGpu::new(args.gpu.as_ref(), options.precision);
     let mut estimate = model.estimate(options, &gpu, &settings.job)?;
     let accumulate = args.quantised.fp8_accumulate.into();
     estimate.formats.accumulate = Some(fp8_accumulate(gpu.capability, accumulate));
@@ -257,20 +257,20 @@ struct PlannedGpu {
 
 impl PlannedGpu {
     /// The one that was asked for, else the first one here, else any that kiln runs on.
-    fn new(card: Option<&Card>, precision: Precision) -> Self {
+    fn new(gpu: Option<&GpuSpec>, precision: Precision) -> Self {
         let here = || devices().ok().and_then(|devices| devices.into_iter().next());
-        let (name, capability, card) = match (card, card.map_or_else(here, |_| None)) {
-            (Some(card), _) => (card.name.to_string(), card.capability, Some(card)),
-            (None, Some(gpu)) => (format!("GPU {} ({})", gpu.index, gpu.name), gpu.capability, Card::named(&gpu.name)),
+        let (name, capability, gpu) = match (gpu, gpu.map_or_else(here, |_| None)) {
+            (Some(gpu), _) => (gpu.name.to_string(), gpu.capability, Some(gpu)),
+            (None, Some(gpu)) => (format!("GPU {} ({})", gpu.index, gpu.name), gpu.capability, GpuSpec::named(&gpu.name)),
             (None, None) => {
                 let (major, minor) = CAPABILITY;
-                let what = format!("none here, so one of compute capability {major}.{minor}; --card names others");
+                let what = format!("none here, so one of compute capability {major}.{minor}; --gpu names others");
                 (what, CAPABILITY, None)
             }
         };
         // In f32 nothing runs on tensor cores.
-        let card = card.filter(|_| precision == Precision::Bf16);
-        Self { name, capability, predictor: card.and_then(|card| Predictor::new(card, card.arch())) }
+        let gpu = gpu.filter(|_| precision == Precision::Bf16);
+        Self { name, capability, predictor: gpu.and_then(|gpu| Predictor::new(gpu, gpu.arch())) }
     }
 }
 

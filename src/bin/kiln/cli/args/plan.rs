@@ -1,9 +1,9 @@
 //! The flags of `kiln plan`.
 
-use super::values::card;
+use super::values::gpu;
 use super::{ImageOptions, KleinArg, LoraArgs, ModelArgs, QuantisedArgs};
 use clap::Args;
-use kiln::predict::Card;
+use kiln::predict::GpuSpec;
 
 /// Print what a picture would take, without computing anything
 ///
@@ -53,8 +53,8 @@ pub struct PlanArgs {
     ///
     /// With predicted times, which were not measured. Where there is no GPU, the plan is for compute capability 8.0, the least that
     /// kiln runs on.
-    #[arg(long, value_name = "NAME", value_parser = card, help_heading = "Run")]
-    pub card: Option<Card>,
+    #[arg(long, value_name = "NAME", value_parser = gpu, help_heading = "Run")]
+    pub gpu: Option<GpuSpec>,
 
     /// Print a JSON object instead of a table
     #[arg(long, help_heading = "Run")]

@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use kiln::device::Fp8Accumulate;
 use kiln::lora::AdapterMode;
-use kiln::predict::{CARDS, Card};
+use kiln::predict::{GPU_SPECS, GpuSpec};
 use kiln::quantize::{QuantisedFormat, WeightLayout};
 use kiln::{AttentionFormat, Component, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Precision, Variant};
 use serde::{Deserialize, Serialize};
@@ -270,9 +270,9 @@ where
 }
 
 /// Parses the name of a GPU of the table.
-pub fn card(text: &str) -> Result<Card, String> {
-    let names: Vec<&str> = CARDS.iter().map(|card| card.name.trim_start_matches("GeForce ")).collect();
-    Card::named(text).cloned().ok_or_else(|| format!("expected one of {}", names.join(", ")))
+pub fn gpu(text: &str) -> Result<GpuSpec, String> {
+    let names: Vec<&str> = GPU_SPECS.iter().map(|gpu| gpu.name.trim_start_matches("GeForce ")).collect();
+    GpuSpec::named(text).cloned().ok_or_else(|| format!("expected one of {}", names.join(", ")))
 }
 
 /// A parser of numbers within limits.

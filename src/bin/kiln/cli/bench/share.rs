@@ -3,7 +3,7 @@
 
 use super::super::device::describe_gpu;
 use kiln::device::DeviceInfo;
-use kiln::predict::{Card, Predictor};
+use kiln::predict::{GpuSpec, Predictor};
 use kiln::text::{amount, shown, shown_line};
 use std::fmt::Write as _;
 
@@ -70,8 +70,8 @@ impl Shared<'_> {
             Ok(predictor) => predictor,
             Err(why) => return format!("There is no prediction: {why}."),
         };
-        let Card { name, bandwidth, .. } = predictor.card();
-        let row = match predictor.card().is_listed() {
+        let GpuSpec { name, bandwidth, .. } = predictor.gpu();
+        let row = match predictor.gpu().is_listed() {
             true => format!("for {} as docs/kernels.md has it", shown(name)),
             false => format!(
                 "for a card that is not in docs/kernels.md, from what its driver tells ({:.0} GB/s of memory bandwidth)",
@@ -117,8 +117,8 @@ mod tests {
     #[test]
     fn figures_stand_beside_predictions() {
         let (device, formats) = (device("NVIDIA GeForce RTX 4090", (8, 9)), ["all bf16".to_owned()]);
-        let card = Card::named(&device.name).unwrap();
-        let predictor = Predictor::new(card, card.arch()).unwrap();
+        let gpu = GpuSpec::named(&device.name).unwrap();
+        let predictor = Predictor::new(gpu, gpu.arch()).unwrap();
         let block = shared(&device, Ok(&predictor), &formats).block();
         let cells = |name: &str| {
             let line = block.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{name}: {block}"));
@@ -141,8 +141,8 @@ mod tests {
     #[test]
     fn what_is_not_known_is_said() {
         let (device, formats) = (device("NVIDIA Q\u{1b}[2J", (8, 9)), []);
-        let card = Card::of_device(&device, Some(700_000_000_000)).unwrap();
-        let predictor = Predictor::new(&card, card.arch()).unwrap();
+        let gpu = GpuSpec::of_device(&device, Some(700_000_000_000)).unwrap();
+        let predictor = Predictor::new(&gpu, gpu.arch()).unwrap();
         let block = Shared { release: None, ..shared(&device, Ok(&predictor), &formats) }.block();
         assert!(block.contains("a card that is not in docs/kernels.md, from what its driver tells (700 GB/s"), "{block}");
         assert!(block.contains("\ndriver       release not told, CUDA 13.0\n") && !block.contains('\u{1b}'), "{block}");

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 
 /// A GPU, as far as predictions depend on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Card {
+pub struct GpuSpec {
     /// Its name, as the driver tells it but for the vendor's.
     pub name: Cow<'static, str>,
     /// Compute capability, major and minor.
@@ -31,8 +31,8 @@ const SHARED_99_KB: u32 = 99 << 10;
 /// The GPUs that predictions are published for, and the one that they are checked on. The numbers are from NVIDIA's architecture
 /// whitepapers (GA102, Ada, RTX Blackwell) and the data sheets of the H200 and the RTX PRO 6000. The clock of the H200 is what the driver
 /// tells, that of the RTX PRO 6000 follows from 126 TFLOP/s of its FP32 lanes.
-pub const CARDS: [Card; 5] = [
-    Card {
+pub const GPU_SPECS: [GpuSpec; 5] = [
+    GpuSpec {
         name: Cow::Borrowed("GeForce RTX 3090"),
         capability: (8, 6),
         multiprocessors: 82,
@@ -41,7 +41,7 @@ pub const CARDS: [Card; 5] = [
         bandwidth: 936_000_000_000,
         memory: 24 << 30,
     },
-    Card {
+    GpuSpec {
         name: Cow::Borrowed("GeForce RTX 4090"),
         capability: (8, 9),
         multiprocessors: 128,
@@ -50,7 +50,7 @@ pub const CARDS: [Card; 5] = [
         bandwidth: 1_008_000_000_000,
         memory: 24 << 30,
     },
-    Card {
+    GpuSpec {
         name: Cow::Borrowed("GeForce RTX 5090"),
         capability: (12, 0),
         multiprocessors: 170,
@@ -59,7 +59,7 @@ pub const CARDS: [Card; 5] = [
         bandwidth: 1_792_000_000_000,
         memory: 32 << 30,
     },
-    Card {
+    GpuSpec {
         name: Cow::Borrowed("RTX PRO 6000 Blackwell Workstation Edition"),
         capability: (12, 0),
         multiprocessors: 188,
@@ -68,7 +68,7 @@ pub const CARDS: [Card; 5] = [
         bandwidth: 1_792_000_000_000,
         memory: 96 << 30,
     },
-    Card {
+    GpuSpec {
         name: Cow::Borrowed("H200"),
         capability: (9, 0),
         multiprocessors: 132,
@@ -79,12 +79,12 @@ pub const CARDS: [Card; 5] = [
     },
 ];
 
-impl Card {
+impl GpuSpec {
     /// The row of a GPU that is called so: by its whole name, or without `NVIDIA`, `GeForce` and `RTX` at its beginning and `Blackwell`
     /// and `Workstation Edition` at its end, in any case, with or without spaces.
     pub fn named(name: &str) -> Option<&'static Self> {
         let wanted = short_name(name);
-        CARDS.iter().find(|card| short_name(&card.name) == wanted)
+        GPU_SPECS.iter().find(|gpu| short_name(&gpu.name) == wanted)
     }
 
     /// A row made from what the driver tells of a GPU; none if it does not tell the bandwidth of its memory.
@@ -113,7 +113,7 @@ impl Card {
 
     /// Whether it is a row of the table.
     pub fn is_listed(&self) -> bool {
-        CARDS.contains(self)
+        GPU_SPECS.contains(self)
     }
 
     /// Floating-point operations of one SM's tensor cores per clock; none where they are not known.
@@ -146,20 +146,20 @@ mod tests {
     #[test]
     fn cards_are_found_by_their_names() {
         for name in ["NVIDIA GeForce RTX 4090", "GeForce RTX 4090", "RTX 4090", "rtx4090", "4090"] {
-            assert_eq!(Card::named(name).map(|card| card.capability), Some((8, 9)), "{name}");
+            assert_eq!(GpuSpec::named(name).map(|gpu| gpu.capability), Some((8, 9)), "{name}");
         }
         for name in ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell", "rtx pro 6000", "pro6000"] {
-            assert_eq!(Card::named(name).map(|card| card.multiprocessors), Some(188), "{name}");
+            assert_eq!(GpuSpec::named(name).map(|gpu| gpu.multiprocessors), Some(188), "{name}");
         }
-        assert_eq!(Card::named("NVIDIA H200").map(|card| card.multiprocessors), Some(132));
+        assert_eq!(GpuSpec::named("NVIDIA H200").map(|gpu| gpu.multiprocessors), Some(132));
         // Others of a similar name are other cards.
         for name in ["RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 409", "", "RTX", "H200 NVL"] {
-            assert_eq!(Card::named(name), None, "{name}");
+            assert_eq!(GpuSpec::named(name), None, "{name}");
         }
         for name in
             ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Server Edition", "RTX 6000"]
         {
-            assert_eq!(Card::named(name), None, "{name}");
+            assert_eq!(GpuSpec::named(name), None, "{name}");
         }
     }
 
@@ -172,14 +172,14 @@ mod tests {
             ("5090", 209.5, Some(419.0), Some(1676.0)),
             ("PRO 6000", 503.8, Some(1007.6), Some(2015.0)),
         ] {
-            let card = Card::named(name).unwrap();
+            let gpu = GpuSpec::named(name).unwrap();
             let is_close = |got: Option<f64>, want: Option<f64>| match (got, want) {
                 (Some(got), Some(want)) => (got / 1e12 / want - 1.0).abs() < 0.005,
                 (got, want) => got.is_none() && want.is_none(),
             };
-            assert!(is_close(card.tensor_flops(DType::Bf16), Some(bf16)), "{name}");
-            assert!(is_close(card.tensor_flops(DType::E4m3), e4m3), "{name}");
-            assert!(is_close(card.tensor_flops(DType::E2m1), e2m1), "{name}");
+            assert!(is_close(gpu.tensor_flops(DType::Bf16), Some(bf16)), "{name}");
+            assert!(is_close(gpu.tensor_flops(DType::E4m3), e4m3), "{name}");
+            assert!(is_close(gpu.tensor_flops(DType::E2m1), e2m1), "{name}");
         }
     }
 
@@ -196,9 +196,9 @@ mod tests {
             memory: 80 << 30,
             driver: (13, 0),
         };
-        let card = Card::of_device(&device, Some(2_039_000_000_000)).unwrap();
-        assert_eq!((&*card.name, card.multiprocessors, card.memory), ("A100-SXM4-80GB", 108, 80 << 30));
-        assert!((card.tensor_flops(DType::Bf16).unwrap() / 1e12 - 312.0).abs() < 1.0);
-        assert_eq!(Card::of_device(&device, None), None);
+        let gpu = GpuSpec::of_device(&device, Some(2_039_000_000_000)).unwrap();
+        assert_eq!((&*gpu.name, gpu.multiprocessors, gpu.memory), ("A100-SXM4-80GB", 108, 80 << 30));
+        assert!((gpu.tensor_flops(DType::Bf16).unwrap() / 1e12 - 312.0).abs() < 1.0);
+        assert_eq!(GpuSpec::of_device(&device, None), None);
     }
 }
