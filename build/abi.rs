@@ -12,10 +12,14 @@ const HEAD: &str = "\
 
 #![allow(missing_docs)]
 
+/// A struct with the layout that the C compiler gives it: its size and alignment, and the offset of each field.
 macro_rules! layout {
-    ($name:ident: $size:literal bytes, aligned to $align:literal; $($field:ident at $offset:literal),*) => {
+    ($name:ident: $size:literal bytes, aligned to $align:literal; $($offset:literal => $field:ident: $type:ty),*) => {
+        #[repr(C, align($align))]
+        #[derive(Debug, Copy, Clone)]
+        pub struct $name { $(pub $field: $type),* }
         const _: () = {
-            assert!(size_of::<$name>() == $size && align_of::<$name>() == $align);
+            assert!(size_of::<$name>() == $size);
             $(assert!(std::mem::offset_of!($name, $field) == $offset);)*
         };
     };
@@ -65,35 +69,35 @@ fn generate(file: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// The source with one row for the layout of each struct, in place of an assertion for each number of it.
+/// The source with one row for each struct, in place of its definition and an assertion for each number of its layout.
 fn with_short_layouts(source: &str) -> Option<String> {
     let mut parts = source.split(ASSERTIONS);
-    let mut short = parts.next()?.to_owned();
+    let (mut short, mut definition) = parts.next()?.split_once("#[repr(C)]\n")?;
+    let mut text = short.to_owned();
     for part in parts {
         let (assertions, rest) = part.split_once("};\n")?;
-        // `["Offset of field: KlMat::scales"][… - 8usize];`, of which the name and the number are taken.
-        let mut numbers = assertions.split_terminator(";\n").map(|assertion| {
-            let (what, number) = (assertion.split('"').nth(1)?, assertion.rsplit_once(" - ")?.1);
-            Some((what.rsplit([' ', ':']).next()?, number.strip_suffix("usize]")?))
-        });
-        let ((name, size), (_, align)) = (numbers.next()??, numbers.next()??);
+        // `["Offset of field: KlMat::scales"][… - 8usize];`, of which the number is taken.
+        let mut numbers =
+            assertions.split_terminator(";\n").map(|assertion| assertion.rsplit_once(" - ")?.1.strip_suffix("usize]"));
+        let (size, align) = (numbers.next()??, numbers.next()??);
+        let (name, fields) = definition.split_once("pub struct ")?.1.split_once(" {\n")?;
         let mut line = format!("layout!({name}: {size} bytes, aligned to {align};");
         let mut separator = "";
-        for field in numbers {
-            let (field, offset) = field?;
-            let next = format!(" {field} at {offset}");
+        for (field, offset) in fields.lines().filter_map(|line| line.trim().strip_prefix("pub ")).zip(numbers) {
+            let next = format!(" {} => {}", offset?, field.trim_end_matches(','));
             line += separator;
             if line.len() + next.len() > WIDTH {
-                short += &line;
-                short += "\n";
+                text += &line;
+                text += "\n";
                 line = "   ".into();
             }
             line += &next;
             separator = ",";
         }
-        short += &format!("{line});\n{rest}");
+        (short, definition) = rest.split_once("#[repr(C)]\n").unwrap_or((rest, ""));
+        text += &format!("{line});\n{short}");
     }
-    Some(short)
+    Some(text)
 }
 
 /// The folder of the C compiler's own headers.
