@@ -265,8 +265,8 @@ fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
 fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Result<String> {
     let mut table = format!("# nvcc {version} for {}\n{}\n", targets.join(" "), ptxas::HEADING);
     for kernel in kernels {
-        for usage in ptxas::usages(&read(&kernel.report)?)? {
-            let _ = writeln!(table, "{}", usage.row(&kernel.name));
+        for row in ptxas::rows(&kernel.name, &ptxas::usages(&read(&kernel.report)?)?) {
+            let _ = writeln!(table, "{row}");
         }
     }
     Ok(table)

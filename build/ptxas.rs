@@ -1,7 +1,7 @@
 //! Parses the report of ptxas on each kernel (`-Xptxas -v`), for the build script and tests/static/kernels.rs.
 
-/// The heading of the resource table; all columns but the registers are in bytes.
-pub const HEADING: &str = "# file           kernel                                   arch     registers   stack   spill  shared";
+/// The heading of the resource table. Numbers after the registers are bytes, and left out where all are zero.
+pub const HEADING: &str = "# file kernel: architecture registers[/stack/spills/shared]";
 
 /// The resources of one kernel on one architecture.
 #[derive(Default)]
@@ -16,11 +16,20 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Its row in the table.
-    pub fn row(&self, file: &str) -> String {
-        let Self { kernel, arch, registers, stack, spill, shared } = self;
-        format!("{file:<16} {kernel:<40} {arch:<8} {registers:>9} {stack:>7} {spill:>7} {shared:>7}")
+    fn cell(&self) -> String {
+        let Self { arch, registers, stack, spill, shared, .. } = self;
+        match (stack, spill, shared) {
+            (0, 0, 0) => format!("{arch} {registers}"),
+            _ => format!("{arch} {registers}/{stack}/{spill}/{shared}"),
+        }
     }
+}
+
+/// The rows of a file in the table, one for each of its kernels.
+pub fn rows(file: &str, usages: &[Usage]) -> Vec<String> {
+    let kernels = usages.chunk_by(|a, b| a.kernel == b.kernel);
+    let cells = |usages: &[Usage]| usages.iter().map(Usage::cell).collect::<Vec<_>>().join(", ");
+    kernels.map(|usages| format!("{file} {}: {}", usages[0].kernel, cells(usages))).collect()
 }
 
 /// Whether a line is informational; all other lines are warnings and errors.

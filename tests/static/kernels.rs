@@ -22,7 +22,7 @@ mod built {
 
 const HEADINGS: [&str; 4] = ["registers", "bytes of stack", "bytes of spills", "bytes of shared memory"];
 
-/// A table of resources: the compiler, and a row for each file, kernel and architecture.
+/// A table of resources: the compiler, and numbers for each file, kernel and architecture.
 #[derive(Clone)]
 struct Table {
     nvcc: String,
@@ -34,13 +34,18 @@ impl Table {
     fn parse(text: &str) -> Self {
         let first = text.lines().next().and_then(|line| line.strip_prefix("# nvcc ")?.split_once(" for "));
         let (nvcc, archs) = first.expect("the first line names the compiler and the architectures");
-        let row = |line: &str| {
-            let words: Vec<_> = line.split_whitespace().collect();
-            let (name, numbers) = words.split_at_checked(3).unwrap_or_else(|| panic!("`{line}` is no row"));
-            let numbers: Vec<u32> = numbers.iter().map(|n| n.parse().unwrap_or_else(|_| panic!("`{line}`: `{n}`"))).collect();
-            (name.join(" "), numbers.try_into().unwrap_or_else(|_| panic!("`{line}` has not four numbers")))
-        };
-        let rows = text.lines().filter(|line| !line.starts_with('#')).map(row).collect();
+        let mut rows = BTreeMap::new();
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let (kernel, cells) = line.split_once(": ").unwrap_or_else(|| panic!("`{line}` is no row"));
+            for cell in cells.split(", ") {
+                let (arch, numbers) = cell.split_once(' ').unwrap_or_else(|| panic!("`{line}`: `{cell}`"));
+                let mut found = [0; 4];
+                for (to, number) in found.iter_mut().zip(numbers.split('/')) {
+                    *to = number.parse().unwrap_or_else(|_| panic!("`{line}`: `{number}`"));
+                }
+                rows.insert(format!("{kernel} {arch}"), found);
+            }
+        }
         Self { nvcc: nvcc.into(), archs: archs.into(), rows }
     }
 
@@ -363,7 +368,7 @@ fn the_table_is_for_the_pinned_compiler() {
 
 #[test]
 fn every_excess_is_reported() {
-    let rows = "norm kl_norm sm_80 40 0 0 512\nnorm kl_norm sm_90 38 16 8 512\n";
+    let rows = "norm kl_norm: sm_80 40/0/0/512, sm_90 38/16/8/512\n";
     let allowed = Table::parse(&format!("# nvcc 13.0.88 for sm_80 sm_90\n{}\n{rows}", ptxas::HEADING));
     let with = |name: &str, numbers: [u32; 4]| {
         let mut built = allowed.clone();
@@ -406,10 +411,8 @@ ptxas info    : Function properties for kl_one
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 14 registers, used 1 barriers, 256 bytes smem, 424 bytes cmem[0]
 ";
-    let rows: Vec<_> = ptxas::usages(report).unwrap().iter().map(|usage| usage.row("file")).collect();
-    let numbers = |row: &str| row.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert_eq!(numbers(&rows[0]), "file kl_one sm_80 14 0 0 256");
-    assert_eq!(numbers(&rows[1]), "file kl_two sm_100f 32 504 1140 0");
+    let rows = ptxas::rows("file", &ptxas::usages(report).unwrap());
+    assert_eq!(rows, ["file kl_one: sm_80 14/0/0/256", "file kl_two: sm_100f 32/504/1140/0"]);
     assert!(report.lines().all(ptxas::is_information), "nothing in it is an error");
     assert!(ptxas::usages("Compiling entry function 'kl_one' for 'sm_80'").is_err(), "a report that ends early");
     assert!(!report.lines().any(ptxas::is_loss), "nothing in it is a loss");
