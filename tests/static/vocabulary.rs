@@ -53,6 +53,16 @@ const REPLACED: &[(&str, &str)] = &[
     ("LayerPlace", "LayerId"),
     ("ShapeArgs", "ImageOptions"),
     ("--beside", "--compare"),
+    ("--card", "--gpu"),
+    ("rehears", "KernelPreload, preload_kernels"),
+    ("SequencePlan", "SequenceLayout"),
+    ("keep_results", "cache_results"),
+    ("Region::Kept", "Region::Cache"),
+    ("WeightPart", "WeightSlice"),
+    ("PartScaling", "SliceScaling"),
+    ("PerPart", "PerComponent"),
+    ("PartSource", "ComponentSource"),
+    ("first_tap", "first_text_layer"),
 ];
 
 /// Folders with text of the project; recorded results and fixtures are data.
