@@ -34,7 +34,7 @@ fn place(
 ) -> Result<(Vae, u64)> {
     let (mut region, mut ignore) = (Arena::starting_at(Region::Weights, address), |_| ());
     let loader = Loader::new(be, &mut region, Some(weights), Precision::Bf16, &mut ignore);
-    let mut loader = if dry { loader.dry() } else { loader };
+    let mut loader = if dry { loader.shapes_only() } else { loader };
     let vae = Vae::load(&mut loader, config, true)?.with_tiling(tiling);
     Ok((vae, region.peak() - address))
 }

@@ -13,7 +13,7 @@ fn main() -> kiln::Result<()> {
     let model = kiln::open(args.next().as_deref().unwrap_or("tiny"))?;
     let prompt = args.next().unwrap_or("a red fox in the snow".into());
 
-    let job = Job::new(&prompt, 7, &model.conventions, model.variant)?;
+    let job = Job::new(&prompt, 7, &model.defaults, model.variant)?;
     let mut engine = Engine::load(Box::new(Cpu::shared(Arc::default())), model, LoadOptions::default(), &Silent)?;
     engine.generate(&job, &Silent, &mut |generated| {
         let path = Path::new("generated.png");

@@ -19,11 +19,11 @@ fn main() -> kiln::Result<()> {
     }
     let build = move || {
         let model = kiln::open(&name)?;
-        let (conventions, variant) = (model.conventions.clone(), model.variant);
+        let (defaults, variant) = (model.defaults.clone(), model.variant);
         let engine = Engine::load(Box::new(kiln::open_gpu(0)?), model, LoadOptions::default(), &Silent)?;
-        Ok((engine, (conventions, variant)))
+        Ok((engine, (defaults, variant)))
     };
-    let (service, (conventions, variant)) = match Service::start(build) {
+    let (service, (defaults, variant)) = match Service::start(build) {
         Ok(started) => started,
         Err(error @ kiln::Error::NoGpu { .. }) => {
             println!("{error}");
@@ -32,7 +32,7 @@ fn main() -> kiln::Result<()> {
         Err(error) => return Err(error),
     };
     // All jobs are submitted before the first image is there; each ticket waits for its own.
-    let jobs = prompts.iter().zip(7..).map(|(prompt, seed)| Job::new(prompt, seed, &conventions, variant));
+    let jobs = prompts.iter().zip(7..).map(|(prompt, seed)| Job::new(prompt, seed, &defaults, variant));
     let tickets = jobs.map(|job| Ok(service.submit(job?, Arc::new(Silent)))).collect::<kiln::Result<Vec<_>>>()?;
     for (i, (ticket, prompt)) in tickets.into_iter().zip(prompts).enumerate() {
         for generated in ticket.wait()? {

@@ -9,7 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let model = kiln::open(args.first().map_or("tiny", String::as_str))?;
 
-    let mut job = Job::new("any prompt costs the same", 0, &model.conventions, model.variant)?;
+    let mut job = Job::new("any prompt costs the same", 0, &model.defaults, model.variant)?;
     if let [_, width, height] = &args[..] {
         job.size = Pixels::new(width.parse()?, height.parse()?)?;
     }

@@ -1,14 +1,14 @@
 //! The configuration of a model: the sizes of its three parts, its variant and its display name.
 //!
 //! Sizes are detected from the shapes of the tensors themselves. A `config.json` beside them is compared with what was found and
-//! supplies the numbers that no shape shows. Properties that are in neither of them are [`Conventions`].
+//! supplies the numbers that no shape shows. Properties that are in neither of them are [`ModelDefaults`].
 
-mod conventions;
+mod defaults;
 mod detect;
 mod json;
 mod variant;
 
-pub use conventions::{Conventions, Guidance};
+pub use defaults::{Guidance, ModelDefaults};
 pub use detect::check_scheduler;
 pub use json::ConfigFile;
 pub use variant::{Variant, display_name};

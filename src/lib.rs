@@ -7,7 +7,7 @@
 //!
 //! ```ignore
 //! let model = kiln::open("path/to/FLUX.2-klein-4B")?;
-//! let job = kiln::Job::new("a red fox in the snow", 7, &model.conventions, model.variant)?;
+//! let job = kiln::Job::new("a red fox in the snow", 7, &model.defaults, model.variant)?;
 //! let backend = Box::new(kiln::open_gpu(0)?);
 //! let mut engine = kiln::Engine::load(backend, model, kiln::LoadOptions::default(), &Silent)?;
 //! engine.generate(&job, &Silent, &mut |generated| save(generated.image))?;
@@ -54,7 +54,7 @@ pub mod trace;
 mod words;
 
 pub use component::{Component, PerComponent};
-pub use config::{Conventions, Guidance, Variant, display_name};
+pub use config::{Guidance, ModelDefaults, Variant, display_name};
 pub use dump::read_noise;
 pub use error::{Error, Result};
 pub use files::read as read_file;

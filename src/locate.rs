@@ -11,7 +11,7 @@ pub use cache::Environment;
 pub use embedded::Embedded;
 
 use crate::component::PerComponent;
-use crate::config::Conventions;
+use crate::config::ModelDefaults;
 use crate::error::{Error, Remedy, Result};
 use crate::files;
 use crate::tensor::Nvfp4Layout;
@@ -68,8 +68,8 @@ pub struct ModelFiles {
     pub tokenizer: Option<PathBuf>,
     /// The pipeline's `model_index.json`, if it describes this transformer.
     pub index: Option<PathBuf>,
-    /// The conventions of the folder's `kiln.json`, if it describes this transformer, or else those of klein.
-    pub conventions: Conventions,
+    /// The defaults of the folder's `kiln.json`, if it describes this transformer, or else those of klein.
+    pub defaults: ModelDefaults,
     /// The model's name in messages: the folder, the repository id, or the transformer's file.
     pub origin: String,
     /// The order in which the files store NVFP4, if it was given.
@@ -103,12 +103,12 @@ pub enum Found {
 }
 
 impl Found {
-    /// The conventions of the model.
-    pub fn conventions(&self) -> Result<Conventions> {
+    /// The defaults of the model.
+    pub fn defaults(&self) -> Result<ModelDefaults> {
         match self {
-            Self::Files(files) => Ok(files.conventions.clone()),
-            Self::BuiltIn(model) => model.conventions(),
-            Self::Tiny => Ok(Conventions { width: TINY_SIDE, height: TINY_SIDE, ..Conventions::klein() }),
+            Self::Files(files) => Ok(files.defaults.clone()),
+            Self::BuiltIn(model) => model.defaults(),
+            Self::Tiny => Ok(ModelDefaults { width: TINY_SIDE, height: TINY_SIDE, ..ModelDefaults::klein() }),
         }
     }
 
@@ -218,9 +218,9 @@ fn assemble(request: &LocateRequest, base: Folder) -> Result<ModelFiles> {
     };
     let origin = if own_transformer { parts.transformer.display().to_string() } else { base.origin };
     let index = base.index.filter(|_| !own_transformer);
-    let conventions = base.conventions.filter(|_| !own_transformer);
-    let conventions = conventions.map_or(Ok(Conventions::klein()), |path| Conventions::read(&path))?;
-    Ok(ModelFiles { parts, tokenizer, index, conventions, origin, nvfp4_layout: request.nvfp4_layout })
+    let defaults = base.defaults.filter(|_| !own_transformer);
+    let defaults = defaults.map_or(Ok(ModelDefaults::klein()), |path| ModelDefaults::read(&path))?;
+    Ok(ModelFiles { parts, tokenizer, index, defaults, origin, nvfp4_layout: request.nvfp4_layout })
 }
 
 /// The parts of a model in a folder.
@@ -231,7 +231,7 @@ struct Folder {
     parts: PerComponent<Sought>,
     tokenizer: Option<PathBuf>,
     index: Option<PathBuf>,
-    conventions: Option<PathBuf>,
+    defaults: Option<PathBuf>,
 }
 
 impl Folder {
@@ -283,7 +283,7 @@ impl Folder {
             // A tokenizer that exists is used even if it cannot be read: another one would silently change the images.
             tokenizer: settings("tokenizer/tokenizer.json").or_else(unusable).or_else(|| settings("tokenizer.json")),
             index,
-            conventions: settings("kiln.json"),
+            defaults: settings("kiln.json"),
         }
     }
 

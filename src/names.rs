@@ -327,7 +327,7 @@ pub fn is_unused(part: Component, name: &str) -> bool {
     }
 }
 
-/// The text encoder's layer that a tensor belongs to, whatever prefix its name has. The model's conventions decide which layers
+/// The text encoder's layer that a tensor belongs to, whatever prefix its name has. The model's defaults decide which layers
 /// are used, and a checkpoint may have more of them.
 pub fn text_layer(name: &str) -> Option<usize> {
     let prefix = ".layers.";

@@ -1,6 +1,6 @@
 //! Detects configurations from tensor shapes, and compares them with a `config.json`.
 
-use super::{ConfigFile, Conventions, HEAD_DIM, TextConfig, TextFamily, TransformerConfig, VaeConfig};
+use super::{ConfigFile, HEAD_DIM, ModelDefaults, TextConfig, TextFamily, TransformerConfig, VaeConfig};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::names::{LayerId, LayerRole, block_index, spell};
@@ -102,9 +102,9 @@ impl TransformerConfig {
 }
 
 impl TextConfig {
-    /// Reads the sizes from the tensors, and the rest from `config` if there is one. `conventions` decides which layers are tapped
+    /// Reads the sizes from the tensors, and the rest from `config` if there is one. `defaults` decides which layers are tapped
     /// and how long a padded prompt is.
-    pub fn detect(weights: &Weights, config: Option<&ConfigFile>, conventions: &Conventions) -> Result<Self> {
+    pub fn detect(weights: &Weights, config: Option<&ConfigFile>, defaults: &ModelDefaults) -> Result<Self> {
         let foreign = |detail: String| {
             let error = Error::bad_file(weights.path(), "not a text encoder of FLUX.2", detail);
             error.with_hint("klein 4B needs Qwen3-4B, klein 9B Qwen3-8B, and [dev] Mistral Small 3")
@@ -160,10 +160,10 @@ impl TextConfig {
         }
         let layers = count(weights, "model.layers.");
         let mut found = Self::sized(family, hidden, layers, [heads, kv_heads], intermediate, vocab);
-        found.text_layers = conventions.text_layers.unwrap_or(family.text_layers());
-        found.max_tokens = conventions.max_text_tokens;
+        found.text_layers = defaults.text_layers.unwrap_or(family.text_layers());
+        found.max_tokens = defaults.max_text_tokens;
         let whole = text.map(|config| config.whole("num_hidden_layers")).transpose()?.flatten();
-        conventions.check_depth(found.layers, whole)?;
+        defaults.check_depth(found.layers, whole)?;
         if let Some(config) = text {
             found.compare(config)?;
         }

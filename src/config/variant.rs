@@ -71,7 +71,7 @@ impl Variant {
 
     /// Whether classifier-free guidance (CFG) is on at this scale, so that every step runs once with the prompt and once with the
     /// negative prompt. This is the one place where that is decided.
-    pub fn guides(self, scale: f32) -> bool {
+    pub fn uses_cfg(self, scale: f32) -> bool {
         self == Self::Base && scale > 1.0
     }
 
@@ -152,8 +152,8 @@ mod tests {
         }
         assert_eq!("turbo".parse::<Variant>().unwrap_err().exit_code(), 2);
         assert_eq!((Variant::Base.default_steps(), Variant::Base.default_guidance()), (50, 4.0));
-        assert!(Variant::Base.guides(1.5) && !Variant::Base.guides(1.0) && !Variant::Base.guides(0.5));
-        assert!(!Variant::Distilled.guides(4.0) && !Variant::Kv.guides(4.0) && !Variant::Dev.guides(4.0));
+        assert!(Variant::Base.uses_cfg(1.5) && !Variant::Base.uses_cfg(1.0) && !Variant::Base.uses_cfg(0.5));
+        assert!(!Variant::Distilled.uses_cfg(4.0) && !Variant::Kv.uses_cfg(4.0) && !Variant::Dev.uses_cfg(4.0));
         assert_eq!((Variant::Dev.default_steps(), Variant::Dev.default_guidance()), (50, 4.0));
         assert_eq!((Variant::Kv.default_steps(), Variant::Distilled.default_guidance()), (4, 1.0));
         assert_eq!(display_name(&TransformerConfig::klein_4b(), Variant::Distilled), "FLUX.2 [klein] 4B (distilled)");

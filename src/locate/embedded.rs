@@ -3,7 +3,7 @@
 use super::BUILT_IN;
 use crate::checkpoint::{Shard, Weights};
 use crate::component::Component;
-use crate::config::{ConfigFile, Conventions};
+use crate::config::{ConfigFile, ModelDefaults};
 use crate::error::{Error, Result};
 use crate::tensor::Bytes;
 use crate::tokenizer::Tokenizer;
@@ -39,9 +39,9 @@ impl Embedded {
         ConfigFile::parse(&Self::path(name), self.file(name)?)
     }
 
-    /// The conventions of `kiln.json`.
-    pub fn conventions(self) -> Result<Conventions> {
-        Conventions::parse(&Self::path("kiln.json"), self.file("kiln.json")?)
+    /// The defaults of `kiln.json`.
+    pub fn defaults(self) -> Result<ModelDefaults> {
+        ModelDefaults::parse(&Self::path("kiln.json"), self.file("kiln.json")?)
     }
 
     /// The tokenizer.

@@ -41,9 +41,9 @@ struct Upload<'a> {
     source: Option<&'a Weights>,
     loaded: &'a mut dyn FnMut(u64),
     /// Whether weights are checked for parts that were never written.
-    wary: bool,
+    verify_written: bool,
     /// Whether only shapes and formats matter, so that weights which are quantised need not be read for their scales.
-    dry: bool,
+    shapes_only: bool,
     /// What is added to weights.
     adapters: Option<Added<'a>>,
     merger: Merger,
@@ -68,8 +68,9 @@ impl<'a> Loader<'a> {
         precision: Precision,
         loaded: &'a mut dyn FnMut(u64),
     ) -> Self {
-        let (wary, dry, adapters, merger, formats) = (false, false, None, Merger::default(), Vec::new());
-        let target = Target::Backend(Upload { backend, region, source, loaded, wary, dry, adapters, merger, formats });
+        let (verify_written, shapes_only, adapters, merger, formats) = (false, false, None, Merger::default(), Vec::new());
+        let target =
+            Target::Backend(Upload { backend, region, source, loaded, verify_written, shapes_only, adapters, merger, formats });
         Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto, quantise: None }
     }
 
@@ -95,14 +96,14 @@ impl<'a> Loader<'a> {
     }
 
     /// Checks weights as they are used, so that a matrix of which a part was never written is an error.
-    pub fn wary(self) -> Self {
-        self.with(|upload| upload.wary = true)
+    pub fn verify_written(self) -> Self {
+        self.with(|upload| upload.verify_written = true)
     }
 
     /// Reads no weights. The scales of tensors that are quantised are then one instead of those that their values need, which
     /// makes no difference to a dry run.
-    pub fn dry(self) -> Self {
-        self.with(|upload| upload.dry = true)
+    pub fn shapes_only(self) -> Self {
+        self.with(|upload| upload.shapes_only = true)
     }
 
     fn with(mut self, change: impl FnOnce(&mut Upload<'a>)) -> Self {
@@ -396,11 +397,11 @@ impl Upload<'_> {
         let producer = spec.layer.and_then(LayerId::producer);
         let input = quantise::input(format, producer, self.backend.gemm_formats(), precision, math)?;
         let merges = self.merges(spec, true)?;
-        let own = if merges && !self.dry { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
+        let own = if merges && !self.shapes_only { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
         let stored = |part: &[WeightSlice]| {
             let scales = match scales {
                 ScaleKind::None | ScaleKind::TensorOrRows => Scales::Rows,
-                ScaleKind::Blocks if self.dry => Scales::Blocks16(Scale::ONE),
+                ScaleKind::Blocks if self.shapes_only => Scales::Blocks16(Scale::ONE),
                 ScaleKind::Blocks => {
                     let scale = format.dtype().scale_for(largest_magnitude(part));
                     Scales::Blocks16(scale.ok_or_else(|| refused(format!("`{}` has values that are not finite", spec.name)))?)
@@ -440,7 +441,7 @@ impl Upload<'_> {
     /// weight is copied. `None` if the weight is not uploaded as it is stored, or too much is added to it.
     fn merged_by_backend(&mut self, spec: &TensorSpec, parts: &[WeightSlice], to: Stored) -> Result<Option<Tensor>> {
         let (Some(Added { adapters, room_at, .. }), Some(id)) = (self.adapters, spec.layer) else { return Ok(None) };
-        if self.dry || self.source.is_none() || self.backend.reads_files() {
+        if self.shapes_only || self.source.is_none() || self.backend.reads_files() {
             return Ok(None);
         }
         let shape: [usize; 2] = extent(spec).into();
@@ -461,7 +462,7 @@ impl Upload<'_> {
 
     /// A weight with what adapters add to it. In a dry run there are no values, but parts of another type, which count as copied.
     fn merged(&mut self, spec: &TensorSpec, parts: &[WeightSlice], to: DType) -> Vec<WeightSlice> {
-        match (self.adapters.filter(|_| !self.dry), spec.layer) {
+        match (self.adapters.filter(|_| !self.shapes_only), spec.layer) {
             (Some(Added { adapters, .. }), Some(id)) => self.merger.merged(adapters, id, parts, to),
             _ => {
                 let other = if to == DType::F32 { DType::Bf16 } else { DType::F32 };
@@ -500,7 +501,7 @@ impl Upload<'_> {
 
     /// Checks the scales of weights that are used, and notes them, so that they are checked for parts that were never written.
     fn note_used(&mut self, spec: &TensorSpec, is_table: bool) -> Result<()> {
-        let Some(source) = self.source.filter(|_| self.wary) else { return Ok(()) };
+        let Some(source) = self.source.filter(|_| self.verify_written) else { return Ok(()) };
         source.check_scales(&spec.name)?;
         source.note_used(&spec.name, is_table);
         // A backend that copies has just read all of it. Where files are used in place, their pages come with the first ops.

@@ -170,7 +170,7 @@ pub fn estimate(request: EstimateRequest<'_>, job: &Job) -> Result<Estimate> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Conventions;
+    use crate::config::ModelDefaults;
     use crate::names::LayerRole;
     use crate::names::Stream::Image;
     use crate::pipeline::ReferenceInput;
@@ -183,7 +183,7 @@ mod tests {
             size: Pixels::new(side, side).unwrap(),
             references: (0..references).map(|_| ReferenceInput { grid, pixels: Vec::new() }).collect(),
             guidance: 1.0,
-            ..Job::new("", 0, &Conventions::klein(), Variant::Distilled).unwrap()
+            ..Job::new("", 0, &ModelDefaults::klein(), Variant::Distilled).unwrap()
         }
     }
 

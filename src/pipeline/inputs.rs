@@ -43,7 +43,7 @@ impl<'a> Inputs<'a> {
         tokenize: impl Fn(&str, &str) -> Result<Tokens>,
     ) -> Result<Self> {
         let prompt = tokenize("prompt", &job.prompt)?;
-        let guided = variant.guides(job.guidance);
+        let guided = variant.uses_cfg(job.guidance);
         let negative = guided.then(|| tokenize("negative prompt", &job.negative)).transpose()?;
         let canvas = job.size.grid();
         let references: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();

@@ -1,7 +1,7 @@
 //! The inputs and the results of the engine.
 
 use crate::adapter::{AdapterMode, Adapters};
-use crate::config::{Conventions, Variant};
+use crate::config::{ModelDefaults, Variant};
 use crate::dump::Record;
 use crate::error::Result;
 use crate::image::Image;
@@ -46,16 +46,16 @@ pub struct Job {
 impl Job {
     /// One image of a prompt, with the default size, steps and guidance scale of a model and its variant, and with the noise that
     /// PyTorch draws on an H100 or H200.
-    pub fn new(prompt: &str, seed: u64, conventions: &Conventions, variant: Variant) -> Result<Self> {
+    pub fn new(prompt: &str, seed: u64, defaults: &ModelDefaults, variant: Variant) -> Result<Self> {
         Ok(Self {
             prompt: prompt.into(),
-            size: Pixels::new(conventions.width, conventions.height)?,
-            steps: conventions.steps(variant),
+            size: Pixels::new(defaults.width, defaults.height)?,
+            steps: defaults.steps(variant),
             sigmas: None,
             negative: String::new(),
             references: Vec::new(),
             padding: variant.default_padding(),
-            guidance: conventions.guide(variant, None).scale,
+            guidance: defaults.guide(variant, None).scale,
             seeds: vec![seed],
             noise: Noise::Drawn(NoiseKind::HOPPER),
             record: false,

@@ -4,7 +4,7 @@ use crate::adapter::{Adapters, LayerTargets};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::component::{Component, PerComponent};
 use crate::config::{
-    ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler,
+    ConfigFile, ModelDefaults, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler,
     display_name,
 };
 use crate::error::{Error, Result};
@@ -61,7 +61,7 @@ pub struct OpenModel {
     /// How it was trained.
     pub variant: Variant,
     /// Its defaults for size, steps and guidance, and what else its tensors do not show.
-    pub conventions: Conventions,
+    pub defaults: ModelDefaults,
     /// Display name.
     pub name: String,
     /// Warnings about its files.
@@ -97,7 +97,7 @@ impl OpenModel {
         match found {
             Found::Files(files) => Self::files(files, variant, ahead),
             Found::BuiltIn(model) => Self::embedded(*model, variant),
-            Found::Tiny => Self::tiny(variant, found.conventions()?),
+            Found::Tiny => Self::tiny(variant, found.defaults()?),
         }
     }
 
@@ -108,7 +108,7 @@ impl OpenModel {
             let weights = PerComponent::try_from_fn(open)?;
             let configs = PerComponent::try_from_fn(|part| read(ModelFiles::config_of(&files.parts[part])))?;
             read(files.scheduler())?.as_ref().map_or(Ok(()), check_scheduler)?;
-            let parts = CheckedParts::new(weights, configs.each_ref().map(Option::as_ref), &files.conventions)?;
+            let parts = CheckedParts::new(weights, configs.each_ref().map(Option::as_ref), &files.defaults)?;
             let read_ahead = ahead.then(|| parts.read_ahead()).transpose()?.flatten();
             Ok((parts, read_ahead))
         };
@@ -122,14 +122,14 @@ impl OpenModel {
         if parts.configs.text_encoder.family == TextFamily::Mistral3 && files.tokenizer.is_none() {
             tokenizer = parts.mistral_tokenizer()?;
         }
-        let variant = match variant.or(files.conventions.variant) {
+        let variant = match variant.or(files.defaults.variant) {
             Some(variant) => variant,
             None => {
                 let file = files.parts.transformer.file_name().unwrap_or_default().to_string_lossy();
                 Variant::detect(&parts.configs.transformer, read(files.index.clone())?.as_ref(), &[&file, &files.origin])?
             }
         };
-        Ok(Self { read_ahead, ..Self::of_parts(parts, tokenizer, variant, files.conventions.clone())? })
+        Ok(Self { read_ahead, ..Self::of_parts(parts, tokenizer, variant, files.defaults.clone())? })
     }
 
     fn embedded(model: Embedded, variant: Option<Variant>) -> Result<Self> {
@@ -139,23 +139,23 @@ impl OpenModel {
             model.weights(part, &format!("{}/{stem}.safetensors", folders[part]))
         })?;
         let configs = PerComponent::try_from_fn(|part| model.config(&format!("{}/config.json", folders[part])))?;
-        let conventions = model.conventions()?;
-        let variant = match variant.or(conventions.variant) {
+        let defaults = model.defaults()?;
+        let variant = match variant.or(defaults.variant) {
             Some(variant) => variant,
             None => {
                 let transformer = TransformerConfig::detect(&weights.transformer, Some(&configs.transformer))?;
                 Variant::detect(&transformer, Some(&model.config("model_index.json")?), &[])?
             }
         };
-        Self::check(weights, configs.each_ref().map(Some), model.tokenizer()?, variant, conventions)
+        Self::check(weights, configs.each_ref().map(Some), model.tokenizer()?, variant, defaults)
     }
 
-    fn tiny(variant: Option<Variant>, conventions: Conventions) -> Result<Self> {
+    fn tiny(variant: Option<Variant>, defaults: ModelDefaults) -> Result<Self> {
         let model = tiny::model(Layout::Diffusers, DType::Bf16)?;
         let tokenizer = Tokenizer::from_json(tiny::TOKENIZER, Path::new("built-in tokenizer"))?;
         let weights = PerComponent::try_from_fn(|part| model.weights(part))?;
         let variant = variant.unwrap_or(Variant::Distilled);
-        let mut model = Self::check(weights, PerComponent::default(), tokenizer, variant, conventions)?;
+        let mut model = Self::check(weights, PerComponent::default(), tokenizer, variant, defaults)?;
         model.name = "tiny random model (built in, not trained)".into();
         Ok(model)
     }
@@ -166,21 +166,21 @@ impl OpenModel {
         files: PerComponent<Option<&ConfigFile>>,
         tokenizer: Tokenizer,
         variant: Variant,
-        conventions: Conventions,
+        defaults: ModelDefaults,
     ) -> Result<Self> {
-        Self::of_parts(CheckedParts::new(weights, files, &conventions)?, tokenizer, variant, conventions)
+        Self::of_parts(CheckedParts::new(weights, files, &defaults)?, tokenizer, variant, defaults)
     }
 
-    fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, conventions: Conventions) -> Result<Self> {
+    fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, defaults: ModelDefaults) -> Result<Self> {
         let CheckedParts { weights, configs, warnings, .. } = parts;
         let (own, needed) = (tokenizer.format().family, configs.text_encoder.family.name());
         if own != needed {
             let detail = format!("it is one of {own}, the text encoder is {needed}");
             return Err(Error::Mismatch { part: "tokenizer", detail, hint: Some(tokenizer::HINT.into()) });
         }
-        let name = conventions.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
+        let name = defaults.name.clone().unwrap_or_else(|| display_name(&configs.transformer, variant));
         let adapters = Adapters::default();
-        Ok(Self { weights, tokenizer, configs, variant, conventions, name, warnings, adapters, read_ahead: None })
+        Ok(Self { weights, tokenizer, configs, variant, defaults, name, warnings, adapters, read_ahead: None })
     }
 
     /// The weights of its parts.
@@ -206,11 +206,11 @@ impl OpenModel {
 
 impl CheckedParts {
     /// Checks that the parts are complete and fit each other.
-    fn new(weights: PerComponent<Weights>, files: PerComponent<Option<&ConfigFile>>, conventions: &Conventions) -> Result<Self> {
+    fn new(weights: PerComponent<Weights>, files: PerComponent<Option<&ConfigFile>>, defaults: &ModelDefaults) -> Result<Self> {
         let _span = trace::span("check tensors");
         let configs = Configs {
             transformer: TransformerConfig::detect(&weights.transformer, files.transformer)?,
-            text_encoder: TextConfig::detect(&weights.text_encoder, files.text_encoder, conventions)?,
+            text_encoder: TextConfig::detect(&weights.text_encoder, files.text_encoder, defaults)?,
             vae: VaeConfig::detect(&weights.vae, files.vae)?,
         };
         check_fit(&configs.transformer, &configs.text_encoder)?;

@@ -28,7 +28,7 @@ impl OpenModel {
         let (mut plan, mut region, mut ws) =
             (DryRun::new(be.gemm_formats()), Arena::new(Region::Weights), Arena::new(Region::Arena));
         let encoder =
-            TextEncoder::load(&mut Loader::new(&mut plan, &mut region, weights, precision, &mut |_| ()).dry(), &config)?;
+            TextEncoder::load(&mut Loader::new(&mut plan, &mut region, weights, precision, &mut |_| ()).shapes_only(), &config)?;
         let features = ws.alloc(tokens.ids.len(), config.features(), activations)?;
         encoder.forward(&mut plan, &mut ws, features, tokens)?;
         be.reserve(Region::Weights, region.peak())?;

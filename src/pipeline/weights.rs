@@ -115,7 +115,7 @@ impl WeightPlacement<'_> {
         let loader = Loader::new(be, region, self.sources[part], precision, loaded);
         let loader = loader.with_attention(attention).with_nvfp4_math(nvfp4_math).with_quantise(quantise);
         let loader = loader.with_adapters(self.adapters, adapters, self.merged_at);
-        if self.real { loader.wary() } else { loader.dry() }
+        if self.real { loader.verify_written() } else { loader.shapes_only() }
     }
 
     /// The span of loading a part; that of placing shapes is not worth one.

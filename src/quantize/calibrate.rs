@@ -8,7 +8,7 @@ mod observer;
 
 use crate::backend::{Backend, Observed};
 use crate::checkpoint::Weights;
-use crate::config::{Conventions, Variant};
+use crate::config::{ModelDefaults, Variant};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::pipeline::{Engine, Job, LoadOptions, OpenModel};
@@ -44,22 +44,22 @@ pub struct Calibration {
 
 impl Calibration {
     /// For a GPU: all prompts of the built-in list, with the model's own number of steps, at up to 512x512.
-    pub fn thorough(conventions: &Conventions, variant: Variant) -> Result<Self> {
-        let steps = conventions.steps(variant);
-        Ok(Self { prompts: lines(PROMPTS), size: size_within(512, conventions)?, steps })
+    pub fn thorough(defaults: &ModelDefaults, variant: Variant) -> Result<Self> {
+        let steps = defaults.steps(variant);
+        Ok(Self { prompts: lines(PROMPTS), size: size_within(512, defaults)?, steps })
     }
 
     /// For the CPU: two prompts in up to two steps at up to 128x128. For a 4B model these are 20 TFLOP, nearly all of them for the
     /// tokens of the prompts, which are as many as ever: two minutes on two cores at the speed of their GEMMs.
-    pub fn quick(conventions: &Conventions, variant: Variant) -> Result<Self> {
-        let steps = conventions.steps(variant).min(2);
+    pub fn quick(defaults: &ModelDefaults, variant: Variant) -> Result<Self> {
+        let steps = defaults.steps(variant).min(2);
         let prompts = lines(PROMPTS).into_iter().take(2).collect();
-        Ok(Self { prompts, size: size_within(128, conventions)?, steps })
+        Ok(Self { prompts, size: size_within(128, defaults)?, steps })
     }
 
     /// The job of one prompt. A model has the guidance that it has by default.
-    fn job(&self, prompt: &str, conventions: &Conventions, variant: Variant) -> Result<Job> {
-        let job = Job::new(prompt, SEED, conventions, variant)?;
+    fn job(&self, prompt: &str, defaults: &ModelDefaults, variant: Variant) -> Result<Job> {
+        let job = Job::new(prompt, SEED, defaults, variant)?;
         Ok(Job { size: self.size, steps: self.steps, ..job })
     }
 
@@ -79,8 +79,8 @@ impl std::fmt::Display for Calibration {
 }
 
 /// The size by default, with sides of at most so many pixels.
-fn size_within(side: usize, conventions: &Conventions) -> Result<Pixels> {
-    Pixels::new(conventions.width.min(side), conventions.height.min(side))
+fn size_within(side: usize, defaults: &ModelDefaults) -> Result<Pixels> {
+    Pixels::new(defaults.width.min(side), defaults.height.min(side))
 }
 
 /// Lines that are not blank.
@@ -114,8 +114,8 @@ pub fn calibrate(
     wanted: &dyn Fn(&str) -> bool,
     progress: &dyn Progress,
 ) -> Result<BTreeMap<String, f32>> {
-    let (conventions, variant) = (model.conventions.clone(), model.variant);
-    let jobs = calibration.prompts.iter().map(|prompt| calibration.job(prompt, &conventions, variant));
+    let (defaults, variant) = (model.defaults.clone(), model.variant);
+    let jobs = calibration.prompts.iter().map(|prompt| calibration.job(prompt, &defaults, variant));
     let jobs = jobs.collect::<Result<Vec<_>>>()?;
     let Some(first) = jobs.first() else { return Err(Error::usage("there is no prompt to calibrate with", "give one")) };
     let weights = model.weights().clone();

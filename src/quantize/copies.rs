@@ -94,8 +94,8 @@ pub fn copies(found: &Found, weights: &PerComponent<Weights>, quantised: &[Compo
         Found::Tiny => memory(tiny::contents(Layout::Diffusers, DType::Bf16)?),
     };
     // The name of a single file may be all that tells its variant, so that is stated.
-    let own = copies.iter().position(|copied| copied.to == Path::new(CONVENTIONS)).map(|i| copies.remove(i));
-    copies.push(conventions(own.as_ref(), variant)?);
+    let own = copies.iter().position(|copied| copied.to == Path::new(KILN_JSON)).map(|i| copies.remove(i));
+    copies.push(defaults(own.as_ref(), variant)?);
     Ok(copies)
 }
 
@@ -111,8 +111,8 @@ pub fn calibration_inputs(
     Ok(copies.filter(|copied| !copied.to.starts_with(folder(Component::Vae))).map(|copied| copied.identity).collect())
 }
 
-/// The name of the file with a model's conventions.
-const CONVENTIONS: &str = "kiln.json";
+/// The name of the file with a model's defaults.
+const KILN_JSON: &str = "kiln.json";
 
 fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantised: &[Component]) -> Result<Vec<Copied>> {
     let mut copies = Vec::new();
@@ -134,12 +134,12 @@ fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantised: &[Co
             copy(folder.join(index.file_name().unwrap_or_default()), &index)?;
         }
     }
-    let (scheduler, conventions) = (model.scheduler(), model.conventions.path.clone());
+    let (scheduler, defaults) = (model.scheduler(), model.defaults.path.clone());
     for (to, path) in [
         ("tokenizer/tokenizer.json", &model.tokenizer),
         ("scheduler/scheduler_config.json", &scheduler),
         ("model_index.json", &model.index),
-        (CONVENTIONS, &conventions),
+        (KILN_JSON, &defaults),
     ] {
         path.as_deref().map_or(Ok(()), |path| copy(to.into(), path))?;
     }
@@ -153,15 +153,15 @@ fn index_of(folder: &Path) -> Result<Option<PathBuf>> {
     Ok(paths.filter(|path| path.to_string_lossy().ends_with(".safetensors.index.json")).min())
 }
 
-/// Conventions that state the variant besides what a model's own say.
-fn conventions(own: Option<&Copied>, variant: Variant) -> Result<Copied> {
-    let mut conventions = json!({});
+/// The defaults of a model, with the variant stated besides what a model's own say.
+fn defaults(own: Option<&Copied>, variant: Variant) -> Result<Copied> {
+    let mut defaults = json!({});
     if let Some(own) = own {
         let (reader, path) = own.open()?;
         let mut text = Vec::new();
         reader.take(MAX_SETTINGS).read_to_end(&mut text).map_err(|error| Error::read(path, error))?;
-        conventions = serde_json::from_slice(&text).map_err(|error| Error::bad_file(path, "invalid JSON", error.to_string()))?;
+        defaults = serde_json::from_slice(&text).map_err(|error| Error::bad_file(path, "invalid JSON", error.to_string()))?;
     }
-    conventions["variant"] = variant.to_string().into();
-    Ok(Copied::memory(CONVENTIONS, Bytes::new(Arc::new(format!("{conventions:#}\n").into_bytes()))))
+    defaults["variant"] = variant.to_string().into();
+    Ok(Copied::memory(KILN_JSON, Bytes::new(Arc::new(format!("{defaults:#}\n").into_bytes()))))
 }

@@ -5,7 +5,7 @@ use super::layout::LayerSpec;
 use super::policy::Policy;
 use crate::checkpoint::{Entry, Shard, Weights};
 use crate::component::Component;
-use crate::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, Variant};
+use crate::config::{ConfigFile, ModelDefaults, TextConfig, TransformerConfig, Variant};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::locate::ModelFiles;
@@ -31,7 +31,7 @@ impl ComponentSource {
         let read = |path: PathBuf| ConfigFile::read(&path);
         let config = ModelFiles::config_of(path).map(read).transpose()?;
         if part != Component::Transformer {
-            let config = TextConfig::detect(&weights, config.as_ref(), &Conventions::klein())?;
+            let config = TextConfig::detect(&weights, config.as_ref(), &ModelDefaults::klein())?;
             weights.check(&text_manifest(&config))?;
             return Ok(Self::TextEncoder(weights));
         }

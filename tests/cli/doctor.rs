@@ -8,7 +8,7 @@ use kiln::inspect::{KNOWN, Likeness, Tensors, fingerprint, identify};
 use kiln::internals::backend::Backend;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::{Shard, Weights};
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel};
 use kiln::internals::sequence::Pixels;
 use kiln::locate::Found;
@@ -196,5 +196,5 @@ fn the_first_text_layer_is_that_of_a_whole_run() {
 }
 
 fn job(prompt: &str) -> Job {
-    Job::new(prompt, 1, &Conventions::klein(), Variant::Distilled).unwrap()
+    Job::new(prompt, 1, &ModelDefaults::klein(), Variant::Distilled).unwrap()
 }

@@ -10,7 +10,7 @@ use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::{Component, PerComponent};
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::internals::tensor::{Bytes, DType, Precision};
@@ -182,7 +182,7 @@ fn a_truncation_that_was_undone_is_noticed_by_the_signal_handler() {
 fn open(transformer: Shard) -> OpenModel {
     let tiny = tiny::model(Layout::Bfl, DType::Bf16).unwrap();
     let transformer = Weights::from_shards(Component::Transformer, vec![transformer]).unwrap();
-    opened(PerComponent { transformer, ..tiny_weights(&tiny) }, Variant::Distilled, Conventions::klein())
+    opened(PerComponent { transformer, ..tiny_weights(&tiny) }, Variant::Distilled, ModelDefaults::klein())
 }
 
 fn load(model: OpenModel) -> Result<Engine> {

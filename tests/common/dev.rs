@@ -6,7 +6,7 @@ use kiln::internals::adapter::{Adapter, Adapters};
 use kiln::internals::backend::Backend;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::{Component, PerComponent};
-use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, Variant};
+use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig, Variant};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::Layout;
@@ -83,23 +83,23 @@ pub fn tokenizer() -> Tokenizer {
 
 /// The tiny model.
 pub fn model() -> OpenModel {
-    model_with(Conventions::klein())
+    model_with(ModelDefaults::klein())
 }
 
-/// The same with other conventions.
-pub fn model_with(conventions: Conventions) -> OpenModel {
+/// The same with other defaults.
+pub fn model_with(defaults: ModelDefaults) -> OpenModel {
     let manifest = transformer_manifest(&TransformerConfig::tiny_dev());
-    model_of(tiny::weights_of(Component::Transformer, &manifest, DType::Bf16).unwrap(), conventions)
+    model_of(tiny::weights_of(Component::Transformer, &manifest, DType::Bf16).unwrap(), defaults)
 }
 
 /// The same with another transformer.
-pub fn model_of(transformer: Weights, conventions: Conventions) -> OpenModel {
+pub fn model_of(transformer: Weights, defaults: ModelDefaults) -> OpenModel {
     let weights = PerComponent {
         transformer,
         text_encoder: tiny::weights_of(Component::TextEncoder, &text_manifest(&TextConfig::tiny_dev()), DType::Bf16).unwrap(),
         vae: tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Component::Vae).unwrap(),
     };
-    OpenModel::check(weights, PerComponent::default(), tokenizer(), Variant::Dev, conventions).unwrap()
+    OpenModel::check(weights, PerComponent::default(), tokenizer(), Variant::Dev, defaults).unwrap()
 }
 
 impl Case {

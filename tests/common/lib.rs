@@ -29,7 +29,7 @@ use kiln::internals::backend::Backend;
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::PerComponent;
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::noise::NoiseKind;
 use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise, OpenModel};
@@ -94,7 +94,7 @@ pub fn small_job() -> Job {
         steps: 1,
         guidance: 1.0,
         noise: Noise::Drawn(NoiseKind::TorchCpu),
-        ..Job::new("x", 5, &Conventions::klein(), Variant::Distilled).unwrap()
+        ..Job::new("x", 5, &ModelDefaults::klein(), Variant::Distilled).unwrap()
     }
 }
 
@@ -180,15 +180,15 @@ pub fn tiny_weights(model: &TinyModel) -> PerComponent<Weights> {
 }
 
 /// A model with these weights and the tokenizer of the tiny model.
-pub fn opened(weights: PerComponent<Weights>, variant: Variant, conventions: Conventions) -> OpenModel {
-    OpenModel::check(weights, PerComponent::default(), tiny_tokenizer(), variant, conventions).unwrap()
+pub fn opened(weights: PerComponent<Weights>, variant: Variant, defaults: ModelDefaults) -> OpenModel {
+    OpenModel::check(weights, PerComponent::default(), tiny_tokenizer(), variant, defaults).unwrap()
 }
 
 /// The tiny model with prompts of 64 tokens instead of 512, an eighth of the work of its text encoder. For tests that compare
 /// runs with each other; recorded outputs have 512.
 pub fn short_model(variant: Variant) -> OpenModel {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    opened(tiny_weights(&model), variant, Conventions { max_text_tokens: 64, ..Conventions::klein() })
+    opened(tiny_weights(&model), variant, ModelDefaults { max_text_tokens: 64, ..ModelDefaults::klein() })
 }
 
 /// That model on a backend.

@@ -6,7 +6,7 @@ use super::random::splitmix;
 use super::{Goldens, Make, fixture, opened, relative_l2, run, small_job, tiny_weights, unit_image};
 use kiln::internals::backend::{Backend, StepKey};
 use kiln::internals::component::Component;
-use kiln::internals::config::{Conventions, HEAD_DIM, TransformerConfig, VaeConfig, Variant};
+use kiln::internals::config::{HEAD_DIM, ModelDefaults, TransformerConfig, VaeConfig, Variant};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
 use kiln::internals::model::{transformer_manifest, vae_manifest};
@@ -123,7 +123,7 @@ impl Case {
             (false, true) => Variant::Distilled,
             (false, false) => Variant::Base,
         };
-        let model = opened(weights, variant, Conventions::klein());
+        let model = opened(weights, variant, ModelDefaults::klein());
         Engine::load(backend, model, LoadOptions { precision, references: true, ..LoadOptions::DEFAULT }, &Silent).unwrap()
     }
 

@@ -8,7 +8,7 @@ use super::{fixture, opened};
 use kiln::internals::backend::Backend;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::{Component, PerComponent};
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Engine, LoadOptions, OpenModel};
 use kiln::internals::tensor::formats::to_e4m3;
@@ -390,7 +390,7 @@ pub const SHORT: usize = 16;
 pub fn model(transformer: Weights, text_encoder: Option<Weights>, max_text_tokens: usize) -> OpenModel {
     let [own, vae] = [Component::TextEncoder, Component::Vae].map(|part| tiny_model(Layout::Bfl).weights(part).unwrap());
     let weights = PerComponent { transformer, text_encoder: text_encoder.unwrap_or(own), vae };
-    opened(weights, Variant::Distilled, Conventions { max_text_tokens, ..Conventions::klein() })
+    opened(weights, Variant::Distilled, ModelDefaults { max_text_tokens, ..ModelDefaults::klein() })
 }
 
 /// That model on a backend.

@@ -9,7 +9,7 @@ use common::random::long;
 use common::{cpu, run, short_engine, short_model, small_job};
 use kiln::internals::backend::cuda::Cuda;
 use kiln::internals::backend::{Backend, Lockstep};
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::pipeline::{Engine, Job, LoadOptions};
 use kiln::internals::tokenizer::Padding;
 use kiln::progress::Silent;
@@ -48,8 +48,8 @@ fn an_image_of_dev_equals_that_of_the_cpu_op_by_op() {
         return;
     }
     let backend = Lockstep::new(cpu(), hopper().1);
-    let conventions = Conventions { text_layers: Some([1, 2, 3]), max_text_tokens: 192, ..Conventions::klein() };
-    let mut engine = Engine::load(Box::new(backend), model_with(conventions), OPTIONS, &Silent).unwrap();
+    let defaults = ModelDefaults { text_layers: Some([1, 2, 3]), max_text_tokens: 192, ..ModelDefaults::klein() };
+    let mut engine = Engine::load(Box::new(backend), model_with(defaults), OPTIONS, &Silent).unwrap();
     run(&mut engine, &Job { steps: 1, padding: Padding::Left, guidance: 4.0, ..small_job() })
         .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()));
 }

@@ -71,13 +71,13 @@ fn folder() -> Found {
 impl Case {
     fn run(&self, goldens: &Goldens, precision: Precision) -> Record {
         let model = OpenModel::open(&folder(), None).unwrap();
-        assert_eq!(model.conventions.steps(model.variant), self.steps);
+        assert_eq!(model.defaults.steps(model.variant), self.steps);
         let job = Job {
             size: Pixels::new(self.width, self.height).unwrap(),
             references: self.reference.iter().map(Disc::reference).collect(),
             noise: Noise::Given(goldens.f32("noise")),
             record: true,
-            ..Job::new(&self.prompt, 0, &model.conventions, model.variant).unwrap()
+            ..Job::new(&self.prompt, 0, &model.defaults, model.variant).unwrap()
         };
         let options = LoadOptions { precision, references: self.reference.is_some(), ..LoadOptions::DEFAULT };
         let mut engine = Engine::load(Box::new(cpu()), model, options, &Silent).unwrap();
@@ -136,9 +136,9 @@ fn bf16_is_at_least_as_close_as_diffusers_in_bf16() {
     compare(Precision::Bf16, |case, stage| 1.2 * case.bf16_relative_l2[stage].min(case.bf16_exact_time_relative_l2[stage]));
 }
 
-/// The real program on the tiny model with other conventions.
+/// The real program on the tiny model with other defaults.
 #[test]
-fn a_models_conventions_are_kept_by_every_command() {
+fn a_models_defaults_are_kept_by_every_command() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &[]);
     let plan = |flags: &[&str]| {
@@ -196,7 +196,7 @@ fn quoted(text: &str) -> Vec<String> {
 
 /// The words of a prompt that the model's folder does not list.
 fn unknown(prompt: &str) -> Vec<&str> {
-    let words = folder().conventions().unwrap().words.unwrap();
+    let words = folder().defaults().unwrap().words.unwrap();
     kiln::internals::words::unknown(prompt, &words)
 }
 

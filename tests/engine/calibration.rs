@@ -8,7 +8,7 @@ use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, Op, RopeStyle};
 use kiln::internals::component::Component;
-use kiln::internals::config::{Conventions, TransformerConfig, Variant};
+use kiln::internals::config::{ModelDefaults, TransformerConfig, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
 use kiln::internals::sequence::Pixels;
@@ -121,7 +121,7 @@ fn calibrated_scales_hold_every_value() {
             layer.input_scale = Some(input_scale(Fp8, largest).unwrap().get() * factor);
         }
         let model = open(&content, Form::BFL);
-        let job = Job::new("", 0, &model.conventions, model.variant).unwrap();
+        let job = Job::new("", 0, &model.defaults, model.variant).unwrap();
         let job = Job { size: calibration.size, steps: calibration.steps, ..job };
         let mut engine = engine(Box::new(cpu()), model, LoadOptions::DEFAULT);
         let mut count = |prompt: &String| run(&mut engine, &Job { prompt: prompt.clone(), ..job.clone() }).unwrap().saturated;
@@ -137,7 +137,7 @@ fn the_built_in_model_is_calibrated() {
     let model =
         OpenModel::open(&locate(&LocateRequest { model: Some(folder.into()), ..Default::default() }).unwrap(), None).unwrap();
     let c = model.configs.transformer.clone();
-    let calibration = Calibration { steps: 1, ..Calibration::quick(&model.conventions, model.variant).unwrap() };
+    let calibration = Calibration { steps: 1, ..Calibration::quick(&model.defaults, model.variant).unwrap() };
     let found = found(cpu(), model, &calibration).unwrap();
     assert_eq!(found.len(), 8 * c.double_blocks + 2 * c.single_blocks);
 }
@@ -253,7 +253,7 @@ fn prompts_are_lines() {
 
 #[test]
 fn there_are_prompts_of_many_kinds() {
-    let klein = Conventions::klein();
+    let klein = ModelDefaults::klein();
     let thorough = Calibration::thorough(&klein, Variant::Distilled).unwrap();
     assert_eq!(thorough.to_string(), "16 prompts at 512x512, 4 steps each");
     let quick = Calibration::quick(&klein, Variant::Base).unwrap();
@@ -264,6 +264,6 @@ fn there_are_prompts_of_many_kinds() {
     distinct.sort();
     distinct.dedup();
     assert_eq!(distinct.len(), 16);
-    let small = Conventions { width: 96, height: 64, ..klein };
+    let small = ModelDefaults { width: 96, height: 64, ..klein };
     assert_eq!(Calibration::quick(&small, Variant::Distilled).unwrap().size, Pixels::new(96, 64).unwrap());
 }

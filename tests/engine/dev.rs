@@ -11,7 +11,7 @@ use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, GemmFormats, Op, Projection, Rope, RopeStyle, Softmax};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::{ConfigFile, Conventions, TextConfig, TextFamily, TransformerConfig, Variant};
+use kiln::internals::config::{ConfigFile, ModelDefaults, TextConfig, TextFamily, TransformerConfig, Variant};
 use kiln::internals::model::{Loader, TextEncoder, text_manifest};
 use kiln::internals::names::{Layout, file_tensors};
 use kiln::internals::pipeline::{Configs, Engine, EstimateRequest, Job, LoadOptions, estimate};
@@ -236,8 +236,8 @@ fn single_mistakes_are_far_beyond_the_limit() {
 }
 
 /// Prompts that are cut early, where images are compared with each other: that saves most of the text encoder's work.
-fn short() -> Conventions {
-    Conventions { max_text_tokens: SHORT, ..Conventions::klein() }
+fn short() -> ModelDefaults {
+    ModelDefaults { max_text_tokens: SHORT, ..ModelDefaults::klein() }
 }
 
 /// A scale of zero is an input like any other, and not a model without guidance.
@@ -266,8 +266,8 @@ fn dev_is_told_by_its_tensors() {
     assert_eq!((text.heads, text.kv_heads), (8, 2));
     let detected = |config: &TransformerConfig| Variant::detect(config, None, &["flux2-klein-base-kv"]).unwrap();
     assert_eq!(detected(&TransformerConfig::dev()), Variant::Dev);
-    let conventions = Conventions::klein();
-    assert_eq!((conventions.steps(Variant::Dev), conventions.guide(Variant::Dev, None).chosen), (50, Some(4.0)));
+    let defaults = ModelDefaults::klein();
+    assert_eq!((defaults.steps(Variant::Dev), defaults.guide(Variant::Dev, None).chosen), (50, Some(4.0)));
     assert_eq!(Variant::Dev.default_padding(), Padding::Left);
 }
 
@@ -284,13 +284,13 @@ fn configurations_of_mistral_are_compared() {
                 "rope_theta": 1000000000.0, "sliding_window": {window}}}}}"#
         );
         let file = ConfigFile::parse(Path::new("config.json"), json.as_bytes()).unwrap();
-        TextConfig::detect(&weights, Some(&file), &Conventions::klein())
+        TextConfig::detect(&weights, Some(&file), &ModelDefaults::klein())
     };
     assert_eq!(of("null", "mistral").unwrap(), config);
     assert_eq!(of("4096", "mistral").unwrap(), config);
     assert!(of("256", "mistral").unwrap_err().to_string().contains("sliding_window"));
     assert!(of("null", "llama").unwrap_err().to_string().contains("its configuration says `llama`"));
-    assert_eq!(TextConfig::detect(&weights, None, &Conventions::klein()).unwrap(), config);
+    assert_eq!(TextConfig::detect(&weights, None, &ModelDefaults::klein()).unwrap(), config);
 }
 
 /// The layers of the Turbo adapter: two prefixes and two spellings in one file.
@@ -387,7 +387,7 @@ fn every_spelling_of_the_encoder_is_read() {
     let config = TextConfig::tiny_dev();
     for prefix in ["language_model.model.", "model.language_model.", "model.", "text_encoders.mistral3_24b.transformer.model."] {
         let weights = file_of_encoder(prefix, b"{}   ");
-        assert_eq!(TextConfig::detect(&weights, None, &Conventions::klein()).unwrap(), config, "{prefix}");
+        assert_eq!(TextConfig::detect(&weights, None, &ModelDefaults::klein()).unwrap(), config, "{prefix}");
         // Layers after the last tap are not read, and neither is what is no language model.
         assert_eq!(weights.check(&text_manifest(&config)).unwrap(), Vec::<String>::new(), "{prefix}");
         assert_eq!(&weights.vocabulary().unwrap()[..], b"{}   ");

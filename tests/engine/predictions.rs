@@ -4,7 +4,7 @@
 use common::sandbox::Sandbox;
 use kiln::device::Arch;
 use kiln::internals::backend::GemmFormats;
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::pipeline::{Configs, Estimate, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::DType;
@@ -24,7 +24,7 @@ const FORMATS: [(&str, Option<QuantisedFormat>); 3] =
     [("bf16", None), ("FP8", Some(QuantisedFormat::Fp8)), ("NVFP4", Some(QuantisedFormat::Nvfp4))];
 
 fn job(side: usize) -> Job {
-    let job = Job::new("", 0, &Conventions::klein(), Variant::Distilled).unwrap();
+    let job = Job::new("", 0, &ModelDefaults::klein(), Variant::Distilled).unwrap();
     Job { size: Pixels::new(side, side).unwrap(), ..job }
 }
 

@@ -17,7 +17,7 @@ use kiln::internals::backend::cuda::{self, Cuda};
 use kiln::internals::backend::{Access, Backend, GemmFormats, Observed, Observer, Op, Role};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::{Component, PerComponent};
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::quantise::QuantisedFormat;
@@ -40,7 +40,7 @@ impl Model {
     }
 
     fn open(&self, variant: Variant) -> OpenModel {
-        opened(tiny_weights(&self.0), variant, Conventions::klein())
+        opened(tiny_weights(&self.0), variant, ModelDefaults::klein())
     }
 
     fn engine(&self, driver: &Rc<StandIn>, stop: &Arc<AtomicBool>, variant: Variant, low_memory: bool) -> Result<Engine> {
@@ -379,7 +379,7 @@ fn files_may_change_once_everything_is_uploaded() {
     for (low_memory, images, refused) in [(false, 1, false), (true, 1, true), (false, 0, true)] {
         std::fs::write(&path, &*model.0.transformer).unwrap();
         let transformer = Weights::open(Component::Transformer, &path).unwrap();
-        let open = opened(PerComponent { transformer, ..tiny_weights(&model.0) }, variant, Conventions::klein());
+        let open = opened(PerComponent { transformer, ..tiny_weights(&model.0) }, variant, ModelDefaults::klein());
         let driver = StandIn::new(PLENTY);
         let options = LoadOptions { low_memory, ..OPTIONS };
         let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), open, options, &Silent).unwrap();

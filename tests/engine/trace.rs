@@ -7,7 +7,7 @@ use common::stand_in::{LAUNCH, StandIn};
 use common::{opened, small_job, tiny_weights};
 use kiln::error::Result;
 use kiln::internals::backend::cuda::Cuda;
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use kiln::internals::tensor::DType;
@@ -122,7 +122,7 @@ fn too_many_events_are_counted() {
 
 fn open() -> OpenModel {
     static MODEL: LazyLock<TinyModel> = LazyLock::new(|| tiny::model(Layout::Diffusers, DType::Bf16).unwrap());
-    opened(tiny_weights(&MODEL), Variant::Distilled, Conventions::klein())
+    opened(tiny_weights(&MODEL), Variant::Distilled, ModelDefaults::klein())
 }
 
 /// Loads the tiny model and generates an image in three steps.

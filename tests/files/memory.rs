@@ -37,7 +37,7 @@ fn peak_resident() -> usize {
 /// The tiny model from f32 files, which a run of bf16 has to convert.
 fn wide_model() -> OpenModel {
     let model = tiny::model(Layout::Diffusers, DType::F32).unwrap();
-    opened(tiny_weights(&model), Variant::Distilled, Found::Tiny.conventions().unwrap())
+    opened(tiny_weights(&model), Variant::Distilled, Found::Tiny.defaults().unwrap())
 }
 
 /// The tiny model from a file with NVFP4 layers in one of their orders.

@@ -63,6 +63,7 @@ const REPLACED: &[(&str, &str)] = &[
     ("PerPart", "PerComponent"),
     ("PartSource", "ComponentSource"),
     ("first_tap", "first_text_layer"),
+    ("Conventions", "ModelDefaults"),
 ];
 
 /// Folders with text of the project; recorded results and fixtures are data.

@@ -46,7 +46,7 @@ CASES = (
 
 
 @functools.cache
-def conventions():
+def defaults():
     """kiln.json: what klein fixes by convention and this model does otherwise."""
     return json.loads((FOLDER / "kiln.json").read_text(encoding="utf-8"))
 
@@ -60,14 +60,14 @@ def disc(reference):
 
 def noise():
     """The same for all cases and precisions."""
-    own = conventions()
+    own = defaults()
     shape = (1, 128, own["height"] // 16, own["width"] // 16)
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(SEED))
 
 
 def run_case(pipe, case, exact_time=False):
     """Every output of one case, at full size and precision."""
-    own = conventions()
+    own = defaults()
     run = run_pipeline(
         pipe,
         SimpleNamespace(**case, seed=SEED, width=own["width"], height=own["height"], steps=own["steps"]),
@@ -96,7 +96,7 @@ def stored(run):
 
 
 def compute():
-    own, recording = conventions(), Recording()
+    own, recording = defaults(), Recording()
     pipe = Flux2KleinPipeline.from_pretrained(FOLDER, dtype=torch.float64)
     pipe.set_progress_bar_config(disable=True)
     exact = [run_case(pipe, case) for case in CASES]

@@ -5,7 +5,7 @@ use common::ops::formats::Codes;
 use common::sandbox::Sandbox;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::Component;
-use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, Variant};
+use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig, Variant};
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{Layout, TensorSpec};
 use kiln::internals::tensor::nvfp4::{scale_offset, tiles_along};
@@ -115,12 +115,12 @@ fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: QuantisedF
 }
 
 /// The two parts of a model in a folder that can be quantised, with the tensors that are read of each.
-fn parts(folder: &Path, files: [&str; 2], conventions: &Conventions) -> [(ComponentSource, Vec<TensorSpec>); 2] {
+fn parts(folder: &Path, files: [&str; 2], defaults: &ModelDefaults) -> [(ComponentSource, Vec<TensorSpec>); 2] {
     let open = |part, file: &str| Weights::open(part, &folder.join(file)).unwrap();
     let (transformer, text) = (open(Component::Transformer, files[0]), open(Component::TextEncoder, files[1]));
     let config = TransformerConfig::detect(&transformer, None).unwrap();
     let read = kiln::internals::config::ConfigFile::read(&folder.join("text_encoder/config.json")).ok();
-    let text_config = TextConfig::detect(&text, read.as_ref(), conventions).unwrap();
+    let text_config = TextConfig::detect(&text, read.as_ref(), defaults).unwrap();
     let specs = [transformer_manifest(&config), text_manifest(&text_config)];
     let sources = [ComponentSource::Transformer(transformer, config, Variant::Distilled), ComponentSource::TextEncoder(text)];
     let [first, second] = specs;
@@ -141,10 +141,10 @@ const BFL: [&str; 2] = ["flux-2-klein-tiny.safetensors", "qwen.safetensors"];
 #[test]
 fn values_are_those_of_the_formulas_to_the_bit() {
     let sandbox = Sandbox::new();
-    let klein = Conventions::klein();
+    let klein = ModelDefaults::klein();
     let split = tiny_folder(&sandbox, "split", Layout::Diffusers, DType::Bf16);
     let fused = tiny_folder(&sandbox, "fused", Layout::Bfl, DType::F32);
-    let own = Conventions::read(&builtin().join("kiln.json")).unwrap();
+    let own = ModelDefaults::read(&builtin().join("kiln.json")).unwrap();
     for format in [Fp8, Nvfp4] {
         for (source, specs) in parts(&builtin(), DIFFUSERS, &own) {
             let part = if matches!(source, ComponentSource::TextEncoder(_)) { "text" } else { "transformer" };

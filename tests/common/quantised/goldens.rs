@@ -7,7 +7,7 @@ use super::{Content, Form, RECORDED, RecordedCase, RecordedModel, engine, model,
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, GemmFormats, Op};
 use kiln::internals::component::Component;
-use kiln::internals::config::{Conventions, HEAD_DIM};
+use kiln::internals::config::{HEAD_DIM, ModelDefaults};
 use kiln::internals::dump::Record;
 use kiln::internals::model::AttentionFormat;
 use kiln::internals::noise::CHANNELS;
@@ -57,7 +57,7 @@ impl Golden {
         let transformer = Content::of(&self.model.transformer).file(Form::BFL);
         let text_encoder = self.model.text_encoder.as_deref().map(|file| Content::of(file).file(Form::COMFY));
         let text_encoder = text_encoder.map(|file| weights(Component::TextEncoder, file));
-        let model = model(weights(Component::Transformer, transformer), text_encoder, Conventions::klein().max_text_tokens);
+        let model = model(weights(Component::Transformer, transformer), text_encoder, ModelDefaults::klein().max_text_tokens);
         engine(backend, model, options)
     }
 

@@ -10,7 +10,7 @@ use common::{Goldens, cpu, run, small_job};
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::{Conventions, TransformerConfig};
+use kiln::internals::config::{ModelDefaults, TransformerConfig};
 use kiln::internals::dump::Record;
 use kiln::internals::pipeline::{Job, LoadOptions};
 use kiln::internals::tensor::{Nvfp4Layout, Precision};
@@ -18,7 +18,7 @@ use std::sync::LazyLock;
 
 /// A run of the first step, whose prompt embeddings and noise are those of all transformers in the same case.
 static RUN: LazyLock<Record> = LazyLock::new(|| {
-    let model = model(transformer(Content::of("nvfp4"), Form::BFL), None, Conventions::klein().max_text_tokens);
+    let model = model(transformer(Content::of("nvfp4"), Form::BFL), None, ModelDefaults::klein().max_text_tokens);
     let job = Job { steps: 1, ..Golden::named("nvfp4.square").job() };
     run(&mut engine(Box::new(cpu()), model, LoadOptions::DEFAULT), &job).unwrap().record.unwrap()
 });
@@ -120,7 +120,7 @@ fn a_wrong_text_encoder_is_noticed() {
         ("one scale for q, k, v", right.changed(scale_of_first).file(Form::COMFY)),
     ] {
         let encoder = weights(Component::TextEncoder, wrong);
-        let model = model(transformer(Content::of("fp8"), Form::BFL), Some(encoder), Conventions::klein().max_text_tokens);
+        let model = model(transformer(Content::of("fp8"), Form::BFL), Some(encoder), ModelDefaults::klein().max_text_tokens);
         // Prompt embeddings do not depend on the image.
         let job = Job { size: small_job().size, steps: 1, ..golden.job() };
         let record = run(&mut engine(Box::new(cpu()), model, LoadOptions::DEFAULT), &job).unwrap().record.unwrap();

@@ -8,7 +8,7 @@ use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
 use kiln::internals::component::PerComponent;
-use kiln::internals::config::{ConfigFile, Conventions, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
+use kiln::internals::config::{ConfigFile, ModelDefaults, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::noise::NoiseKind;
@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 fn detect_text(weights: &Weights, config: Option<&ConfigFile>) -> Result<TextConfig> {
-    TextConfig::detect(weights, config, &Conventions::klein())
+    TextConfig::detect(weights, config, &ModelDefaults::klein())
 }
 
 #[test]
@@ -106,17 +106,17 @@ fn hashed(configs: &Configs) -> PerComponent<Weights> {
 
 #[test]
 fn any_sizes_that_keep_the_rules_are_run() {
-    let conventions = Conventions::parse(
+    let defaults = ModelDefaults::parse(
         Path::new("kiln.json"),
         br#"{"name": "odd", "text_layers": [1, 2, 4], "max_text_tokens": 48, "width": 80, "height": 64, "steps": 2}"#,
     )
     .unwrap();
-    let model = common::opened(hashed(&unusual()), Variant::Distilled, conventions.clone());
+    let model = common::opened(hashed(&unusual()), Variant::Distilled, defaults.clone());
     assert_eq!((&model.configs, model.name.as_str()), (&unusual(), "odd"));
     let job = Job {
         prompt: "a fox".into(),
-        size: Pixels::new(conventions.width, conventions.height).unwrap(),
-        steps: conventions.steps(model.variant),
+        size: Pixels::new(defaults.width, defaults.height).unwrap(),
+        steps: defaults.steps(model.variant),
         sigmas: None,
         padding: Padding::Right,
         negative: String::new(),
@@ -180,9 +180,9 @@ fn sizes_that_break_a_rule_are_refused_by_it() {
     refused(detect_text(&weights, None).unwrap_err(), "3 heads over 2 key heads of 128; query heads have to be a multiple of");
     let weights = &hashed(&unusual()).text_encoder;
     refused(detect_text(weights, Some(&config(r#"{"head_dim": 64}"#))).unwrap_err(), "`head_dim` is 64, needed is 128");
-    let deep = Conventions::parse(Path::new("kiln.json"), br#"{"text_layers": [1, 2, 5]}"#).unwrap();
+    let deep = ModelDefaults::parse(Path::new("kiln.json"), br#"{"text_layers": [1, 2, 5]}"#).unwrap();
     refused(TextConfig::detect(weights, None, &deep).unwrap_err(), "(kiln.json): `text_layers` ends with 5, the text encoder's");
-    let last = Conventions::parse(Path::new("kiln.json"), br#"{"text_layers": [1, 2, 4]}"#).unwrap();
+    let last = ModelDefaults::parse(Path::new("kiln.json"), br#"{"text_layers": [1, 2, 4]}"#).unwrap();
     let whole = config(r#"{"num_hidden_layers": 4}"#);
     refused(TextConfig::detect(weights, Some(&whole), &last).unwrap_err(), "has to be less than the text encoder's 4 layers");
 

@@ -4,7 +4,7 @@ use super::message;
 use common::scratch::Scratch;
 use kiln::error::Error;
 use kiln::internals::component::PerComponent;
-use kiln::internals::config::{Conventions, Variant};
+use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::tensor::Nvfp4Layout;
 use kiln::locate::{Embedded, Environment, Found, LocateRequest, ModelFiles, locate};
 use std::path::{Path, PathBuf};
@@ -45,7 +45,7 @@ fn expected(folder: &Path, origin: &str) -> ModelFiles {
         },
         tokenizer: Some(folder.join("tokenizer/tokenizer.json")),
         index: Some(folder.join("model_index.json")),
-        conventions: Conventions::klein(),
+        defaults: ModelDefaults::klein(),
         origin: origin.into(),
         nvfp4_layout: None,
     }
@@ -79,17 +79,17 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
 }
 
 #[test]
-fn conventions_are_those_of_the_folder() {
+fn defaults_are_those_of_the_folder() {
     let scratch = Scratch::new();
     let folder = write_model(&scratch, "shapes");
     scratch.write("shapes/kiln.json", r#"{"name": "shapes", "variant": "base", "width": 128}"#);
     let mut request = LocateRequest { model: Some(folder.clone()), ..LocateRequest::default() };
-    let found = files(&request).conventions;
+    let found = files(&request).defaults;
     assert_eq!((found.name.as_deref(), found.variant, found.width), (Some("shapes"), Some(Variant::Base), 128));
-    assert_eq!(locate(&request).unwrap().conventions().unwrap(), found);
-    // Conventions belong to the folder's transformer.
+    assert_eq!(locate(&request).unwrap().defaults().unwrap(), found);
+    // Defaults belong to the folder's transformer.
     request.parts.transformer = Some(scratch.write("flux-2-klein-4b.safetensors", ""));
-    assert_eq!(files(&request).conventions, Conventions::klein());
+    assert_eq!(files(&request).defaults, ModelDefaults::klein());
     request.parts.transformer = None;
     scratch.write("shapes/kiln.json", r#"{"width": 130}"#);
     let text = message(&locate(&request).unwrap_err());
@@ -114,7 +114,7 @@ fn single_files_need_no_folder() {
         parts,
         tokenizer: None,
         index: None,
-        conventions: Conventions::klein(),
+        defaults: ModelDefaults::klein(),
         nvfp4_layout: None,
     };
     assert_eq!(files(&request), found);
@@ -178,14 +178,14 @@ fn a_model_without_files_is_the_last_resort() {
     assert_eq!(found(Some("tiny"), &environment).unwrap(), Found::Tiny);
     let text = message(&found(Some("builtin"), &environment).unwrap_err());
     assert!(text.starts_with("no model found (builtin): this program was built without its model / build it with"), "{text}");
-    assert_eq!(Found::Tiny.conventions().unwrap(), Conventions { width: 256, height: 256, ..Conventions::klein() });
+    assert_eq!(Found::Tiny.defaults().unwrap(), ModelDefaults { width: 256, height: 256, ..ModelDefaults::klein() });
 
     environment.built_in = Some(model);
     assert_eq!(found(None, &environment).unwrap(), Found::BuiltIn(model));
     assert_eq!(found(Some("builtin"), &environment).unwrap(), Found::BuiltIn(model));
     assert_eq!(found(Some("tiny"), &environment).unwrap(), Found::Tiny);
-    let conventions = found(None, &environment).unwrap().conventions().unwrap();
-    assert_eq!((conventions.name.as_deref(), conventions.height), (Some("shapes"), 96));
+    let defaults = found(None, &environment).unwrap().defaults().unwrap();
+    assert_eq!((defaults.name.as_deref(), defaults.height), (Some("shapes"), 96));
     assert!(!format!("{model:?}").contains("96"), "content is not shown");
 
     // The cache takes precedence over it, and KILN_MODEL over the cache.

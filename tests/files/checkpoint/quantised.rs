@@ -8,7 +8,7 @@ use common::random::Random;
 use common::scratch::Scratch;
 use kiln::internals::checkpoint::{StoredWeight, Weights};
 use kiln::internals::component::Component;
-use kiln::internals::config::{Conventions, TextConfig, TransformerConfig};
+use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::tensor::{DType, Nvfp4Layout, Scale, Stored};
@@ -527,7 +527,7 @@ fn layers_of_an_encoder_that_no_run_reads_may_have_any_scales() {
     };
     assert!(with(35).check(&manifest).unwrap().is_empty());
     assert!(with(0).check(&manifest).is_err());
-    let detected = TextConfig::detect(&with(35), None, &Conventions::klein()).unwrap();
+    let detected = TextConfig::detect(&with(35), None, &ModelDefaults::klein()).unwrap();
     assert_eq!(detected.hidden, config.hidden);
 }
 

@@ -7,7 +7,7 @@ use common::scratch::Scratch;
 use kiln::error::{Error, Result};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::{Conventions, TextConfig, TransformerConfig, VaeConfig, check_fit};
+use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, file_tensors};
 use kiln::internals::pipeline::Configs;
@@ -51,7 +51,7 @@ impl<'a> Model<'a> {
                 transformer_manifest(&transformer)
             }
             Component::TextEncoder => {
-                text_encoder = TextConfig::detect(&weights, None, &Conventions::klein())?;
+                text_encoder = TextConfig::detect(&weights, None, &ModelDefaults::klein())?;
                 text_manifest(&text_encoder)
             }
             Component::Vae => vae_manifest(&VaeConfig::detect(&weights, None)?),

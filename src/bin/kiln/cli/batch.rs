@@ -414,10 +414,10 @@ impl Run<'_> {
             }
             _ => None,
         };
-        let request = ImageRequest { adapters, ..line.request(&known.profile.conventions)? };
+        let request = ImageRequest { adapters, ..line.request(&known.profile.defaults)? };
         Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
-        unknown_words_note(&request.prompt, &known.found, &known.profile.conventions)
+        unknown_words_note(&request.prompt, &known.found, &known.profile.defaults)
             .iter()
             .for_each(|note| terminal.say(&format!("line {number}: {note}")));
         let settings = Settings::resolve(request, &known.profile);

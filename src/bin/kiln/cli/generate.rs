@@ -154,7 +154,7 @@ impl GenerateRequest {
         let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
         let trace = args.run.trace.trace.as_deref();
         let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.file.force, args.json)?;
-        setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.conventions));
+        setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.defaults));
         Ok(Self { images, setup, outputs, verbosity: args.run.verbosity() })
     }
 }

@@ -17,7 +17,7 @@ use kiln::predict::{GpuSpec, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
 use kiln::{
-    AttentionFormatCount, Configs, Conventions, Estimate, EstimateRequest, Job, KindFormat, LoadOptions, OpenModel, Precision,
+    AttentionFormatCount, Configs, Estimate, EstimateRequest, Job, KindFormat, LoadOptions, ModelDefaults, OpenModel, Precision,
     Variant, display_name, estimate,
 };
 use serde::Serialize;
@@ -138,7 +138,7 @@ impl Subcommand for PlanArgs {
 /// Writes the plan to `out`, and warnings about the model or the flags to the terminal.
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
-    let request = ImageRequest::new(args.image, &model.conventions)?;
+    let request = ImageRequest::new(args.image, &model.defaults)?;
     let options = request.load_options(false, &args.quantised);
     let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
     let settings = Settings::resolve(request, &model.profile(options));
@@ -161,7 +161,7 @@ struct PlannedModel {
     /// Display name.
     name: String,
     variant: Variant,
-    conventions: Conventions,
+    defaults: ModelDefaults,
     warnings: Vec<String>,
     source: Source,
 }
@@ -190,7 +190,7 @@ impl PlannedModel {
             return Ok(Self {
                 name: model.name.clone(),
                 variant: model.variant,
-                conventions: model.conventions.clone(),
+                defaults: model.defaults.clone(),
                 warnings: model.warnings.clone(),
                 source: Source::Files(Box::new(model)),
             });
@@ -205,7 +205,7 @@ impl PlannedModel {
         Ok(Self {
             name: display_name(&configs.transformer, variant),
             variant,
-            conventions: Conventions::klein(),
+            defaults: ModelDefaults::klein(),
             warnings: Vec::new(),
             source: Source::Published(Box::new(configs), adapters),
         })
@@ -224,7 +224,7 @@ impl PlannedModel {
         ModelProfile {
             name: self.name.clone(),
             variant: self.variant,
-            conventions: self.conventions.clone(),
+            defaults: self.defaults.clone(),
             precision: options.precision,
             quantised_flags: Vec::new(),
             adapters: applied(self.adapters()),

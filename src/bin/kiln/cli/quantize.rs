@@ -300,7 +300,7 @@ impl Runs {
         selected.announce(terminal);
         let SelectedBackend { backend, machine, device, .. } = selected;
         let by_default = if device.is_some() { Calibration::thorough } else { Calibration::quick };
-        let mut calibration = by_default(&model.conventions, model.variant)?;
+        let mut calibration = by_default(&model.defaults, model.variant)?;
         calibration.prompts = self.prompts.clone().unwrap_or(calibration.prompts);
         calibration.size = self.size.unwrap_or(calibration.size);
         calibration.steps = self.steps.unwrap_or(calibration.steps);

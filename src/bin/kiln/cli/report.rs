@@ -8,7 +8,7 @@ use kiln::device::Fp8Accumulate;
 use kiln::locate::Found;
 use kiln::progress::Progress;
 use kiln::text::{amount, grouped, shown};
-use kiln::{Conventions, Expansion, Formats, GeneratedImage, Guidance, Noise, Nvfp4Math, OpenModel, Variant, unknown_words};
+use kiln::{Expansion, Formats, GeneratedImage, Guidance, ModelDefaults, Noise, Nvfp4Math, OpenModel, Variant, unknown_words};
 
 /// The number of unknown words that a note lists.
 const NAMED_WORDS: usize = 5;
@@ -29,8 +29,8 @@ pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
 
 /// Lists the words of the prompt that are not in the model's training vocabulary, if its files state one. The model generates an
 /// image anyway, and without the note the user could not tell why it does not match the prompt.
-pub fn unknown_words_note(prompt: &str, found: &Found, conventions: &Conventions) -> Option<String> {
-    let Conventions { name, words: Some(words), draws, .. } = conventions else { return None };
+pub fn unknown_words_note(prompt: &str, found: &Found, defaults: &ModelDefaults) -> Option<String> {
+    let ModelDefaults { name, words: Some(words), draws, .. } = defaults else { return None };
     let unknown = unknown_words(prompt, words);
     if unknown.is_empty() {
         return None;
@@ -105,7 +105,7 @@ pub fn announce_run(
     let mut details = details(settings, found, model, backend);
     details.extend(format_lines(formats).iter().map(|line| format!("formats {line}")));
     ignored_settings(settings).iter().for_each(|warning| terminal.warn(warning));
-    let Conventions { width, height, .. } = model.conventions;
+    let ModelDefaults { width, height, .. } = model.defaults;
     let size = settings.job.size;
     if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {
         terminal.say(&format!("note: {} was trained on pictures of {width}x{height}, others may look wrong", settings.model));

@@ -10,7 +10,7 @@ use kiln::locate::{Environment, Found, locate};
 use kiln::lora::{AdapterMode, Adapters};
 use kiln::selftest::Records;
 use kiln::{
-    Conventions, DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, Noise, NoiseKind, Pixels, PreparedReference, SHORTEN,
+    DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, ModelDefaults, Noise, NoiseKind, Pixels, PreparedReference, SHORTEN,
     SequenceLayout, Variant, check_length, read_noise,
 };
 use std::fs::File;
@@ -52,7 +52,7 @@ pub struct Setup {
     /// The model's adapters.
     pub adapters: AdapterFiles,
     /// The model's defaults for size, steps and guidance.
-    pub conventions: Conventions,
+    pub defaults: ModelDefaults,
     /// The variant, if it overrides the one in the model's files.
     pub variant: Option<Variant>,
     /// The backend to use.
@@ -71,8 +71,8 @@ pub struct Setup {
 
 impl ImageRequest {
     /// A request for one image with an empty prompt.
-    pub fn new(options: ImageOptions, conventions: &Conventions) -> Result<Self> {
-        let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(conventions.max_reference_pixels));
+    pub fn new(options: ImageOptions, defaults: &ModelDefaults) -> Result<Self> {
+        let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(defaults.max_reference_pixels));
         let references: Vec<PreparedReference> = options.references.iter().map(prepare).collect::<Result<_>>()?;
         // The default size is that of the first reference, or without references the model's own.
         let first = references.first().map(|reference| (reference.width, reference.height));
@@ -80,7 +80,7 @@ impl ImageRequest {
             prompt: String::new(),
             negative: None,
             references,
-            size: options.size(first.unwrap_or((conventions.width, conventions.height)))?,
+            size: options.size(first.unwrap_or((defaults.width, defaults.height)))?,
             options,
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
@@ -123,10 +123,10 @@ impl ImageRequest {
         let records = Records::below(environment.caches().as_deref());
         let adapters = AdapterFiles::locate(&args.lora, &environment)?;
         let found = locate(&args.model.request(environment))?;
-        let conventions = found.conventions()?;
-        let shape = Self::new(args.image.clone(), &conventions)?;
+        let defaults = found.defaults()?;
+        let shape = Self::new(args.image.clone(), &defaults)?;
         let grids: Vec<Grid> = shape.references.iter().map(PreparedReference::grid).collect();
-        SequenceLayout::new(conventions.max_text_tokens, shape.size.grid(), &grids)?;
+        SequenceLayout::new(defaults.max_text_tokens, shape.size.grid(), &grids)?;
         let noise = match &args.noise {
             Some(path) => Noise::Given(read_noise(path, shape.size.grid().tokens())?),
             None => Noise::Drawn(kind),
@@ -136,7 +136,7 @@ impl ImageRequest {
             found,
             named,
             adapters,
-            conventions,
+            defaults,
             variant,
             backend: args.run.backend,
             device: args.run.device()?,

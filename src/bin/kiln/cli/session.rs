@@ -64,7 +64,7 @@ impl Session {
         ModelProfile {
             name: self.model.name.clone(),
             variant: self.model.variant,
-            conventions: self.model.conventions.clone(),
+            defaults: self.model.defaults.clone(),
             precision: self.options.precision,
             quantised_flags: quantised_flags(&self.formats),
             adapters: applied(&self.model.adapters),

@@ -5,7 +5,7 @@ use super::adapters::{AppliedAdapter, applied};
 use super::request::ImageRequest;
 use kiln::lora::AdapterMode;
 use kiln::{
-    Conventions, Formats, Guidance, Job, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
+    Formats, Guidance, Job, ModelDefaults, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
 };
 
 /// The properties of a model that settings depend on.
@@ -13,7 +13,7 @@ pub struct ModelProfile {
     /// Display name.
     pub name: String,
     pub variant: Variant,
-    pub conventions: Conventions,
+    pub defaults: ModelDefaults,
     pub precision: Precision,
     /// How FP8 and NVFP4 are computed with, as flags and their values; none if the model does not compute with them.
     pub quantised_flags: Vec<(&'static str, String)>,
@@ -52,7 +52,7 @@ impl Settings {
     /// Combines a request with the defaults of a model.
     pub fn resolve(request: ImageRequest, model: &ModelProfile) -> Self {
         let options = request.options;
-        let guidance = model.conventions.guide(model.variant, options.guidance);
+        let guidance = model.defaults.guide(model.variant, options.guidance);
         let references = request.references.iter().map(describe_reference).collect();
         let noise_flags = noise_flags(&request.noise);
         let adapters = request.adapters.as_deref().map_or_else(|| model.adapters.clone(), applied);
@@ -60,7 +60,7 @@ impl Settings {
         let job = Job {
             prompt: request.prompt,
             size: request.size,
-            steps: options.sigmas.as_ref().map(Sigmas::steps).or(options.steps).unwrap_or(model.conventions.steps(model.variant)),
+            steps: options.sigmas.as_ref().map(Sigmas::steps).or(options.steps).unwrap_or(model.defaults.steps(model.variant)),
             sigmas: options.sigmas,
             padding: options.padding.map_or(model.variant.default_padding(), Into::into),
             negative: request.negative.clone().unwrap_or_default(),
@@ -77,7 +77,7 @@ impl Settings {
             variant: model.variant,
             precision: model.precision,
             guidance,
-            guided: model.variant.guides(guidance.scale),
+            guided: model.variant.uses_cfg(guidance.scale),
             negative: request.negative,
             noise_flags,
             quantised_flags: model.quantised_flags.clone(),

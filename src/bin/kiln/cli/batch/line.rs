@@ -4,7 +4,7 @@ use super::super::args::{ImageOptions, LoraArg};
 use super::super::request::{ImageRequest, check_nul};
 use kiln::error::{Error, Result};
 use kiln::text::{misspelled, shown};
-use kiln::{Conventions, Grid, Noise, NoiseKind, PreparedReference, SequenceLayout, check_length};
+use kiln::{Grid, ModelDefaults, Noise, NoiseKind, PreparedReference, SequenceLayout, check_length};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -108,7 +108,7 @@ impl Line {
     }
 
     /// The request for its image. Reference images are read.
-    pub fn request(self, conventions: &Conventions) -> Result<ImageRequest> {
+    pub fn request(self, defaults: &ModelDefaults) -> Result<ImageRequest> {
         let seed = self.seed();
         let Self { prompt, negative, options, .. } = self;
         for (text, what) in [(Some(&prompt), "prompt"), (negative.as_ref(), "negative prompt")] {
@@ -117,9 +117,9 @@ impl Line {
                 check_nul(text, what, None)?;
             }
         }
-        let request = ImageRequest::new(options, conventions)?;
+        let request = ImageRequest::new(options, defaults)?;
         let grids: Vec<Grid> = request.references.iter().map(PreparedReference::grid).collect();
-        SequenceLayout::new(conventions.max_text_tokens, request.size.grid(), &grids)?;
+        SequenceLayout::new(defaults.max_text_tokens, request.size.grid(), &grids)?;
         Ok(ImageRequest { prompt, negative, seeds: vec![seed], noise: Noise::Drawn(NoiseKind::HOPPER), ..request })
     }
 }

@@ -38,9 +38,9 @@ const ALLOWED_TEXT_TOKENS: std::ops::RangeInclusive<usize> = 16..=2048;
 /// Allowed areas of a reference image, from the smallest image to four times klein's limit.
 const REFERENCE_PIXELS: std::ops::RangeInclusive<usize> = 64 * 64..=4 * AREA_CAP;
 
-/// A model's conventions.
+/// A model's defaults.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Conventions {
+pub struct ModelDefaults {
     /// The `kiln.json` that they were read from, if there is one.
     pub path: Option<PathBuf>,
     /// The model's display name.
@@ -79,8 +79,8 @@ pub struct Guidance {
     pub ignored: bool,
 }
 
-impl Conventions {
-    /// The conventions of FLUX.2 klein.
+impl ModelDefaults {
+    /// The defaults of FLUX.2 klein.
     pub const fn klein() -> Self {
         Self {
             path: None,
@@ -206,21 +206,21 @@ fn with_keys(error: Error) -> Error {
 mod tests {
     use super::*;
 
-    fn parse(text: &str) -> Result<Conventions> {
-        Conventions::parse(Path::new("m/kiln.json"), text.as_bytes())
+    fn parse(text: &str) -> Result<ModelDefaults> {
+        ModelDefaults::parse(Path::new("m/kiln.json"), text.as_bytes())
     }
 
     #[test]
     fn missing_keys_default_to_klein() {
         let path = Some(PathBuf::from("m/kiln.json"));
-        assert_eq!(parse("{}").unwrap(), Conventions { path: path.clone(), ..Conventions::klein() });
+        assert_eq!(parse("{}").unwrap(), ModelDefaults { path: path.clone(), ..ModelDefaults::klein() });
         assert_eq!(parse(r#"{"steps": null, "width": null}"#).unwrap(), parse("{}").unwrap());
         let found = parse(r#"{"height": 512, "guidance": 2}"#).unwrap();
         assert_eq!((found.width, found.height, found.steps(Variant::Base)), (1024, 512, 50));
         assert_eq!((found.guidance(Variant::Base), found.guidance(Variant::Kv)), (2.0, 2.0));
         let all = r#"{"name": "shapes", "variant": "base", "text_layers": [1, 2, 4], "max_text_tokens": 64, "width": 256,
             "height": 320, "steps": 7, "guidance": 2.5, "max_reference_pixels": 65536, "words": "a red star", "draws": "stars"}"#;
-        let want = Conventions {
+        let want = ModelDefaults {
             path,
             name: Some("shapes".into()),
             variant: Some(Variant::Base),
@@ -312,6 +312,6 @@ mod tests {
             "{error}"
         );
         // Without a `kiln.json` a missing layer is reported later, as a missing tensor.
-        assert!(Conventions::klein().check_depth(3, None).is_ok());
+        assert!(ModelDefaults::klein().check_depth(3, None).is_ok());
     }
 }
