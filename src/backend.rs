@@ -57,6 +57,8 @@ pub struct GemmFormats {
     pub w4a4: bool,
     /// NVFP4 weights, plain inputs.
     pub w4a16: bool,
+    /// Weights in any other format that is not expanded when it is loaded, by plain inputs.
+    pub decodes: bool,
     /// Queries by keys in attention, both e4m3. Values are plain.
     pub qk8: bool,
     /// Whether weights with plain inputs are expanded each time that they are multiplied, in working memory that nothing else
@@ -66,9 +68,10 @@ pub struct GemmFormats {
 
 impl GemmFormats {
     /// All of them.
-    pub const ALL: Self = Self { w8a8: true, w8a16: true, w4a4: true, w4a16: true, qk8: true, expands: false };
+    pub const ALL: Self = Self { w8a8: true, w8a16: true, w4a4: true, w4a16: true, decodes: true, qk8: true, expands: false };
     /// None of them.
-    pub const NONE: Self = Self { w8a8: false, w8a16: false, w4a4: false, w4a16: false, qk8: false, expands: false };
+    pub const NONE: Self =
+        Self { w8a8: false, w8a16: false, w4a4: false, w4a16: false, decodes: false, qk8: false, expands: false };
 
     /// Those that both have.
     pub const fn and(self, other: Self) -> Self {
@@ -77,6 +80,7 @@ impl GemmFormats {
             w8a16: self.w8a16 && other.w8a16,
             w4a4: self.w4a4 && other.w4a4,
             w4a16: self.w4a16 && other.w4a16,
+            decodes: self.decodes && other.decodes,
             qk8: self.qk8 && other.qk8,
             // This is what one of them needs, and not what it can do.
             expands: self.expands || other.expands,
@@ -90,7 +94,8 @@ impl GemmFormats {
             (DType::E4m3, DType::F32 | DType::Bf16) => self.w8a16,
             (DType::E2m1, DType::E2m1) => self.w4a4,
             (DType::E2m1, DType::F32 | DType::Bf16) => self.w4a16,
-            _ => !weight.is_quantised() && !input.is_quantised(),
+            _ if input.is_quantised() => false,
+            _ => !weight.is_quantised() || self.decodes && !weight.format().is_expanded,
         }
     }
 

@@ -17,7 +17,6 @@ mod report;
 mod source;
 
 pub use crate::checkpoint::Identity;
-pub use crate::tensor::quantise::QuantisedFormat;
 pub use copies::{Copied, calibration_inputs, copies};
 pub use layout::WeightLayout;
 #[cfg(feature = "internals")]
@@ -39,7 +38,7 @@ use crate::model::transformer_manifest;
 use crate::names::LayerRole;
 use crate::output::{Staged, StagedFile};
 use crate::progress::{Phase, Progress};
-use crate::tensor::Scale;
+use crate::tensor::{DType, Scale};
 use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
@@ -60,7 +59,7 @@ const COPY_BYTES: usize = 4 << 20;
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The format of their layers.
-    pub format: QuantisedFormat,
+    pub format: DType,
     /// How those of the transformer are stored.
     pub layout: WeightLayout,
     /// Patterns of layers that stay in BF16.
@@ -143,7 +142,7 @@ impl PlannedFile {
 }
 
 /// The path of a quantised transformer in a folder, named as the official files are.
-fn transformer_file(config: &TransformerConfig, variant: Variant, format: QuantisedFormat) -> String {
+fn transformer_file(config: &TransformerConfig, variant: Variant, format: DType) -> String {
     let size = match config.size() {
         size @ ("4B" | "9B") => format!("-{}", size.to_ascii_lowercase()),
         _ => String::new(),
@@ -154,11 +153,11 @@ fn transformer_file(config: &TransformerConfig, variant: Variant, format: Quanti
         Variant::Kv => format!("flux-2-klein{size}-kv"),
         Variant::Dev => "flux2-dev".into(),
     };
-    format!("transformer/{model}-{}.safetensors", format.name())
+    format!("transformer/{model}-{}.safetensors", format.label())
 }
 
 /// The path of a quantised text encoder in a folder, named likewise.
-fn text_encoder_file(weights: &Weights, format: QuantisedFormat) -> String {
+fn text_encoder_file(weights: &Weights, format: DType) -> String {
     let known = [
         ("qwen_3_4b", TextConfig::klein_4b().hidden),
         ("qwen_3_8b", TextConfig::klein_9b().hidden),
@@ -166,7 +165,7 @@ fn text_encoder_file(weights: &Weights, format: QuantisedFormat) -> String {
     ];
     let hidden = weights.shape(&LayerRole::TokenTable.only().canonical()).and_then(|shape| shape.get(1).copied());
     let name = known.iter().find(|(_, width)| Some(*width) == hidden).map_or("qwen_3", |(name, _)| name);
-    format!("text_encoder/{name}_{}.safetensors", format.name())
+    format!("text_encoder/{name}_{}.safetensors", format.label())
 }
 
 impl FilePlan {
@@ -360,7 +359,7 @@ impl Writer<'_> {
     fn finish(&mut self, index: usize, layer: &SourceLayer, finished: Finished, bytes: u64) -> Result<()> {
         if let Some(format) = layer.spec.format {
             let error = 100.0 * finished.error.relative();
-            self.progress.detail(&format!("{} {} error {error:.3} %", layer.spec.name(), format.name()));
+            self.progress.detail(&format!("{} {} error {error:.3} %", layer.spec.name(), format.label()));
         }
         self.note(Entry::Finished(index, layer.spec.weight.clone(), finished));
         self.unsaved += bytes;

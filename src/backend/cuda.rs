@@ -387,6 +387,7 @@ impl Backend for Cuda {
             w4a4: has(Kernel::GemmNvfp4Sm120_128x128),
             w8a16: has(Kernel::Expand),
             w4a16: has(Kernel::Expand),
+            decodes: false,
             qk8: has(Kernel::AttentionSm90MaxFreeE4m3) || has(Kernel::AttentionFp8MaxFree),
             expands: has(Kernel::Expand),
         }

@@ -11,7 +11,7 @@ use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorRole, TensorSpec};
 use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
-use crate::tensor::quantise::QuantisedFormat;
+use crate::tensor::DType;
 use std::collections::BTreeMap;
 
 /// The dtype and the shape of tensors, by name.
@@ -39,9 +39,9 @@ enum Content {
     /// A transformer in BF16.
     Plain(Sizes, Layout),
     /// A transformer with quantised layers, in BFL's layout.
-    Quantised(Sizes, Variant, QuantisedFormat),
+    Quantised(Sizes, Variant, DType),
     /// The same, but which of its layers stay in BF16 was inferred from its size.
-    Inferred(Sizes, Variant, QuantisedFormat),
+    Inferred(Sizes, Variant, DType),
     /// A Qwen3 in BF16, with or without the head that predicts tokens.
     Encoder(fn() -> TextConfig, bool),
     /// A VAE whose values have this dtype.
@@ -80,8 +80,8 @@ impl KnownFile {
 /// repositories state.
 pub static KNOWN: [KnownFile; 30] = {
     use Content::{Encoder, Inferred, NotKnown, Plain, Quantised, Vae};
+    use DType::{E2m1 as Nvfp4, E4m3 as Fp8};
     use Layout::{Bfl, Diffusers};
-    use QuantisedFormat::{Fp8, Nvfp4};
     use Variant::{Base, Distilled};
     const KLEIN_4B: Sizes = TransformerConfig::klein_4b;
     const KLEIN_9B: Sizes = TransformerConfig::klein_9b;
@@ -179,7 +179,7 @@ impl KnownFile {
 }
 
 /// The tensors of an official file: the layers that [`Policy`] knows to be quantised, each with a scale of its input.
-fn quantised(config: &TransformerConfig, variant: Variant, format: QuantisedFormat) -> Tensors {
+fn quantised(config: &TransformerConfig, variant: Variant, format: DType) -> Tensors {
     let policy = Policy::transformer(config, variant, format, &[]);
     let layer = |spec: TensorSpec| {
         let layer = LayerSpec::new(spec.name, spec.layer, spec.shape, &policy);

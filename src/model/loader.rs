@@ -12,7 +12,7 @@ use crate::checkpoint::Weights;
 use crate::error::{Error, Remedy, Result};
 use crate::names::{LayerId, TensorSpec};
 use crate::tensor::formats::Format;
-use crate::tensor::quantise::{QuantisedFormat, largest_magnitude};
+use crate::tensor::quantise::largest_magnitude;
 use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scales, Scaling, Stored, Tensor, WeightSlice};
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub struct Loader<'a> {
     precision: Precision,
     attention: AttentionFormat,
     nvfp4_math: Nvfp4Math,
-    quantise: Option<QuantisedFormat>,
+    quantise: Option<DType>,
 }
 
 /// What becomes of the tensors that are loaded.
@@ -85,7 +85,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Sets the format that plain weights of transformer blocks and text encoders are quantised to, if they are.
-    pub fn with_quantise(self, quantise: Option<QuantisedFormat>) -> Self {
+    pub fn with_quantise(self, quantise: Option<DType>) -> Self {
         Self { quantise, ..self }
     }
 
@@ -379,18 +379,13 @@ impl Upload<'_> {
     }
 
     /// Loads a layer and quantises its weight on the way, each part of it with scales of its own.
-    fn quantised_layer(
-        &mut self,
-        spec: &TensorSpec,
-        precision: Precision,
-        (format, math): (QuantisedFormat, Nvfp4Math),
-    ) -> Result<Linear> {
+    fn quantised_layer(&mut self, spec: &TensorSpec, precision: Precision, (format, math): (DType, Nvfp4Math)) -> Result<Linear> {
         let refused = |why: String| quantise::refused(format, &why);
         let (parts, (rows, cols)) = (self.stored(spec)?, extent(spec));
         if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
             return Err(refused(format!("`{}` is stored as {} already", spec.name, part.dtype.name())));
         }
-        let Format { block, scales, .. } = format.dtype().format();
+        let Format { block, scales, .. } = format.format();
         if !cols.is_multiple_of(*block) {
             return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {block}", spec.name)));
         }
@@ -400,14 +395,15 @@ impl Upload<'_> {
         let own = if merges && !self.shapes_only { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
         let stored = |part: &[WeightSlice]| {
             let scales = match scales {
-                ScaleKind::None | ScaleKind::TensorOrRows => Scales::Rows,
+                ScaleKind::None => Scales::Unscaled,
+                ScaleKind::TensorOrRows => Scales::Rows,
                 ScaleKind::Blocks if self.shapes_only => Scales::Blocks16(Scale::ONE),
                 ScaleKind::Blocks => {
-                    let scale = format.dtype().scale_for(largest_magnitude(part));
+                    let scale = format.scale_for(largest_magnitude(part));
                     Scales::Blocks16(scale.ok_or_else(|| refused(format!("`{}` has values that are not finite", spec.name)))?)
                 }
             };
-            Ok(Stored { dtype: format.dtype(), scales })
+            Ok(Stored { dtype: format, scales })
         };
         let parts_of = match &own[..] {
             [] => vec![(rows, &own[..])],

@@ -5,8 +5,7 @@ use super::nvfp4_math::{self, Nvfp4Math};
 use crate::backend::GemmFormats;
 use crate::error::{Error, Remedy, Result};
 use crate::names::{LayerId, LayerRole};
-use crate::tensor::quantise::QuantisedFormat;
-use crate::tensor::{Precision, Scale, Stored};
+use crate::tensor::{DType, Precision, Scale, Stored};
 
 /// The op that writes the input of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,50 +38,38 @@ impl LayerId {
 }
 
 impl Producer {
-    /// The scale of such an input in e4m3. That has fifteen octaves of one precision, so a scale only has to keep the largest value
-    /// in range, and may leave several octaves of room: norms and attention stay far below 448, and the results of SwiGLU, of which
-    /// FLUX.2's largest are about 160, below 3584. What is beyond is counted and reported.
-    pub const fn fp8_scale(self) -> Scale {
-        match self {
-            Self::Norm | Self::Attention => Scale::ONE,
-            Self::Swiglu => Scale::power_of_two(3),
-        }
-    }
-
-    /// The scale of such an input in NVFP4. The scales of its blocks follow its values; they are e4m3, so that again this only has to
-    /// keep the largest value in range: 168 behind norms and attention, 2688 behind SwiGLU. Blocks are as precise as others down to a
-    /// largest value of 0.006 and 0.09.
-    pub const fn nvfp4_scale(self) -> Scale {
-        match self {
-            Self::Norm | Self::Attention => Scale::power_of_two(-4),
-            Self::Swiglu => Scale::ONE,
-        }
+    /// The scale of such an input in this format, if inputs are quantised to it.
+    pub fn input_scale(self, format: DType) -> Option<Scale> {
+        let [plain, swiglu] = format.format().target?.input_scales?;
+        Some(if self == Self::Swiglu { swiglu } else { plain })
     }
 }
 
 /// How the input of a layer is stored whose weight is quantised when it is loaded, or why it stays plain. It is an error if the
 /// backend has no GEMM of such weights at all: expanding them again would leave nothing of quantising but its errors.
 pub(super) fn input(
-    format: QuantisedFormat,
+    format: DType,
     producer: Option<Producer>,
     gemms: GemmFormats,
     precision: Precision,
     math: Nvfp4Math,
 ) -> Result<std::result::Result<Stored, PlainInput>> {
-    let weight = format.dtype();
-    let input = match (format, producer) {
-        (_, None) => Err(PlainInput::Model),
+    let is_nvfp4 = format == DType::E2m1;
+    let input = match producer {
+        None => Err(PlainInput::Model),
         _ if precision == Precision::F32 => Err(PlainInput::Precision),
-        (QuantisedFormat::Nvfp4, Some(_)) if math == Nvfp4Math::Fp8 => {
+        _ if is_nvfp4 && math == Nvfp4Math::Fp8 => {
             return Err(nvfp4_math::refused("they are quantised when they are loaded, and not re-encoded"));
         }
-        (QuantisedFormat::Nvfp4, Some(_)) if math == Nvfp4Math::Bf16 => Err(PlainInput::Asked),
-        _ if !gemms.takes(weight, weight) => Err(PlainInput::Device),
-        (QuantisedFormat::Nvfp4, Some(producer)) => Ok(Stored::nvfp4(producer.nvfp4_scale())),
-        (QuantisedFormat::Fp8, Some(producer)) => Ok(Stored::fp8(producer.fp8_scale())),
+        _ if is_nvfp4 && math == Nvfp4Math::Bf16 => Err(PlainInput::Asked),
+        Some(producer) => match producer.input_scale(format) {
+            None => Err(PlainInput::Model),
+            Some(_) if !gemms.takes(format, format) => Err(PlainInput::Device),
+            Some(scale) => Ok(Stored::scaled(format, scale)),
+        },
     };
     match input {
-        Err(_) if !gemms.takes(weight, precision.activations()) => {
+        Err(_) if !gemms.takes(format, precision.activations()) => {
             Err(refused(format, "this device has no GEMM of such weights"))
         }
         input => Ok(input),
@@ -90,7 +77,7 @@ pub(super) fn input(
 }
 
 /// The error for a model that cannot be quantised so.
-pub(super) fn refused(format: QuantisedFormat, why: &str) -> Error {
-    let what = format!("the weights cannot be quantised to {} at load: {why}", format.name());
+pub(super) fn refused(format: DType, why: &str) -> Error {
+    let what = format!("the weights cannot be quantised to {} at load: {why}", format.label());
     Error::Usage { what, hint: Some(Remedy::AsStored) }
 }

@@ -9,8 +9,7 @@ use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::noise::NoiseKind;
 use crate::sampler::Sigmas;
 use crate::sequence::{Grid, Pixels};
-use crate::tensor::Precision;
-use crate::tensor::quantise::QuantisedFormat;
+use crate::tensor::{DType, Precision};
 use crate::tokenizer::Padding;
 use std::sync::Arc;
 
@@ -105,7 +104,7 @@ pub struct LoadOptions {
     /// Whether the VAE decodes and encodes images with a side longer than a tile in tiles.
     pub vae_tiling: bool,
     /// What plain weights of transformer blocks and of the text encoder are quantised to, if they are.
-    pub quantise: Option<QuantisedFormat>,
+    pub quantise: Option<DType>,
     /// How adapters are applied.
     pub adapters: AdapterMode,
 }

@@ -14,8 +14,7 @@ use crate::files;
 use crate::pipeline::{Engine, Job, LoadOptions, OpenModel};
 use crate::progress::{Phase, Progress};
 use crate::sequence::Pixels;
-use crate::tensor::Scale;
-use crate::tensor::quantise::QuantisedFormat;
+use crate::tensor::{DType, Scale};
 use observer::LargestInputs;
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -142,9 +141,9 @@ pub fn calibrate(
 
 /// The scale of inputs whose largest magnitude in a calibration was this: the smallest power of two with which one of four times
 /// that magnitude is not beyond the largest value of the format. `None` if the magnitude is zero or not finite.
-pub fn input_scale(format: QuantisedFormat, largest: f32) -> Option<Scale> {
+pub fn input_scale(format: DType, largest: f32) -> Option<Scale> {
     let largest = Scale::new(largest)?.get();
-    let top = f64::from(format.dtype().format().largest);
+    let top = f64::from(format.format().largest);
     // Products of a power of two are exact in f64, and comparing them tells which side of it a quotient would be on.
     let allows = |exponent: i32| HEAD_ROOM * f64::from(largest) <= top * f64::from(exponent).exp2();
     let mut exponent = (HEAD_ROOM * f64::from(largest) / top).log2().ceil() as i32;

@@ -6,8 +6,8 @@ use super::source::SourceLayer;
 use crate::error::{Error, Result};
 use crate::output::StagedFile;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes, scale_offset, tiles_along};
-use crate::tensor::quantise::{self, QuantisedFormat, encode_fp8, encode_nvfp4, largest_magnitude};
-use crate::tensor::{Bytes, DType, Scale, Scales, SliceScaling, Stored, WeightSlice};
+use crate::tensor::quantise::{self, encode_nvfp4, encode_scaled, largest_magnitude};
+use crate::tensor::{Bytes, DType, Scale, ScaleKind, Scales, SliceScaling, Stored, WeightSlice};
 use flate2::Crc;
 use kiln_numerics::scan::squared_error;
 use rayon::prelude::*;
@@ -99,7 +99,7 @@ pub fn write_layer(
         let encoded = encoded.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))?;
         let mut written = 0;
         for (chunk, encoded) in batch.iter().zip(encoded) {
-            let dtype = format.map_or(DType::Bf16, QuantisedFormat::dtype);
+            let dtype = format.unwrap_or(DType::Bf16);
             to.write_at(elements_at + dtype.bytes(chunk.at * cols) as u64, &encoded.elements)?;
             elements.update(&encoded.elements);
             if let Some(format) = format.filter(|_| !encoded.scales.is_empty()) {
@@ -140,8 +140,8 @@ pub fn write_layer(
 }
 
 /// The scale of a weight as a whole. In a weight that has one for each row, that is the largest.
-fn weight_scale(layer: &SourceLayer, format: QuantisedFormat, path: &Path) -> Result<Scale> {
-    let scale = format.dtype().scale_for(largest_magnitude(&layer.parts));
+fn weight_scale(layer: &SourceLayer, format: DType, path: &Path) -> Result<Scale> {
+    let scale = format.scale_for(largest_magnitude(&layer.parts));
     scale.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))
 }
 
@@ -168,7 +168,7 @@ fn chunks(layer: &SourceLayer) -> Vec<Chunk<'_>> {
 
 /// Encodes rows in a format with the scale of the whole weight, or rounds them to BF16. `None` if a row is to have a scale of its
 /// own, and none fits.
-fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: WeightLayout) -> Option<Encoded> {
+fn encode(chunk: &Chunk<'_>, format: Option<(DType, Scale)>, layout: WeightLayout) -> Option<Encoded> {
     let (part, rows, cols) = (chunk.part, chunk.rows.clone(), chunk.part.cols());
     let Some((format, scale)) = format else {
         let mut bytes = vec![0; DType::Bf16.bytes(rows.len() * cols)];
@@ -176,22 +176,25 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
         rows.zip(lines).for_each(|(row, line)| part.convert(row, Stored::plain(DType::Bf16), line));
         return Some(Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() });
     };
-    let dtype = format.dtype();
-    let mut elements = vec![0; dtype.bytes(rows.len() * cols)];
-    let (scales, scaling) = match (format, layout) {
-        (QuantisedFormat::Fp8, WeightLayout::Comfy) => {
-            encode_fp8(part, rows.clone(), scale, &mut elements);
+    let mut elements = vec![0; format.bytes(rows.len() * cols)];
+    let (scales, scaling) = match (format.format().scales, layout) {
+        (ScaleKind::None, _) => {
+            encode_scaled(part, rows.clone(), format, Scale::ONE, &mut elements);
+            (owned(Vec::new()), SliceScaling::Unscaled)
+        }
+        (ScaleKind::TensorOrRows, WeightLayout::Comfy) => {
+            encode_scaled(part, rows.clone(), format, scale, &mut elements);
             (owned(Vec::new()), SliceScaling::Tensor(scale))
         }
-        (QuantisedFormat::Fp8, WeightLayout::Diffusers) => {
-            let (mut scales, by_row) = (vec![0; 4 * rows.len()], Stored { dtype, scales: Scales::Rows });
+        (ScaleKind::TensorOrRows, WeightLayout::Diffusers) => {
+            let (mut scales, by_row) = (vec![0; 4 * rows.len()], Stored { dtype: format, scales: Scales::Rows });
             if !quantise::encode(part, rows.clone(), by_row, &mut elements, &mut scales) {
                 return None;
             }
             let scales = owned(scales);
             (scales.clone(), SliceScaling::Rows(scales))
         }
-        (QuantisedFormat::Nvfp4, _) => {
+        (ScaleKind::Blocks, _) => {
             let mut scales = vec![0; scale_bytes(rows.len(), cols)];
             encode_nvfp4(part, rows.clone(), scale, &mut elements, &mut scales);
             if layout == WeightLayout::Diffusers {
@@ -203,7 +206,7 @@ fn encode(chunk: &Chunk<'_>, format: Option<(QuantisedFormat, Scale)>, layout: W
         }
     };
     let elements = owned(elements);
-    let stored = WeightSlice { bytes: elements.clone(), dtype, rows: rows.len(), scaling };
+    let stored = WeightSlice { bytes: elements.clone(), dtype: format, rows: rows.len(), scaling };
     let (errors, values) = squared_error(part, rows, &stored);
     let error = ErrorSums::new(errors, values);
     Some(Encoded { elements, scales, error })
@@ -224,16 +227,17 @@ mod tests {
     use super::*;
 
     /// A chunk as it is read again, and its error.
-    fn read(part: &WeightSlice, format: QuantisedFormat, scale: f32, layout: WeightLayout) -> Option<(Vec<f32>, ErrorSums)> {
+    fn read(part: &WeightSlice, format: DType, scale: f32, layout: WeightLayout) -> Option<(Vec<f32>, ErrorSums)> {
         let (rows, scale) = (0..part.rows, Scale::new(scale).unwrap());
         let chunk = Chunk { part, rows: rows.clone(), at: 0 };
         let Encoded { elements, scales, error } = encode(&chunk, Some((format, scale)), layout)?;
         assert_eq!(scales.len() as u64, layout.scale_bytes(format, [part.rows, part.cols()]));
-        let scaling = match format {
-            QuantisedFormat::Fp8 => SliceScaling::Rows(scales),
-            QuantisedFormat::Nvfp4 => SliceScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() },
+        let scaling = match format.format().scales {
+            ScaleKind::None => SliceScaling::Unscaled,
+            ScaleKind::TensorOrRows => SliceScaling::Rows(scales),
+            ScaleKind::Blocks => SliceScaling::Blocks16 { scales, tensor: scale, layout: layout.nvfp4() },
         };
-        let stored = WeightSlice { bytes: elements, dtype: format.dtype(), rows: part.rows, scaling };
+        let stored = WeightSlice { bytes: elements, dtype: format, rows: part.rows, scaling };
         assert!(stored.is_complete());
         let mut values = vec![0.0; part.rows * part.cols()];
         values.chunks_mut(part.cols()).zip(rows).for_each(|(to, row)| stored.decode(row, to));
@@ -245,8 +249,8 @@ mod tests {
         let (rows, cols) = (130, 48);
         let values: Vec<f32> = (0..rows * cols).map(|i| ((i * 7919 % 1009) as f32 - 504.0) * (1 + i / 16 % 9) as f32).collect();
         let part = WeightSlice::plain(owned(DType::F32.encoded(&values)), DType::F32, rows);
-        let [comfy, diffusers] = [WeightLayout::Comfy, WeightLayout::Diffusers]
-            .map(|layout| read(&part, QuantisedFormat::Nvfp4, 1.75, layout).unwrap());
+        let [comfy, diffusers] =
+            [WeightLayout::Comfy, WeightLayout::Diffusers].map(|layout| read(&part, DType::E2m1, 1.75, layout).unwrap());
         assert!(comfy == diffusers && comfy.1.relative() > 0.05 && comfy.1.relative() < 0.15, "{:?}", comfy.1);
     }
 
@@ -254,7 +258,7 @@ mod tests {
     fn a_row_that_is_not_finite_has_no_scale() {
         let fits = |second: f32| {
             let part = WeightSlice::plain(owned(DType::F32.encoded(&[448.0, -1.0, 0.0, second])), DType::F32, 2);
-            read(&part, QuantisedFormat::Fp8, 1.0, WeightLayout::Diffusers).map(|(values, _)| values)
+            read(&part, DType::E4m3, 1.0, WeightLayout::Diffusers).map(|(values, _)| values)
         };
         assert_eq!(fits(0.0), Some(vec![448.0, -1.0, 0.0, 0.0]));
         assert_eq!(fits(-0.5), Some(vec![448.0, -1.0, 0.0, -0.5]));

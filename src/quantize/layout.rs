@@ -12,8 +12,7 @@ use super::policy::Policy;
 use crate::component::Component;
 use crate::names::{LayerId, NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
-use crate::tensor::quantise::QuantisedFormat;
-use crate::tensor::{Nvfp4Layout, ScaleKind};
+use crate::tensor::{DType, Nvfp4Layout, ScaleKind};
 use std::ops::Range;
 
 /// The programs that a file is laid out for, besides kiln.
@@ -36,20 +35,20 @@ impl WeightLayout {
     }
 
     /// Shape and dtype of the scales of a layer's rows or blocks, if it has any.
-    fn scales(self, format: QuantisedFormat, [rows, cols]: [usize; 2]) -> Option<(&'static str, Vec<usize>)> {
+    fn scales(self, format: DType, [rows, cols]: [usize; 2]) -> Option<(&'static str, Vec<usize>)> {
         let blocks = cols.div_ceil(BLOCK);
-        match (format, self) {
-            (QuantisedFormat::Fp8, Self::Comfy) => None,
-            (QuantisedFormat::Fp8, Self::Diffusers) => Some(("F32", vec![rows])),
-            (QuantisedFormat::Nvfp4, Self::Comfy) => {
+        match (format.format().scales, self) {
+            (ScaleKind::None, _) | (ScaleKind::TensorOrRows, Self::Comfy) => None,
+            (ScaleKind::TensorOrRows, Self::Diffusers) => Some(("F32", vec![rows])),
+            (ScaleKind::Blocks, Self::Comfy) => {
                 Some(("F8_E4M3", vec![rows.next_multiple_of(TILE_ROWS), blocks.next_multiple_of(4)]))
             }
-            (QuantisedFormat::Nvfp4, Self::Diffusers) => Some(("F8_E4M3", vec![rows, blocks])),
+            (ScaleKind::Blocks, Self::Diffusers) => Some(("F8_E4M3", vec![rows, blocks])),
         }
     }
 
     /// Bytes of the scales of so many rows or their blocks.
-    pub(super) fn scale_bytes(self, format: QuantisedFormat, size: [usize; 2]) -> u64 {
+    pub(super) fn scale_bytes(self, format: DType, size: [usize; 2]) -> u64 {
         self.scales(format, size).map_or(0, |(dtype, shape)| bytes(dtype, &shape))
     }
 }
@@ -64,7 +63,7 @@ pub struct LayerSpec {
     /// The shape of its values.
     pub shape: Vec<usize>,
     /// The format that it is quantised to; `None` for BF16.
-    pub format: Option<QuantisedFormat>,
+    pub format: Option<DType>,
     /// Whether the file has a scale of the layer's input.
     pub has_input_scale: bool,
 }
@@ -169,16 +168,17 @@ fn tensors_of(part: Component, weights: WeightLayout, layer: usize, spec: &Layer
     };
     let elements = |dtype, shape: &[usize]| tensor(Content::Elements, "", dtype, shape);
     let Some(format) = spec.format else { return vec![elements("BF16", &spec.shape)] };
-    let (rows, cols, dtype) = (spec.shape[0], spec.shape[1], format.dtype());
+    let (rows, cols, dtype) = (spec.shape[0], spec.shape[1], format);
     // Each dtype that elements of these formats are stored as is of one byte.
     let mut tensors = vec![elements(dtype.format().stored_as, &[rows, dtype.bytes(cols)])];
     if dtype.format().scales == ScaleKind::Blocks {
         tensors.push(tensor(Content::WeightScale, "weight_scale_2", "F32", &[]));
     }
-    tensors.push(match weights.scales(format, [rows, cols]) {
-        Some((dtype, shape)) => tensor(Content::Scales, "weight_scale", dtype, &shape),
-        None => tensor(Content::WeightScale, "weight_scale", "F32", &[]),
-    });
+    match weights.scales(format, [rows, cols]) {
+        Some((dtype, shape)) => tensors.push(tensor(Content::Scales, "weight_scale", dtype, &shape)),
+        None if dtype.format().scales == ScaleKind::None => {}
+        None => tensors.push(tensor(Content::WeightScale, "weight_scale", "F32", &[])),
+    }
     if spec.has_input_scale {
         tensors.push(tensor(Content::InputScale, "input_scale", "F32", &[]));
     }
@@ -189,8 +189,8 @@ fn tensors_of(part: Component, weights: WeightLayout, layer: usize, spec: &Layer
 }
 
 /// The settings of a layer in this format, as the official files spell them.
-pub fn declaration(format: QuantisedFormat) -> String {
-    format!(r#"{{"format": "{}"}}"#, format.dtype().format().declared)
+pub fn declaration(format: DType) -> String {
+    format!(r#"{{"format": "{}"}}"#, format.format().declared)
 }
 
 /// The length and the header of a file, padded to a multiple of eight bytes.
@@ -200,12 +200,11 @@ fn header(part: Component, weights: WeightLayout, layers: &[LayerSpec], tensors:
     let metadata = |key: &str, value: &str| format!(r#""__metadata__":{{"{key}":{}}}"#, quoted(value));
     if weights == WeightLayout::Diffusers {
         // Nothing else about such a file tells its order, which diffusers assumes.
-        if layers.iter().any(|layer| layer.format == Some(QuantisedFormat::Nvfp4)) {
+        if layers.iter().any(|layer| layer.format == Some(DType::E2m1)) {
             entries.push(metadata(NVFP4_LAYOUT_METADATA, "modelopt"));
         }
     } else if part == Component::Transformer {
-        let mut quantised: Vec<(&str, QuantisedFormat)> =
-            layers.iter().filter_map(|layer| Some((layer.name(), layer.format?))).collect();
+        let mut quantised: Vec<(&str, DType)> = layers.iter().filter_map(|layer| Some((layer.name(), layer.format?))).collect();
         quantised.sort_by_key(|(name, _)| *name);
         let list: Vec<String> =
             quantised.iter().map(|(name, format)| format!("{}: {}", quoted(name), declaration(*format))).collect();

@@ -5,7 +5,7 @@ use super::pattern;
 use crate::config::{TransformerConfig, Variant};
 use crate::error::{Error, Result};
 use crate::names::{LayerId, LayerRole};
-use crate::tensor::quantise::QuantisedFormat;
+use crate::tensor::{DType, Scale, ScaleKind};
 use crate::text::nearest;
 
 /// The layers that an official file of a model leaves in BF16 though others of their kind are quantised.
@@ -14,7 +14,7 @@ struct Wider {
     model: [usize; 3],
     /// The variants and formats that it is about.
     variants: &'static [Variant],
-    formats: &'static [QuantisedFormat],
+    formats: &'static [DType],
     /// Patterns of the layers.
     layers: &'static [&'static str],
 }
@@ -25,7 +25,7 @@ const DEV: [usize; 3] = [6144, 8, 48];
 
 /// What the headers of the published files show. The list of klein 9B KV is not known; it gets that of the distilled model.
 static WIDER: [Wider; 5] = {
-    use QuantisedFormat::{Fp8, Nvfp4};
+    use DType::{E2m1 as Nvfp4, E4m3 as Fp8};
     use Variant::{Base, Distilled, Kv};
     const ANY: &[Variant] = &Variant::ALL;
     [
@@ -45,14 +45,14 @@ static WIDER: [Wider; 5] = {
 /// The choice of layers for one part of a model.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    format: QuantisedFormat,
+    format: DType,
     /// Patterns of layers that stay in BF16.
     wider: Vec<String>,
 }
 
 impl Policy {
     /// The layers of a transformer that the official files of this size and variant quantise, without those that match `keep`.
-    pub fn transformer(config: &TransformerConfig, variant: Variant, format: QuantisedFormat, keep: &[String]) -> Self {
+    pub fn transformer(config: &TransformerConfig, variant: Variant, format: DType, keep: &[String]) -> Self {
         let model = [config.hidden, config.double_blocks, config.single_blocks];
         let is_meant =
             |wider: &&Wider| wider.model == model && wider.variants.contains(&variant) && wider.formats.contains(&format);
@@ -62,22 +62,22 @@ impl Policy {
 
     /// All linear layers of a text encoder without those that match `keep`. The official files mix formats layer by layer, in a
     /// way that follows no rule. Here NVFP4 is for the MLPs, two thirds of the weights, and attention is FP8.
-    pub fn text_encoder(format: QuantisedFormat, keep: &[String]) -> Self {
+    pub fn text_encoder(format: DType, keep: &[String]) -> Self {
         Self { format, wider: keep.to_vec() }
     }
 
     /// The format of a layer, or `None` if it stays in BF16. Those of blocks can be quantised, embedders, modulations and the last layers
     /// cannot.
-    pub fn format_of(&self, layer: &LayerSpec) -> Option<QuantisedFormat> {
+    pub fn format_of(&self, layer: &LayerSpec) -> Option<DType> {
         let [_, cols] = layer.shape[..] else { return None };
         let id = layer.layer.filter(|id| id.block.is_some())?;
         if self.wider.iter().any(|pattern| pattern::matches(pattern, layer.name())) {
             return None;
         }
         // Blocks are not cut off at the end of a row.
-        let in_blocks = cols.is_multiple_of(self.format.dtype().format().block)
-            && !matches!(id.role, LayerRole::EncoderQkv | LayerRole::EncoderOut);
-        Some(if in_blocks { self.format } else { QuantisedFormat::Fp8 })
+        let in_blocks = cols.is_multiple_of(self.format.format().block)
+            && (self.format.bits() >= 8 || !matches!(id.role, LayerRole::EncoderQkv | LayerRole::EncoderOut));
+        Some(if in_blocks { self.format } else { DType::E4m3 })
     }
 }
 
@@ -94,17 +94,18 @@ pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a 
     Ok(())
 }
 
-/// The scale of an input that was not measured: in FP8 a constant, by the op that makes it. NVFP4 without a scale takes the largest
-/// value of the moment, which no constant replaces.
-pub fn constant_scale(layer: LayerId, format: QuantisedFormat) -> Option<f32> {
-    (format == QuantisedFormat::Fp8).then_some(layer.producer()?.fp8_scale().get())
+/// The scale of an input that was not measured: a constant, by the op that makes it. NVFP4 without a scale takes the largest value of
+/// the moment, which no constant replaces.
+pub fn constant_scale(layer: LayerId, format: DType) -> Option<f32> {
+    let scale = layer.producer()?.input_scale(format).filter(|_| format.format().scales != ScaleKind::Blocks);
+    scale.map(Scale::get)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::names::Stream::{Image, Text};
-    use QuantisedFormat::{Fp8, Nvfp4};
+    use DType::{E2m1 as Nvfp4, E4m3 as Fp8};
 
     #[test]
     fn text_encoders_follow_a_simple_rule() {

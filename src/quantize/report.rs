@@ -5,7 +5,7 @@ use super::journal::Journal;
 use super::layout::LayerSpec;
 use super::{FilePlan, PlannedFile};
 use crate::component::Component;
-use crate::tensor::quantise::QuantisedFormat;
+use crate::tensor::DType;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -39,7 +39,7 @@ pub struct LayerReport {
     /// Its name in the file.
     pub name: String,
     /// Its format.
-    pub format: QuantisedFormat,
+    pub format: DType,
     /// Rows and columns of its weight.
     pub shape: [usize; 2],
     /// The scale of the weight as a whole, or the largest of its rows.
@@ -74,7 +74,7 @@ pub struct KindReport {
     /// Their kind.
     pub kind: String,
     /// Their format.
-    pub format: QuantisedFormat,
+    pub format: DType,
     /// How many they are.
     pub layers: usize,
     /// Their error as if they were one layer.

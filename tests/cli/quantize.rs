@@ -8,7 +8,7 @@ mod resuming;
 mod round_trip;
 
 use kiln::error::Result;
-use kiln::internals::tensor::quantise::QuantisedFormat;
+use kiln::internals::tensor::DType;
 use kiln::progress::Progress;
 use kiln::quantize::{ComponentSource, FilePlan, Options, Report, Target, WeightLayout};
 use std::cell::{Cell, RefCell};
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Options without calibration.
-fn options(format: QuantisedFormat, keep: &[&str]) -> Options {
+fn options(format: DType, keep: &[&str]) -> Options {
     let keep = keep.iter().map(|pattern| (*pattern).into()).collect();
     Options { format, layout: WeightLayout::Comfy, keep, calibration: None }
 }

@@ -8,8 +8,7 @@ use common::random::long;
 use common::{cpu, run, small_job};
 use kiln::internals::backend::{Backend, Lockstep};
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel};
-use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
+use kiln::internals::tensor::DType::{self, E2m1 as Nvfp4, E4m3 as Fp8};
 use kiln::locate::{LocateRequest, locate};
 use kiln::progress::Silent;
 
@@ -18,7 +17,7 @@ const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 /// The kernels for quantised operands that one format takes on one GPU, or how their names begin.
 struct Path {
     gpu: Gpu,
-    format: Option<QuantisedFormat>,
+    format: Option<DType>,
     kernels: &'static [&'static str],
 }
 

@@ -13,7 +13,6 @@ use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{LayerRole, Layout, Stream};
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::sequence::Pixels;
-use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{ALIGN, DType, Precision};
 use kiln::progress::Silent;
 use kiln_program::cli::formats::format_lines;
@@ -300,7 +299,7 @@ fn what_is_too_wide_for_a_branch_is_merged() {
 #[test]
 fn weights_that_are_quantised_at_load() {
     let given: [(&[Factor], f32); 1] = [(&of_transformer(4), 0.1)];
-    for format in [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4] {
+    for format in [DType::E4m3, DType::E2m1] {
         let options = |precision, mode| LoadOptions { quantise: Some(format), ..options(precision, mode) };
         let model = with(plain(), &given);
         let uses = |mode| {
@@ -313,7 +312,7 @@ fn weights_that_are_quantised_at_load() {
         assert_eq!(uses(AdapterMode::Auto).1, 20);
         assert_eq!(uses(AdapterMode::Merge).1, 0);
         assert_eq!(uses(AdapterMode::Branch).0, 0);
-        if format == QuantisedFormat::Nvfp4 {
+        if format == DType::E2m1 {
             continue;
         }
         // Both are the model with its adapter, up to the error of quantising it.

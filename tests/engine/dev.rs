@@ -16,7 +16,6 @@ use kiln::internals::model::{Loader, TextEncoder, text_manifest};
 use kiln::internals::names::{Layout, file_tensors};
 use kiln::internals::pipeline::{Configs, Engine, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
-use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{Arena, DType, Precision, Region, Tensor};
 use kiln::internals::tiny;
 use kiln::internals::tokenizer::{Padding, PromptFormat, Tokens};
@@ -349,7 +348,7 @@ fn the_plan_has_the_sizes_of_the_published_model() {
     // 282.6 TFLOP a step.
     let denoise = plain.stages.iter().find(|(phase, _)| *phase == Phase::Denoise).unwrap().1 as f64 / 50e12;
     assert!((denoise - 282.6).abs() < 3.0, "{denoise}");
-    for (format, least, most) in [(QuantisedFormat::Fp8, 32.0e9, 55.0e9), (QuantisedFormat::Nvfp4, 18.0e9, 33.0e9)] {
+    for (format, least, most) in [(DType::E4m3, 32.0e9, 55.0e9), (DType::E2m1, 18.0e9, 33.0e9)] {
         let quantised = estimate(LoadOptions { quantise: Some(format), ..LoadOptions::DEFAULT });
         let (low, all) = (quantised.low_memory_weight_bytes as f64, quantised.weight_bytes as f64);
         println!("{format:?}: {low:e} bytes, all at once {all:e}");

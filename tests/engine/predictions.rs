@@ -8,7 +8,6 @@ use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::pipeline::{Configs, Estimate, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::DType;
-use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::predict::{GPU_SPECS, GpuSpec, Prediction, Predictor};
 use kiln::progress::Phase;
 use serde_json::Value;
@@ -20,33 +19,26 @@ fn models() -> [(&'static str, Configs); 2] {
     [("klein 4B", Configs::klein_4b()), ("klein 9B", Configs::klein_9b())]
 }
 
-const FORMATS: [(&str, Option<QuantisedFormat>); 3] =
-    [("bf16", None), ("FP8", Some(QuantisedFormat::Fp8)), ("NVFP4", Some(QuantisedFormat::Nvfp4))];
+const FORMATS: [(&str, Option<DType>); 3] = [("bf16", None), ("FP8", Some(DType::E4m3)), ("NVFP4", Some(DType::E2m1))];
 
 fn job(side: usize) -> Job {
     let job = Job::new("", 0, &ModelDefaults::klein(), Variant::Distilled).unwrap();
     Job { size: Pixels::new(side, side).unwrap(), ..job }
 }
 
-fn request(configs: &Configs, quantise: Option<QuantisedFormat>, gemms: GemmFormats) -> EstimateRequest<'_> {
+fn request(configs: &Configs, quantise: Option<DType>, gemms: GemmFormats) -> EstimateRequest<'_> {
     let options = LoadOptions { quantise, ..LoadOptions::DEFAULT };
     EstimateRequest::new(configs, Variant::Distilled, options, gemms)
 }
 
-fn predict(
-    configs: &Configs,
-    quantise: Option<QuantisedFormat>,
-    side: usize,
-    gpu: &GpuSpec,
-    arch: Arch,
-) -> (Prediction, Estimate) {
+fn predict(configs: &Configs, quantise: Option<DType>, side: usize, gpu: &GpuSpec, arch: Arch) -> (Prediction, Estimate) {
     let predictor = Predictor::new(gpu, arch).unwrap();
     let request = request(configs, quantise, gemm_formats(gpu, arch));
     let estimate = estimate(EstimateRequest { time: Some(predictor.op_time()), ..request }, &job(side)).unwrap();
     (Prediction::of(&estimate), estimate)
 }
 
-fn step(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, gpu: &GpuSpec) -> f64 {
+fn step(configs: &Configs, quantise: Option<DType>, side: usize, gpu: &GpuSpec) -> f64 {
     predict(configs, quantise, side, gpu, gpu.arch()).0.step().unwrap()
 }
 
@@ -56,14 +48,14 @@ fn gemm_formats(gpu: &GpuSpec, arch: Arch) -> GemmFormats {
 }
 
 /// The vendor's peak of the fastest instruction that a format's ops have.
-fn peak(gpu: &GpuSpec, arch: Arch, quantise: Option<QuantisedFormat>) -> f64 {
+fn peak(gpu: &GpuSpec, arch: Arch, quantise: Option<DType>) -> f64 {
     let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| gpu.tensor_flops(dtype));
     let block_scaled = e2m1.filter(|_| arch == Arch::Sm120);
     let peak = match quantise {
         None => bf16,
         // With scales of blocks e4m3 has half the rate of e2m1.
-        Some(QuantisedFormat::Fp8) => block_scaled.map(|e2m1| e2m1 / 2.0).or(e4m3).or(bf16),
-        Some(QuantisedFormat::Nvfp4) => block_scaled.or(bf16),
+        Some(DType::E4m3) => block_scaled.map(|e2m1| e2m1 / 2.0).or(e4m3).or(bf16),
+        Some(_) => block_scaled.or(bf16),
     };
     peak.unwrap()
 }
@@ -105,7 +97,7 @@ fn more_work_takes_longer() {
         assert!(bf16.windows(2).all(|pair| pair[0] < pair[1]), "{}: {bf16:?}", gpu.name);
         assert!(step(&large, None, 1024, gpu) > 1.5 * bf16[2], "{}", gpu.name);
         // Expanding weights costs time; FP8 and FP4 tensor cores save more than that.
-        let [fp8, nvfp4] = [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4].map(|format| step(&small, Some(format), 1024, gpu));
+        let [fp8, nvfp4] = [DType::E4m3, DType::E2m1].map(|format| step(&small, Some(format), 1024, gpu));
         assert_eq!(nvfp4 < bf16[2], gpu.gemm_formats().w4a4, "{}", gpu.name);
         assert_eq!(nvfp4 < fp8, gpu.gemm_formats().w4a4 || !gpu.gemm_formats().w8a8, "{}", gpu.name);
         assert_eq!(fp8 < bf16[2], gpu.gemm_formats().w8a8, "{}", gpu.name);
@@ -236,7 +228,7 @@ fn tables() -> String {
 }
 
 /// A step and memory on a card; memory with the transformer in the text encoder's place if both do not fit.
-fn cell(configs: &Configs, quantise: Option<QuantisedFormat>, side: usize, gpu: &GpuSpec) -> String {
+fn cell(configs: &Configs, quantise: Option<DType>, side: usize, gpu: &GpuSpec) -> String {
     let (prediction, estimate) = predict(configs, quantise, side, gpu, gpu.arch());
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let (all, low) = (estimate.weight_bytes + estimate.arena_bytes, estimate.low_memory_weight_bytes + estimate.arena_bytes);

@@ -20,7 +20,6 @@ use kiln::internals::component::{Component, PerComponent};
 use kiln::internals::config::{ModelDefaults, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, OpenModel, estimate};
-use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{ALIGN, Arena, Bytes, DType, Region, Tensor, WeightSlice};
 use kiln::internals::tiny::{self, TinyModel};
 use kiln::progress::Silent;
@@ -253,8 +252,8 @@ fn weights_are_quantised_while_they_are_uploaded() {
         (weights, quantised.flat_map(|layer| &layer.parts).map(|part| part.stored_bytes - part.held_bytes).sum::<u64>())
     };
     for low_memory in [false, true] {
-        let [plain, fp8, nvfp4] = [None, Some(QuantisedFormat::Fp8), Some(QuantisedFormat::Nvfp4)]
-            .map(|quantise| load(LoadOptions { quantise, low_memory, ..OPTIONS }));
+        let [plain, fp8, nvfp4] =
+            [None, Some(DType::E4m3), Some(DType::E2m1)].map(|quantise| load(LoadOptions { quantise, low_memory, ..OPTIONS }));
         assert!(plain.1 == 0 && nvfp4.0 < fp8.0 && fp8.0 < plain.0, "{plain:?} {fp8:?} {nvfp4:?}");
         // What is saved is the difference, but for the rounding of each allocation; in low-memory mode it is that of one side.
         let close =

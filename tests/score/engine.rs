@@ -14,8 +14,8 @@ use kiln::internals::model::{AttentionFormat, Nvfp4Math};
 use kiln::internals::noise::NoiseKind;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::internals::sequence::Pixels;
+use kiln::internals::tensor::DType;
 use kiln::internals::tensor::Precision;
-use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tokenizer::Padding;
 use kiln::locate::{Found, LocateRequest, ModelFiles, locate};
 use kiln::progress::Silent;
@@ -116,10 +116,10 @@ impl Format {
     }
 
     /// What weights of the plain model are quantised to when it is loaded.
-    fn at_load(self) -> Option<QuantisedFormat> {
+    fn at_load(self) -> Option<DType> {
         match self {
-            Self::Fp8AtLoad => Some(QuantisedFormat::Fp8),
-            Self::Nvfp4AtLoad | Self::W4A4AtLoad => Some(QuantisedFormat::Nvfp4),
+            Self::Fp8AtLoad => Some(DType::E4m3),
+            Self::Nvfp4AtLoad | Self::W4A4AtLoad => Some(DType::E2m1),
             Self::F32 | Self::Bf16 | Self::Fp8 | Self::Nvfp4 | Self::W4A4 | Self::Nvfp4AsFp8 => None,
         }
     }

@@ -34,8 +34,12 @@ pub struct Format {
     pub block_bytes: usize,
     /// The scales that lie apart from the elements.
     pub scales: ScaleKind,
-    /// Whether this is a format that weights are quantised to.
+    /// Whether this is a format of quantised weights.
     pub is_quantised: bool,
+    /// Whether such weights are expanded when they are loaded, because no GEMM takes them.
+    pub is_expanded: bool,
+    /// What quantising to it means; `None` if weights in it are only read.
+    pub target: Option<Target>,
     /// Whether results can be stored in it, or only weights.
     pub holds_results: bool,
     /// Stored bits of the mantissa, which tell how far results are rounded. `None` for those that are as good as exact.
@@ -50,6 +54,18 @@ pub struct Format {
     pub decode: fn(&[u8], &mut [f32]),
     /// Rounds values to nearest even and stores them in whole blocks.
     pub encode: fn(&[f32], &mut [u8]),
+}
+
+/// What quantising weights to a format means.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// The help on it as the format of a file.
+    pub file_help: &'static str,
+    /// The help on it as the format of weights that are loaded.
+    pub load_help: &'static str,
+    /// The scales of inputs that nobody measured, of those behind norms and attention and of those behind SwiGLU. `None` if inputs stay
+    /// plain.
+    pub input_scales: Option<[Scale; 2]>,
 }
 
 /// The scales that elements of a format may have beside them.
@@ -129,7 +145,7 @@ impl DType {
         self.bits().div_ceil(8)
     }
 
-    /// Whether this is a format that weights are quantised to.
+    /// Whether this is a format of quantised weights.
     pub const fn is_quantised(self) -> bool {
         self.format().is_quantised
     }
@@ -139,9 +155,19 @@ impl DType {
         self.format().name
     }
 
-    /// The formats that weights are quantised to.
+    /// The name that users spell.
+    pub const fn label(self) -> &'static str {
+        self.format().label
+    }
+
+    /// The formats of quantised weights.
     pub fn quantised() -> impl Iterator<Item = Self> {
         Self::ALL.iter().copied().filter(|dtype| dtype.is_quantised())
+    }
+
+    /// The formats that weights are quantised to, and what that means.
+    pub fn targets() -> impl Iterator<Item = (Self, Target)> {
+        Self::ALL.iter().filter_map(|dtype| Some((*dtype, dtype.format().target?)))
     }
 
     /// The type of elements that a safetensors file stores as this dtype, where nothing else is declared.

@@ -3,7 +3,7 @@
 //! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
 //! would change one code in a thousand, so that files would not be those of other programs.
 
-use super::{Bytes, DType, Scale, Scales, SliceScaling, Stored, WeightSlice, nvfp4};
+use super::{Bytes, DType, Scale, ScaleKind, Scales, SliceScaling, Stored, WeightSlice, nvfp4};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,30 +14,6 @@ const CHUNK: usize = 1024;
 const GRAIN: usize = 64;
 /// Rows with scales of their own that one thread quantises at a time.
 const GRAIN_ROWS: usize = 16;
-
-/// A format that plain weights are quantised to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum QuantisedFormat {
-    /// e4m3 with one scale, or with one for each row.
-    Fp8,
-    /// e2m1 with an e4m3 scale for every sixteen columns of a row, and one scale of the tensor.
-    Nvfp4,
-}
-
-impl QuantisedFormat {
-    /// The name that users spell.
-    pub const fn name(self) -> &'static str {
-        self.dtype().format().label
-    }
-
-    /// The type of the elements.
-    pub const fn dtype(self) -> DType {
-        match self {
-            Self::Fp8 => DType::E4m3,
-            Self::Nvfp4 => DType::E2m1,
-        }
-    }
-}
 
 /// The largest magnitude of plain weights, or NaN if one is NaN or infinite: no scale fits such a matrix.
 ///
@@ -63,19 +39,19 @@ fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
     values.iter().map(|value| value.abs().to_bits() as i32).max().unwrap_or(0)
 }
 
-/// Quantises rows of plain weights to e4m3 with this scale.
+/// Quantises rows of plain weights to elements of a type, with this scale for all of them.
 ///
 /// # Panics
-/// If the part is quantised already, has no such rows, or if there is not one byte for each element.
-pub fn encode_fp8(part: &WeightSlice, rows: Range<usize>, scale: Scale, to: &mut [u8]) {
+/// If the part is quantised already or has no such rows, or if they do not become so many bytes.
+pub fn encode_scaled(part: &WeightSlice, rows: Range<usize>, dtype: DType, scale: Scale, to: &mut [u8]) {
     let bytes = plain(part, rows);
-    assert_eq!(to.len(), part.dtype.elements(bytes.len()), "one byte for each element");
+    assert_eq!(to.len(), dtype.bytes(part.dtype.elements(bytes.len())), "bytes of {dtype:?}");
     let (mut chunk, scale) = ([0.0; CHUNK], scale.get());
-    for (to, bytes) in to.chunks_mut(CHUNK).zip(bytes.chunks(part.dtype.bytes(CHUNK))) {
-        let chunk = &mut chunk[..to.len()];
+    for (to, bytes) in to.chunks_mut(dtype.bytes(CHUNK)).zip(bytes.chunks(part.dtype.bytes(CHUNK))) {
+        let chunk = &mut chunk[..dtype.elements(to.len())];
         part.dtype.decode(bytes, chunk);
         chunk.iter_mut().for_each(|value| *value /= scale);
-        DType::E4m3.encode(chunk, to);
+        dtype.encode(chunk, to);
     }
 }
 
@@ -112,22 +88,23 @@ pub fn encode_nvfp4(part: &WeightSlice, rows: Range<usize>, tensor: Scale, codes
     }
 }
 
-/// Whether [`encode`] makes rows of this format from a part: plain elements become e4m3 with a scale for each row, or NVFP4 if
-/// their rows are whole blocks.
+/// Whether [`encode`] makes rows of this format from a part: plain elements in rows of whole blocks become a format that weights are
+/// quantised to. Of the two kinds of scales that a format without blocks may have it is one for each row.
 pub fn encodes(part: &WeightSlice, to: Stored) -> bool {
-    let fits = match (to.dtype, to.scales) {
-        (DType::E4m3, Scales::Rows) => true,
-        (DType::E2m1, Scales::Blocks16(_)) => part.cols().is_multiple_of(nvfp4::BLOCK),
-        _ => false,
+    let has_scales = match to.dtype.format().scales {
+        ScaleKind::None => to.scales == Scales::Unscaled,
+        ScaleKind::TensorOrRows => to.scales == Scales::Rows,
+        ScaleKind::Blocks => matches!(to.scales, Scales::Blocks16(_)),
     };
-    fits && is_plain(part)
+    let is_target = to.dtype.format().target.is_some();
+    is_target && has_scales && is_plain(part) && part.cols().is_multiple_of(to.dtype.format().block)
 }
 
-/// Quantises rows of plain weights in parallel, with a scale of each row, as a little-endian f32, or with those of blocks, in tiles.
+/// Quantises rows of plain weights in parallel, with a scale of each row, as a little-endian f32, with those of blocks, in tiles, or with none.
 /// False if a row has no scale, because values are not finite: then some of the rows are not written.
 ///
 /// # Panics
-/// If it does not [encode](encodes) the part so, and as [`encode_fp8`] and [`encode_nvfp4`] do.
+/// If it does not [encode](encodes) the part so, and as [`encode_scaled`] and [`encode_nvfp4`] do.
 pub fn encode(part: &WeightSlice, rows: Range<usize>, to: Stored, codes: &mut [u8], scales: &mut [u8]) -> bool {
     let (first, cols) = (rows.start, part.cols());
     assert!(encodes(part, to) && codes.len() == to.dtype.bytes(rows.len() * cols), "{:?} as {to:?}", part.stored());
@@ -144,16 +121,25 @@ pub fn encode(part: &WeightSlice, rows: Range<usize>, to: Stored, codes: &mut [u
             });
             true
         }
-        _ => {
+        Scales::Unscaled | Scales::Tensor(_) => {
+            let each = codes.par_chunks_mut(to.dtype.bytes(cols)).with_min_len(GRAIN_ROWS).enumerate();
+            each.for_each(|(row, codes)| encode_scaled(part, first + row..first + row + 1, to.dtype, Scale::ONE, codes));
+            true
+        }
+        Scales::Rows => {
             assert_eq!(scales.len(), 4 * rows.len(), "a scale for each row");
-            let each = codes.par_chunks_mut(cols).zip(scales.as_chunks_mut::<4>().0).with_min_len(GRAIN_ROWS).enumerate();
-            each.all(|(row, (codes, to))| {
+            let each = codes
+                .par_chunks_mut(to.dtype.bytes(cols))
+                .zip(scales.as_chunks_mut::<4>().0)
+                .with_min_len(GRAIN_ROWS)
+                .enumerate();
+            each.all(|(row, (codes, scale_bytes))| {
                 let row = first + row..first + row + 1;
                 let bytes = plain(part, row.clone()).chunks(part.dtype.bytes(CHUNK));
                 let largest = bytes.map(|bytes| largest_bits(part.dtype, bytes)).max().unwrap_or(0);
-                let Some(scale) = DType::E4m3.scale_for(f32::from_bits(largest as u32)) else { return false };
-                *to = scale.get().to_le_bytes();
-                encode_fp8(part, row, scale, codes);
+                let Some(scale) = to.dtype.scale_for(f32::from_bits(largest as u32)) else { return false };
+                *scale_bytes = scale.get().to_le_bytes();
+                encode_scaled(part, row, to.dtype, scale, codes);
                 true
             })
         }

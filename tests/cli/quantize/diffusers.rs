@@ -10,9 +10,8 @@ use kiln::internals::component::Component;
 use kiln::internals::config::{TransformerConfig, Variant};
 use kiln::internals::model::transformer_manifest;
 use kiln::internals::names::{Layout, TensorSpec};
+use kiln::internals::tensor::DType::{E2m1 as Nvfp4, E4m3 as Fp8};
 use kiln::internals::tensor::nvfp4::{scale_offset, tiles_along};
-use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 use kiln::internals::tensor::{DType, SliceScaling};
 use kiln::internals::tiny;
 use kiln::quantize::{ComponentSource, FilePlan, Options, Report, WeightLayout};
@@ -28,7 +27,7 @@ fn transformer(path: &Path) -> (ComponentSource, Weights, Vec<TensorSpec>) {
 }
 
 /// Writes a transformer whose inputs were measured: as one, two, three and so on.
-fn write(source: &ComponentSource, format: QuantisedFormat, layout: WeightLayout, path: &Path) -> (Shard, Weights, Report) {
+fn write(source: &ComponentSource, format: DType, layout: WeightLayout, path: &Path) -> (Shard, Weights, Report) {
     let options = Options { layout, calibration: Some("by the tests".into()), ..options(format, &[]) };
     let plan = FilePlan::new(std::slice::from_ref(source), Vec::new(), &options).unwrap();
     let mut calibrate = || Ok(plan.measured().into_iter().map(str::to_owned).zip((1_u8..).map(f32::from)).collect());

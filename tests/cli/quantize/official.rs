@@ -4,12 +4,11 @@ use common::sha256;
 use kiln::internals::component::Component;
 use kiln::internals::config::{TransformerConfig, Variant};
 use kiln::internals::model::transformer_manifest;
-use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
+use kiln::internals::tensor::DType::{self, E2m1 as Nvfp4, E4m3 as Fp8};
 use kiln::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
 
 /// The layout of a transformer whose quantised layers all have an input scale.
-fn layout(config: &TransformerConfig, variant: Variant, format: QuantisedFormat, keep: &[&str]) -> FileLayout {
+fn layout(config: &TransformerConfig, variant: Variant, format: DType, keep: &[&str]) -> FileLayout {
     let keep: Vec<String> = keep.iter().map(|pattern| (*pattern).into()).collect();
     let policy = Policy::transformer(config, variant, format, &keep);
     let layer = |spec: kiln::internals::names::TensorSpec| {
@@ -79,7 +78,7 @@ fn headers_are_those_of_the_official_files() {
         let layout = layout(config, variant, format, &[]);
         let quantised = layout.tensors.iter().filter(|tensor| tensor.name.ends_with(".input_scale")).count() as u64;
         let header = layout.header.len() as u64 - 8;
-        let name = format!("{} {variant} {}", config.size(), format.name());
+        let name = format!("{} {variant} {}", config.size(), format.label());
         assert_eq!([layout.tensors.len() as u64, quantised, header, layout.bytes()], counts, "{name}");
         assert_eq!(layout.header[..8], header.to_le_bytes(), "{name}");
         assert!(hash.is_empty() || fingerprint(&layout) == hash, "{name}");

@@ -8,9 +8,8 @@ use kiln::internals::component::Component;
 use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig, Variant};
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{Layout, TensorSpec};
+use kiln::internals::tensor::DType::{E2m1 as Nvfp4, E4m3 as Fp8};
 use kiln::internals::tensor::nvfp4::{scale_offset, tiles_along};
-use kiln::internals::tensor::quantise::QuantisedFormat;
-use kiln::internals::tensor::quantise::QuantisedFormat::{Fp8, Nvfp4};
 use kiln::internals::tensor::{DType, Scale, Stored, WeightSlice};
 use kiln::internals::tiny;
 use kiln::quantize::{ComponentSource, constant_scale};
@@ -29,7 +28,7 @@ pub fn values(parts: &[WeightSlice]) -> Vec<f32> {
 }
 
 /// Holds a quantised layer to the formulas: the bytes in the file, and the values that are read from it.
-fn check_layer(file: &Shard, layer: &str, cols: usize, format: QuantisedFormat, plain: &[f32], read: &[f32]) {
+fn check_layer(file: &Shard, layer: &str, cols: usize, format: DType, plain: &[f32], read: &[f32]) {
     let bytes = |suffix: &str| file.bytes(&format!("{layer}.{suffix}")).unwrap_or_else(|| panic!("{layer}.{suffix}"));
     let single = |suffix: &str| f32::from_le_bytes(bytes(suffix)[..].try_into().unwrap());
     let (e4m3, e2m1) = (Codes::of(DType::E4m3), Codes::of(DType::E2m1));
@@ -44,7 +43,7 @@ fn check_layer(file: &Shard, layer: &str, cols: usize, format: QuantisedFormat, 
                 assert_eq!(read[i], e4m3.decode(code) as f32 * scale, "{layer} {i}");
             }
         }
-        Nvfp4 => {
+        _ => {
             let (tensor, scales) = (largest / (448.0 * 6.0), bytes("weight_scale"));
             assert_eq!(single("weight_scale_2"), tensor, "{layer}");
             for (i, block) in plain.chunks(16).enumerate() {
@@ -66,7 +65,7 @@ fn check_layer(file: &Shard, layer: &str, cols: usize, format: QuantisedFormat, 
 }
 
 /// Quantises a part to a file, and holds every tensor of it to the original. Returns the bytes.
-fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: QuantisedFormat, path: &Path) -> Vec<u8> {
+fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: DType, path: &Path) -> Vec<u8> {
     let report = write(source, &options(format, &[]), &target(path, u64::MAX), &Observer::new(At::Never)).unwrap();
     let (part, original) = match source {
         ComponentSource::Transformer(weights, ..) => (Component::Transformer, weights),
@@ -148,17 +147,17 @@ fn values_are_those_of_the_formulas_to_the_bit() {
     for format in [Fp8, Nvfp4] {
         for (source, specs) in parts(&builtin(), DIFFUSERS, &own) {
             let part = if matches!(source, ComponentSource::TextEncoder(_)) { "text" } else { "transformer" };
-            check_part(&source, &specs, format, &sandbox.path(&format!("builtin-{part}-{}.safetensors", format.name())));
+            check_part(&source, &specs, format, &sandbox.path(&format!("builtin-{part}-{}.safetensors", format.label())));
         }
         // The same values in another layout and another type, which holds them, too, give the same file.
         let [bf16, f32] = [(&split, DIFFUSERS, "a"), (&fused, BFL, "b")].map(|(folder, files, name)| {
             parts(folder, files, &klein).map(|(source, specs)| {
                 let part = if matches!(source, ComponentSource::TextEncoder(_)) { "text" } else { "transformer" };
-                let path = sandbox.path(&format!("{name}-{part}-{}.safetensors", format.name()));
+                let path = sandbox.path(&format!("{name}-{part}-{}.safetensors", format.label()));
                 check_part(&source, &specs, format, &path)
             })
         });
-        assert!(bf16 == f32, "{}", format.name());
+        assert!(bf16 == f32, "{}", format.label());
     }
 }
 
@@ -168,7 +167,7 @@ fn bytes_and_errors_do_not_depend_on_the_number_of_threads() {
     let folder = tiny_folder(&sandbox, "tiny", Layout::Diffusers, DType::F32);
     for format in [Fp8, Nvfp4] {
         let results = [1, 2].map(|threads| {
-            let path = sandbox.path(&format!("{threads}-{}.safetensors", format.name()));
+            let path = sandbox.path(&format!("{threads}-{}.safetensors", format.label()));
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let report = pool.install(|| {
                 let source = ComponentSource::open(Component::Transformer, &folder.join("transformer"), None).unwrap();
@@ -177,6 +176,6 @@ fn bytes_and_errors_do_not_depend_on_the_number_of_threads() {
             let errors: Vec<u64> = report.files[0].layers.iter().map(|layer| layer.error().to_bits()).collect();
             (errors, std::fs::read(&path).unwrap())
         });
-        assert!(results[0] == results[1], "{}", format.name());
+        assert!(results[0] == results[1], "{}", format.label());
     }
 }

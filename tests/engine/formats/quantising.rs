@@ -3,7 +3,7 @@
 use super::nvfp4::{input, scales_in_rows};
 use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantised, scale, shape};
 use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes};
-use kiln::internals::tensor::quantise::{encode, encode_fp8, encode_nvfp4, largest_magnitude};
+use kiln::internals::tensor::quantise::{encode, encode_nvfp4, encode_scaled, largest_magnitude};
 use kiln::internals::tensor::{DType, Scale, Scales, Stored, WeightSlice};
 
 const PLAIN: [DType; 3] = [DType::Bf16, DType::F32, DType::F16];
@@ -31,12 +31,12 @@ fn fp8_weights_equal_those_of_other_programs() {
         let found = DType::E4m3.scale_for(largest_magnitude(std::slice::from_ref(&part))).unwrap();
         assert_eq!(found, scale(case, "weight_scale_f32"), "{name}");
         let mut codes = vec![0xaa; part.bytes.len() / 2];
-        encode_fp8(&part, 0..rows, found, &mut codes);
+        encode_scaled(&part, 0..rows, DType::E4m3, found, &mut codes);
         assert_eq!(codes, memory(case, "q_from_bf16_cuda_hex"), "{name}");
         // A range of rows has the bytes it has in the whole.
         let (inside, row) = (1..rows - 1, codes.len() / rows);
         let mut some = vec![0xaa; inside.len() * row];
-        encode_fp8(&part, inside.clone(), found, &mut some);
+        encode_scaled(&part, inside.clone(), DType::E4m3, found, &mut some);
         assert_eq!(some, codes[inside.start * row..inside.end * row], "{name}");
     }
 }
@@ -69,7 +69,7 @@ fn tiles_of_rows_are_quantised_by_themselves() {
 
         let [fp8] = &quantised(&values, cols, Stored::fp8(one))[..] else { panic!("no scales in memory") };
         let mut codes = vec![0xaa; rows * cols];
-        encode_fp8(&part, 0..rows, one, &mut codes);
+        encode_scaled(&part, 0..rows, DType::E4m3, one, &mut codes);
         assert!(codes == *fp8, "{dtype:?}");
 
         let [nvfp4, tiles] = &quantised(&values, cols, Stored::nvfp4(tensor))[..] else { panic!("no scales") };

@@ -10,16 +10,15 @@ use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel, estimate};
 use kiln::internals::tensor::formats::to_e4m3;
 use kiln::internals::tensor::nvfp4::{BLOCK, encode_block, scale_bytes, scale_offset, tiles_along};
-use kiln::internals::tensor::quantise::QuantisedFormat;
 use kiln::internals::tensor::{DType, Precision};
 use kiln_program::cli::formats::format_lines;
 use safetensors::tensor::Dtype;
 use serde_json::{Map, json};
 use std::collections::HashMap;
 
-const FORMATS: [QuantisedFormat; 2] = [QuantisedFormat::Fp8, QuantisedFormat::Nvfp4];
+const FORMATS: [DType; 2] = [DType::E4m3, DType::E2m1];
 
-fn options(quantise: QuantisedFormat) -> LoadOptions {
+fn options(quantise: DType) -> LoadOptions {
     LoadOptions { quantise: Some(quantise), ..LoadOptions::DEFAULT }
 }
 
@@ -36,23 +35,20 @@ fn is_linear(tensor: &Plain) -> bool {
 }
 
 /// The constant scale of a layer's input: larger where it is a product of SwiGLU.
-fn input_scale(layer: &str, format: QuantisedFormat) -> f32 {
+fn input_scale(layer: &str, format: DType) -> f32 {
     let of_swiglu = ["_mlp.2", ".linear2", ".linear_out"].iter().any(|end| layer.ends_with(end));
-    match (format, of_swiglu || layer.starts_with("single") && layer.ends_with("attn.to_out")) {
-        (QuantisedFormat::Fp8, true) => 8.0,
-        (QuantisedFormat::Fp8, false) | (QuantisedFormat::Nvfp4, true) => 1.0,
-        (QuantisedFormat::Nvfp4, false) => 0.0625,
-    }
+    let [plain, swiglu] = if format == DType::E4m3 { [1.0, 8.0] } else { [0.0625, 1.0] };
+    if of_swiglu || layer.starts_with("single") && layer.ends_with("attn.to_out") { swiglu } else { plain }
 }
 
 /// The tensors of a quantised layer in a file. FP8 has a scale for each row.
-fn quantised(weight: &Plain, format: QuantisedFormat, part: Component) -> Vec<Plain> {
+fn quantised(weight: &Plain, format: DType, part: Component) -> Vec<Plain> {
     let (layer, &[rows, cols]) = (weight.name.strip_suffix(".weight").unwrap(), &weight.shape[..]) else { unreachable!() };
     let (named, values) = (|suffix: &str| format!("{layer}.{suffix}"), weight.values());
     let largest = |values: &[f32]| values.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
     let fp8 = Dtype::F8_E4M3;
     let mut tensors = match format {
-        QuantisedFormat::Fp8 => {
+        DType::E4m3 => {
             let scales: Vec<f32> = values.chunks(cols).map(|row| largest(row) / 448.0).collect();
             let codes = values.iter().enumerate().map(|(i, value)| to_e4m3(value / scales[i / cols])).collect();
             vec![
@@ -65,7 +61,7 @@ fn quantised(weight: &Plain, format: QuantisedFormat, part: Component) -> Vec<Pl
                 },
             ]
         }
-        QuantisedFormat::Nvfp4 => {
+        _ => {
             let scale = largest(&values) / 2688.0;
             let (mut codes, mut tiles) = (vec![0; rows * cols / 2], vec![0; scale_bytes(rows, cols)]);
             for (i, (values, codes)) in values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK / 2)).enumerate() {
@@ -85,15 +81,14 @@ fn quantised(weight: &Plain, format: QuantisedFormat, part: Component) -> Vec<Pl
 }
 
 /// The file of a part of the tiny model with quantised layers.
-fn file(part: Component, layout: Layout, format: QuantisedFormat) -> Vec<u8> {
+fn file(part: Component, layout: Layout, format: DType) -> Vec<u8> {
     let (mut tensors, mut layers) = (Vec::new(), Map::new());
     for tensor in plain_tensors(part, layout) {
         if !is_linear(&tensor) {
             tensors.push(tensor);
             continue;
         }
-        let name = if format == QuantisedFormat::Fp8 { "float8_e4m3fn" } else { "nvfp4" };
-        layers.insert(tensor.name.strip_suffix(".weight").unwrap().into(), json!({ "format": name }));
+        layers.insert(tensor.name.strip_suffix(".weight").unwrap().into(), json!({ "format": format.format().declared }));
         tensors.extend(quantised(&tensor, format, part));
     }
     let metadata = json!({ "format_version": "1.0", "layers": layers }).to_string();
@@ -106,7 +101,7 @@ fn plain(layout: Layout) -> OpenModel {
     model(transformer, Some(encoder), SHORT)
 }
 
-fn quantised_model(layout: Layout, format: QuantisedFormat) -> OpenModel {
+fn quantised_model(layout: Layout, format: DType) -> OpenModel {
     let [transformer, encoder] =
         [Component::Transformer, Component::TextEncoder].map(|part| weights(part, file(part, layout, format)));
     model(transformer, Some(encoder), SHORT)
@@ -137,8 +132,8 @@ fn results_are_those_of_the_quantised_file() {
 #[test]
 fn in_low_memory_and_in_f32_as_well() {
     for (format, changed) in [
-        (QuantisedFormat::Nvfp4, LoadOptions { low_memory: true, ..LoadOptions::DEFAULT }),
-        (QuantisedFormat::Fp8, LoadOptions { precision: Precision::F32, ..LoadOptions::DEFAULT }),
+        (DType::E2m1, LoadOptions { low_memory: true, ..LoadOptions::DEFAULT }),
+        (DType::E4m3, LoadOptions { precision: Precision::F32, ..LoadOptions::DEFAULT }),
     ] {
         let right = dump(quantised_model(Layout::Bfl, format), changed);
         assert!(dump(plain(Layout::Bfl), LoadOptions { quantise: Some(format), ..changed }) == right, "{format:?} {changed:?}");
@@ -152,19 +147,19 @@ fn lines_tell_what_was_quantised() {
     let blocks = |words: &str| format!("transformer double blocks, single blocks: bf16 quantised at load to {words}");
     let rest = "transformer img_in, txt_in, time_in, modulations, final layer: bf16";
     let encoder = |words: &str| format!("text encoder: bf16 quantised at load to {words}");
-    let fp8 = lines(QuantisedFormat::Fp8, GemmFormats::ALL);
+    let fp8 = lines(DType::E4m3, GemmFormats::ALL);
     assert_eq!(fp8, [&blocks("fp8 (w8a8)"), rest, &encoder("fp8 (w8a16)"), "attention: q and k fp8, v bf16"]);
-    let nvfp4 = lines(QuantisedFormat::Nvfp4, GemmFormats::ALL);
+    let nvfp4 = lines(DType::E2m1, GemmFormats::ALL);
     assert_eq!(nvfp4, [&blocks("nvfp4 (w4a4)"), rest, &encoder("nvfp4 (w4a16)"), "attention: q and k fp8, v bf16"]);
-    let without = lines(QuantisedFormat::Fp8, PLAIN_INPUTS);
+    let without = lines(DType::E4m3, PLAIN_INPUTS);
     assert_eq!(without[0], blocks("fp8 (w8a16: no GEMM of quantised inputs here)"));
     let formats = |format| model.formats(options(format), GemmFormats::ALL).unwrap();
     assert_eq!(FORMATS.map(|format| formats(format).quantised_at_load()), [Some(DType::E4m3), Some(DType::E2m1)]);
     // Without calibration, the scales of blocks follow the inputs, and plain inputs are the other choice.
-    assert_eq!(formats(QuantisedFormat::Nvfp4).nvfp4_math(), Some(Nvfp4Math::Auto));
-    let plain_inputs = LoadOptions { nvfp4_math: Nvfp4Math::Bf16, ..options(QuantisedFormat::Nvfp4) };
+    assert_eq!(formats(DType::E2m1).nvfp4_math(), Some(Nvfp4Math::Auto));
+    let plain_inputs = LoadOptions { nvfp4_math: Nvfp4Math::Bf16, ..options(DType::E2m1) };
     assert_eq!(format_lines(&model.formats(plain_inputs, GemmFormats::ALL).unwrap())[0], blocks("nvfp4 (w4a16: as asked)"));
-    let reencoded = LoadOptions { nvfp4_math: Nvfp4Math::Fp8, ..options(QuantisedFormat::Nvfp4) };
+    let reencoded = LoadOptions { nvfp4_math: Nvfp4Math::Fp8, ..options(DType::E2m1) };
     let refused = model.formats(reencoded, GemmFormats::ALL).unwrap_err().to_string();
     assert!(refused.ends_with("they are quantised when they are loaded, and not re-encoded"), "{refused}");
     assert_eq!(model.formats(LoadOptions::DEFAULT, GemmFormats::ALL).unwrap().quantised_at_load(), None);
@@ -172,27 +167,27 @@ fn lines_tell_what_was_quantised() {
 
 #[test]
 fn what_cannot_be_quantised_is_refused() {
-    let refused = |model: &OpenModel, format: QuantisedFormat, gemms: GemmFormats, why: &str| {
+    let refused = |model: &OpenModel, format: DType, gemms: GemmFormats, why: &str| {
         let error = model.formats(options(format), gemms).unwrap_err();
         assert!(matches!(error, Error::Usage { .. }));
-        assert_eq!(error.to_string(), format!("the weights cannot be quantised to {} at load: {why}", format.name()));
+        assert_eq!(error.to_string(), format!("the weights cannot be quantised to {} at load: {why}", format.label()));
         assert_eq!(error.hint().unwrap(), "load them as they are stored, or name files that hold them in bf16, f16 or f32");
     };
     let plain = plain(Layout::Bfl);
     let none = "this device has no GEMM of such weights";
-    refused(&plain, QuantisedFormat::Fp8, GemmFormats::NONE, none);
-    refused(&plain, QuantisedFormat::Fp8, GemmFormats { w8a16: false, ..GemmFormats::ALL }, none);
-    refused(&plain, QuantisedFormat::Nvfp4, GemmFormats { w4a16: false, ..GemmFormats::ALL }, none);
+    refused(&plain, DType::E4m3, GemmFormats::NONE, none);
+    refused(&plain, DType::E4m3, GemmFormats { w8a16: false, ..GemmFormats::ALL }, none);
+    refused(&plain, DType::E2m1, GemmFormats { w4a16: false, ..GemmFormats::ALL }, none);
     // One layer is enough, in either part.
     let transformer = Content::of("fp8").with_plain_layers(|layer| layer != "single_blocks.1.linear2");
     let transformer = weights(Component::Transformer, transformer.file(Form::BFL));
     let why = "`single_blocks.1.linear2.weight` is stored as e4m3 already";
-    refused(&model(transformer, None, SHORT), QuantisedFormat::Fp8, GemmFormats::ALL, why);
+    refused(&model(transformer, None, SHORT), DType::E4m3, GemmFormats::ALL, why);
     let transformer =
         weights(Component::Transformer, written(&plain_tensors(Component::Transformer, Layout::Bfl), HashMap::new()));
-    let encoder = weights(Component::TextEncoder, file(Component::TextEncoder, Layout::Bfl, QuantisedFormat::Nvfp4));
+    let encoder = weights(Component::TextEncoder, file(Component::TextEncoder, Layout::Bfl, DType::E2m1));
     let why = "`model.layers.0.self_attn.qkv_proj.weight` is stored as e2m1 already";
-    refused(&model(transformer, Some(encoder), SHORT), QuantisedFormat::Nvfp4, GemmFormats::ALL, why);
+    refused(&model(transformer, Some(encoder), SHORT), DType::E2m1, GemmFormats::ALL, why);
 }
 
 /// A value that no scale fits is found when the weight is loaded, and in a dry run nothing is read.

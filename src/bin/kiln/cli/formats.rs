@@ -115,7 +115,7 @@ fn type_words(types: &BTreeSet<(DType, DType)>, row: &KindFormat) -> String {
             false if stored.is_quantised() => {
                 let cause = match (row.why, reason) {
                     (Some(PlainInput::Adapter), Some(reason)) => reason.into(),
-                    _ if stored == DType::E5m2 => "no GEMM takes it".into(),
+                    _ if stored.format().is_expanded => "no GEMM takes it".into(),
                     (Some(PlainInput::File | PlainInput::Parts | PlainInput::Asked), Some(reason)) => {
                         format!("{reason}, no {} GEMM here", gemm(stored, row.input))
                     }

@@ -1,6 +1,6 @@
 //! `kiln quantize`: writes a model in FP8 or NVFP4.
 
-use super::args::{BackendArg, DEVICES, FormatArg, PartArg, STEPS, THREADS, VariantArg, WeightLayoutArg, pixels, within};
+use super::args::{BackendArg, DEVICES, PartArg, STEPS, THREADS, VariantArg, WeightLayoutArg, pixels, weight_format, within};
 use super::device::{SelectedBackend, select_backend};
 use super::stdout::{json_line, line_of, print};
 use super::{Process, Subcommand};
@@ -17,7 +17,7 @@ use kiln::quantize::{
 };
 use kiln::selftest::Records;
 use kiln::text::{amount, shown_path};
-use kiln::{Component, OpenModel, PerComponent, Pixels, Variant, check_length};
+use kiln::{Component, DType, OpenModel, PerComponent, Pixels, Variant, check_length};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
@@ -67,8 +67,9 @@ pub struct QuantizeArgs {
     ///
     /// The layers of the transformer are those that the official files quantise: those of the blocks, for some models without a few.
     /// In the text encoder they are all projections, and with nvfp4 those of attention are FP8.
-    #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Format")]
-    pub to: FormatArg,
+    #[arg(long, value_name = "FORMAT", help_heading = "Format")]
+    #[arg(value_parser = weight_format(DType::targets().map(|(dtype, target)| (dtype, target.file_help))))]
+    pub to: DType,
 
     /// Which programs the transformer is laid out for, besides kiln
     ///
@@ -203,7 +204,7 @@ impl Subcommand for QuantizeArgs {
             Some((found, model)) if calibrates => calibration_inputs(found, model.weights(), &parts, model.variant)?,
             _ => Vec::new(),
         };
-        let options = Options { format: self.to.into(), layout: self.layout.into(), keep: self.keep.clone(), calibration };
+        let options = Options { format: self.to, layout: self.layout.into(), keep: self.keep.clone(), calibration };
         let plan = FilePlan::new(&source.parts, copied, &options)?.calibrated_by(read);
         source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
         let asked = self.prompts.is_some() || self.calibration_size.is_some() || self.calibration_steps.is_some();
@@ -262,7 +263,7 @@ fn check_diffusers(args: &QuantizeArgs, parts: &[Component]) -> Result<()> {
         let hint = "leave out --layout: the file is then as kiln and ComfyUI read it";
         return Err(Error::usage("--layout diffusers: diffusers reads no quantised text encoders", hint));
     }
-    if args.no_calibration && args.to == FormatArg::Nvfp4 {
+    if args.no_calibration && args.to == DType::E2m1 {
         let what = "--layout diffusers: diffusers reads NVFP4 only with input scales, which only calibration gives";
         return Err(Error::usage(what, "leave out --no-calibration, or use --to fp8"));
     }
@@ -380,7 +381,7 @@ fn table(file: &FileReport) -> Vec<String> {
     }
     lines.extend(kinds.iter().map(|row| {
         let (error, worst) = (100.0 * row.error, 100.0 * row.worst);
-        format!("  {:width$}  {:6} {:6} {error:7.3} % {worst:7.3} %", row.kind, row.format.name(), row.layers)
+        format!("  {:width$}  {:6} {:6} {error:7.3} % {worst:7.3} %", row.kind, row.format.label(), row.layers)
     }));
     lines
 }
@@ -391,7 +392,7 @@ fn description(report: &Report, output: &Path, seconds: f64) -> Value {
         let layers = file.layers.iter().map(|layer| {
             json!({
                 "name": layer.name,
-                "format": layer.format.name(),
+                "format": layer.format.label(),
                 "rows": layer.shape[0],
                 "cols": layer.shape[1],
                 "weight_scale": layer.scale,

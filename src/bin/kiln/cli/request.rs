@@ -160,7 +160,7 @@ impl ImageRequest {
             attention: quantised.attention.into(),
             nvfp4_math: quantised.nvfp4_math.into(),
             vae_tiling: self.options.vae_tiling,
-            quantise: quantised.quantize.map(Into::into),
+            quantise: quantised.quantize,
             adapters: AdapterMode::Auto,
         }
     }

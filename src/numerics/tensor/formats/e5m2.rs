@@ -13,6 +13,8 @@ pub(super) static FORMAT: Format = Format {
     block_bytes: 1,
     scales: ScaleKind::TensorOrRows,
     is_quantised: true,
+    is_expanded: true,
+    target: None,
     holds_results: false,
     mantissa: Some(2),
     largest: E5m2::decode(LARGEST),

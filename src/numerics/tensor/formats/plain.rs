@@ -16,6 +16,8 @@ const fn plain(name: &'static str, stored_as: &'static str, block_bytes: usize) 
         block_bytes,
         scales: ScaleKind::None,
         is_quantised: false,
+        is_expanded: false,
+        target: None,
         holds_results: true,
         mantissa: None,
         largest: f32::MAX,

@@ -1,7 +1,8 @@
 //! Flags that trade precision for speed and memory.
 
-use super::values::{AccumulateArg, AttentionArg, Nvfp4MathArg, PrecisionArg, QuantizeArg};
+use super::values::{AccumulateArg, AttentionArg, Nvfp4MathArg, PrecisionArg, weight_format};
 use clap::Args;
+use kiln::DType;
 
 /// The precision, and how FP8 and NVFP4 are computed with. They belong to every command that loads or plans a model.
 #[derive(Args, Clone, Copy, Debug)]
@@ -15,8 +16,9 @@ pub struct QuantisedArgs {
     /// Those of the transformer's blocks and of the text encoder become smaller; embedders, modulations and norms stay as they
     /// are. Nothing is calibrated: `kiln quantize` makes files that are, and that load faster. The transformer's inputs in FP8 have
     /// constant scales; what is out of their range is counted and reported after the picture.
-    #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Run")]
-    pub quantize: Option<QuantizeArg>,
+    #[arg(long, value_name = "FORMAT", help_heading = "Run")]
+    #[arg(value_parser = weight_format(DType::targets().map(|(dtype, target)| (dtype, target.load_help))))]
+    pub quantize: Option<DType>,
 
     /// Format of queries and keys in the transformer's attention
     ///

@@ -1,10 +1,11 @@
 //! The values of flags: choices, and numbers within limits.
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use kiln::device::Fp8Accumulate;
 use kiln::lora::AdapterMode;
 use kiln::predict::{GPU_SPECS, GpuSpec};
-use kiln::quantize::{QuantisedFormat, WeightLayout};
+use kiln::quantize::WeightLayout;
 use kiln::{AttentionFormat, Component, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Precision, Variant};
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
@@ -130,14 +131,10 @@ pub enum ImageFormatArg {
     Webp,
 }
 
-choice! {
-    /// Values of `--to`.
-    FormatArg for QuantisedFormat {
-        /// One byte a weight: e4m3 with one scale a layer, for diffusers one a row
-        Fp8 => QuantisedFormat::Fp8,
-        /// Half a byte a weight and a scale for every sixteen; in text encoders MLPs only, the rest is FP8
-        Nvfp4 => QuantisedFormat::Nvfp4,
-    }
+/// Parses `--to` and `--quantize`: formats that weights are quantised to, each with its help.
+pub fn weight_format(formats: impl Iterator<Item = (DType, &'static str)>) -> impl TypedValueParser<Value = DType> {
+    let names = PossibleValuesParser::new(formats.map(|(dtype, help)| PossibleValue::new(dtype.label()).help(help)));
+    names.try_map(|name| DType::targets().map(|(dtype, _)| dtype).find(|dtype| dtype.label() == name).ok_or("no format"))
 }
 
 choice! {
@@ -147,16 +144,6 @@ choice! {
         Comfy => WeightLayout::Comfy,
         /// As diffusers reads it: FP8 with a scale for each row, NVFP4 in the order of ModelOpt
         Diffusers => WeightLayout::Diffusers,
-    }
-}
-
-choice! {
-    /// Values of `--quantize`.
-    QuantizeArg for QuantisedFormat {
-        /// e4m3, with a scale for each row and, in the transformer, inputs in e4m3: half the memory
-        Fp8 => QuantisedFormat::Fp8,
-        /// e2m1, with a scale for every sixteen columns of a row, by plain inputs: less than a third of the memory
-        Nvfp4 => QuantisedFormat::Nvfp4,
     }
 }
 
