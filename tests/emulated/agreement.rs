@@ -4,7 +4,6 @@
 //!
 //! The emulated GPU has as many SMs as the real one, because schedules depend on it and with them the order of additions.
 
-use crate::available;
 use crate::driver::Gpu;
 use crate::runner::Runner;
 use common::ops::outputs::{Recorded, all_pairs, record, results};
@@ -104,9 +103,7 @@ fn agreement_with_a_gpu() {
 /// The emulator agrees with itself, with other seeds than those of the recording, and a single wrong value is noticed.
 #[test]
 fn results_are_recorded_and_compared() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let file = std::env::temp_dir().join(format!("kiln-outputs-{}.safetensors", std::process::id()));
     let count = record(&mut Runner::new(Gpu::HOPPER).cuda, 3, &file);
     let recorded = Recorded::open(&file);

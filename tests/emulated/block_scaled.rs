@@ -1,7 +1,6 @@
 //! The software that stands in for block-scaled MMAs on other GPUs (`kernels/ptx/block_scaled_mma.cuh`) computes the bits that
 //! the emulator's instructions do.
 
-use crate::available;
 use common::random::Random;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
 use std::ops::RangeInclusive;
@@ -102,8 +101,7 @@ fn compare(kernel: &str, e4m3: bool, count: usize, results: usize) {
 
 #[test]
 fn the_stand_in_for_block_scaled_mmas_computes_the_same_bits() {
-    if available() {
-        compare("both_nvf4", false, 6, 8);
-        compare("both_e4m3", true, 12, 1);
-    }
+    needs_emulator!();
+    compare("both_nvf4", false, 6, 8);
+    compare("both_e4m3", true, 12, 1);
 }

@@ -1,6 +1,5 @@
 //! The op cases at small sizes, with every kernel and every tile.
 
-use crate::available;
 use crate::driver::Gpu;
 use crate::runner::{Runner, run_seed};
 use common::ops::outputs::pairs;
@@ -247,9 +246,7 @@ fn check_all(seed: u64, only: Option<&str>) {
 
 #[test]
 fn every_kernel_computes_what_it_should() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let names: Vec<String> = ops::cases::all().into_iter().map(|case| case.name).collect();
     let listed = EVERY_TIME.iter().chain(WITH_ONE_TILE).chain(FP8_ATTENTION);
     let unknown: Vec<_> = listed.filter(|name| !names.iter().any(|known| known == *name)).collect();

@@ -1,7 +1,6 @@
 //! Every rule that the emulator checks is broken once: a kernel of `faults.cu` or `faults_sm90.cu` keeps it or breaks it, as its
 //! parameter says.
 
-use crate::available;
 use kiln_emulator::{DeviceMemory, Launch, TensorMap, entry, finish, launch, tensor_map};
 
 /// Seeds with which a kernel that keeps the rule must pass, and within which one that breaks it must show each of its errors.
@@ -225,9 +224,7 @@ impl Device {
 
 #[test]
 fn every_rule_is_enforced() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let device = Device::new();
     let wrong: Vec<String> = FAULTS.iter().filter_map(|fault| device.check(fault)).collect();
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -242,9 +239,7 @@ fn every_rule_is_enforced() {
 /// What the CUDA driver refuses, and what the emulator cannot do.
 #[test]
 fn a_launch_that_is_not_possible_is_refused() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let device = Device::new();
     let kernel = "misaligned_load";
     let shapes = [

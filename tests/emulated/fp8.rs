@@ -1,6 +1,5 @@
 //! What the op cases do not show of FP8 on the CUDA backend: how sums are accumulated, and which weights are refused.
 
-use crate::available;
 use crate::driver::{Emulated, Gpu};
 use crate::runner::cuda_with;
 use common::random::one_in;
@@ -49,9 +48,7 @@ fn sums_with(mut cuda: Cuda, accumulate: Fp8Accumulate, choice: KernelChoice, k:
 #[test]
 fn sums_are_exact_where_they_are_to_be() {
     use Fp8Accumulate::{Auto, Exact, Fast};
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     // The most that may be missing under `Auto`, and of all sums that are not exact.
     for (k, total, auto) in [(4096, 5184.0, 0.07), (6144, 7776.0, 0.11), (12288, 15552.0, 0.016)] {
         let missing = [(Exact, 0.0), (Fast, 0.2), (Auto, auto)];
@@ -88,9 +85,7 @@ fn sums_are_exact_where_they_are_to_be() {
 /// A code of NaN would be a number where codes are expanded.
 #[test]
 fn weights_with_nan_are_refused() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let mut cuda = cuda_with(&Emulated::new(Gpu::HOPPER), None).unwrap();
     for nan in [0x7f, 0xff] {
         let mut codes = vec![ONE_AND_AN_EIGHTH; ROWS * 70_016];

@@ -1,6 +1,5 @@
 //! Mistakes of the host: a parameter, a launch or a tensor map that is not what the kernel expects.
 
-use crate::available;
 use crate::driver::{Emulated, Gpu, Sabotage};
 use crate::runner::Runner;
 use common::ops::cases;
@@ -48,9 +47,7 @@ impl Target {
 
 #[test]
 fn a_wrong_tensor_map_is_found() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     type Change = fn(&mut MapSpec);
     let mistakes: &[(&str, Change, &str)] = &[
         ("a box of half the rows", |map| map.tile[1] /= 2, ""),
@@ -75,9 +72,7 @@ fn a_wrong_tensor_map_is_found() {
 
 #[test]
 fn a_wrong_launch_is_found() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     type Change = fn(&mut Launch, &mut Vec<u8>);
     let mistakes: &[(&str, Change, &str)] = &[
         ("less shared memory than the pipeline takes", |launch, _| launch.shared /= 2, "beyond the CTA's"),
@@ -93,9 +88,7 @@ fn a_wrong_launch_is_found() {
 /// As the real driver does, when kernels are loaded.
 #[test]
 fn a_parameter_of_another_size_is_refused() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let driver = Emulated::new(Gpu::HOPPER);
     let module = driver.load(b"pointwise").unwrap();
     let refused = |symbol: &str, params, shared| driver.function(module, symbol, params, shared).unwrap_err().to_string();

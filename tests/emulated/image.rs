@@ -1,6 +1,5 @@
 //! The tiny model makes an image on an emulated GPU.
 
-use crate::available;
 use crate::driver::{Emulated, Gpu};
 use crate::runner::{cuda_with, run_seed};
 use common::dev::model_with;
@@ -29,9 +28,7 @@ fn hopper() -> (Rc<Emulated>, Cuda) {
 /// Every op of an image is within rounding of what the CPU backend computes.
 #[test]
 fn an_image_equals_that_of_the_cpu_op_by_op() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let (driver, cuda) = hopper();
     let backend = Lockstep::new(cpu(), cuda);
     let mut engine = short_engine(Box::new(backend), Variant::Distilled, OPTIONS);
@@ -44,9 +41,7 @@ fn an_image_equals_that_of_the_cpu_op_by_op() {
 /// nothing.
 #[test]
 fn an_image_of_dev_equals_that_of_the_cpu_op_by_op() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let backend = Lockstep::new(cpu(), hopper().1);
     let defaults = ModelDefaults { text_layers: Some([1, 2, 3]), max_text_tokens: 192, ..ModelDefaults::klein() };
     let mut engine = Engine::load(Box::new(backend), model_with(defaults), OPTIONS, &Silent).unwrap();
@@ -57,7 +52,7 @@ fn an_image_of_dev_equals_that_of_the_cpu_op_by_op() {
 /// The observer of a calibration keeps its values behind the working memory of the stages, and finds there what the CPU finds.
 #[test]
 fn calibration_equals_that_of_the_cpu_op_by_op() {
-    if !available() || !long() {
+    if !crate::available() || !long() {
         return;
     }
     let found = |backend: Box<dyn Backend>| {
@@ -73,7 +68,7 @@ fn calibration_equals_that_of_the_cpu_op_by_op() {
 /// The third step is a replay of the second, which was captured; neither that nor the order of what hardware leaves open changes a bit.
 #[test]
 fn neither_graphs_nor_seeds_change_an_image() {
-    if !available() || !long() {
+    if !crate::available() || !long() {
         return;
     }
     let image = |capture: bool, seed: u64| {
@@ -92,8 +87,6 @@ fn neither_graphs_nor_seeds_change_an_image() {
 
 #[test]
 fn adapters_are_merged_as_by_the_host() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     backend_merges_as_the_host(&mut hopper().1);
 }

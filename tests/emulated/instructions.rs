@@ -1,7 +1,6 @@
 //! Instructions of the emulator whose results no kernel of the product shows by itself, the rules of tensor maps, and launches without
 //! an end.
 
-use crate::available;
 use common::ops::formats::Codes;
 use common::random::Random;
 use kiln::internals::tensor::DType;
@@ -93,9 +92,7 @@ impl Tensor {
 
 #[test]
 fn boxes_of_three_dimensions_are_copied_with_every_swizzle() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     for (swizzle, width) in [(0, 8), (0, 64), (32, 16), (64, 32), (128, 64)] {
         let tensor = Tensor::new([width, 4, 3], swizzle);
         // Inside; before the first and behind the last element of every dimension; nothing of it inside.
@@ -108,9 +105,7 @@ fn boxes_of_three_dimensions_are_copied_with_every_swizzle() {
 
 #[test]
 fn bulk_copies_are_copies() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let memory = DeviceMemory::default();
     let bytes: Vec<u8> = (0..4096_u32).map(|i| (i * 11 + i / 256) as u8).collect();
     let [from, out] = [4096, 4096].map(|bytes| memory.allocate(bytes).unwrap());
@@ -127,9 +122,7 @@ fn bulk_copies_are_copies() {
 
 #[test]
 fn ctas_of_a_cluster_exchange_values() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let memory = DeviceMemory::default();
     let bytes = 2 * THREADS * 16;
     let out = memory.allocate(bytes as u64).unwrap();
@@ -146,9 +139,7 @@ fn ctas_of_a_cluster_exchange_values() {
 
 #[test]
 fn a_barrier_tells_whether_any_predicate_is_true() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let memory = DeviceMemory::default();
     let words = (THREADS + 1) * THREADS;
     let out = memory.allocate(4 * words as u64).unwrap();
@@ -179,9 +170,7 @@ fn converted_values(codes: &Codes, magnitudes: u8, exponents: Range<u32>) -> Vec
 /// search.
 #[test]
 fn e4m3_is_converted_to_the_nearest_code() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let codes = Codes::of(DType::E4m3);
     // From 2^-14, below half of the smallest code, up to 2^11.
     let mut values = converted_values(codes, 0x7f, 113..138);
@@ -214,9 +203,7 @@ fn e4m3_is_converted_to_the_nearest_code() {
 /// The same for e2m1, and the CPU's codes. NaN becomes the largest value, without a sign.
 #[test]
 fn e2m1_is_converted_to_the_nearest_code() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let codes = Codes::of(DType::E2m1);
     // From 2^-4, below half of the smallest code, up to 2^5.
     let mut values = converted_values(codes, 8, 123..132);
@@ -245,9 +232,7 @@ fn e2m1_is_converted_to_the_nearest_code() {
 
 #[test]
 fn a_tensor_map_that_the_hardware_refuses_is_refused() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     type Change = fn(&mut TensorMap);
     let mistakes: &[(Change, &str)] = &[
         (|map| map.rank = 1, "the rank is 2 or 3, not 1"),
@@ -278,9 +263,7 @@ fn a_tensor_map_that_the_hardware_refuses_is_refused() {
 /// The emulator gives up, and what is launched afterwards runs as if nothing had happened.
 #[test]
 fn a_kernel_that_does_not_end_is_an_error() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let memory = DeviceMemory::default();
     let out = memory.allocate(4 * (THREADS * (THREADS + 1)) as u64).unwrap();
     memory.fill(out, 0, 4).unwrap();
@@ -297,9 +280,7 @@ fn a_kernel_that_does_not_end_is_an_error() {
 #[test]
 fn a_loop_without_memory_ends_the_process() {
     const CHILD: &str = "KILN_TEST_ENDLESS";
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     if std::env::var_os(CHILD).is_some() {
         // The loop has no end, so any patience will do.
         set_patience(Duration::from_millis(50));

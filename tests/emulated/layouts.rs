@@ -1,7 +1,6 @@
 //! Where the kernels put things (`layouts.cu`): every layout is a bijection, and has the places that tensor cores, TMA and files
 //! expect. Those of fragments are in the self-test, which asks the instructions themselves.
 
-use crate::available;
 use crate::policies::abi::{KL_SWIGLU, KlGemmRows, KlGemmStream, KlGemmTma, KlMat, KlOutputRange};
 use kiln::internals::tensor::nvfp4;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
@@ -33,9 +32,7 @@ fn is_bijection(places: &[usize], step: usize) -> bool {
 
 #[test]
 fn layouts_are_bijections_with_known_places() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let memory = DeviceMemory::default();
     let sizes = [16 * 2, 16 * 4, 16 * 8, 256 * 8, LANES * 4, LANES * 4];
     let addresses = sizes.map(|words| memory.allocate(4 * words as u64).unwrap());
@@ -130,9 +127,7 @@ fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, 
 /// the tile of 64 rows, and with those of column lane / 4 of B if lane % 4 is the selector, which counts columns by eights.
 #[test]
 fn lanes_load_the_scales_that_they_supply() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let memory = DeviceMemory::default();
     let out = memory.allocate(4 * 3 * (8 * LANES) as u64).unwrap();
     let no_mat = KlMat { data: 0, scales: 0, stride: 0, rows: 0, cols: 0, dtype: 0, scale: 0.0 };
@@ -164,9 +159,7 @@ fn lanes_load_the_scales_that_they_supply() {
 /// What the accumulators of SwiGLU are as e2m1: each result in the nibble of its row and column, each scale in its place.
 #[test]
 fn results_of_e2m1_are_stored_in_their_places() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let memory = DeviceMemory::default();
     let (count, blocks) = (ROWS * SWIGLU_COLS, ROWS * SWIGLU_COLS / nvfp4::BLOCK);
     let (data, scales) = (memory.allocate(count as u64 / 2).unwrap(), memory.allocate(blocks as u64).unwrap());

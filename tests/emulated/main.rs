@@ -10,6 +10,15 @@
 
 #![allow(clippy::print_stdout)] // seeds, figures and why a test was skipped, with --nocapture
 
+/// Ends a test here if there is no emulator.
+macro_rules! needs_emulator {
+    () => {
+        if !crate::available() {
+            return;
+        }
+    };
+}
+
 mod agreement;
 mod block_scaled;
 mod cases;
@@ -27,7 +36,7 @@ mod quantised;
 mod runner;
 mod selftest;
 
-/// Whether there is an emulator; a test that needs it ends here if not.
+/// Whether there is an emulator.
 fn available() -> bool {
     if !kiln_emulator::AVAILABLE {
         println!("skipped: built without the emulator, which takes a C++ compiler");
@@ -37,7 +46,6 @@ fn available() -> bool {
 
 #[test]
 fn tensor_core_arithmetic_is_that_of_the_published_models() {
-    if available() {
-        kiln_emulator::selftest().unwrap();
-    }
+    needs_emulator!();
+    kiln_emulator::selftest().unwrap();
 }

@@ -1,6 +1,5 @@
 //! Bugs planted in copies of the kernels: each has to be found, and named by what it does.
 
-use crate::available;
 use crate::driver::Gpu;
 use crate::runner::Runner;
 use common::ops::cases;
@@ -56,9 +55,7 @@ impl Found {
 /// The others are found by the tests of FP8 sums and of the self-test.
 #[test]
 fn every_planted_bug_is_found_and_named() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let bugs: Vec<Found> = BUGS.iter().filter_map(Found::of).collect();
     let mut wrong = Vec::new();
     // Without a bug nothing is found.

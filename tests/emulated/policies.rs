@@ -5,7 +5,6 @@
 #[allow(dead_code)]
 pub mod abi;
 
-use crate::available;
 use abi::{KlGemmRows, KlGemmStream, KlGemmTma, KlOutputRange, KlTileSchedule};
 use common::random::Random;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
@@ -200,9 +199,7 @@ fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f3
 /// All operands 1.125, and K 12288: sums of 15552, which tensor cores alone get wrong.
 #[test]
 fn promotion_keeps_long_sums_exact() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     const ONE_AND_AN_EIGHTH: u8 = 0x39;
     let [m, n, k] = [16, 8, 12288];
     let (x, w) = (vec![ONE_AND_AN_EIGHTH; m * k], vec![ONE_AND_AN_EIGHTH; n * k]);
@@ -216,9 +213,7 @@ fn promotion_keeps_long_sums_exact() {
 
 #[test]
 fn fp8_gemms_agree_with_f64() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     // Ragged in every dimension; more k-blocks than the pipeline has stages.
     let [m, n, k] = [145, 264, 784];
     let alpha = 0.375;

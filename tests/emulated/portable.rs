@@ -1,7 +1,6 @@
 //! The built-in model makes an image on emulated GPUs, in every format of its weights: on those that have the portable kernels alone,
 //! and by the kernels of compute capability 12.x.
 
-use crate::available;
 use crate::driver::{Emulated, Gpu};
 use crate::runner::{cuda_with, run_seed};
 use common::random::long;
@@ -71,8 +70,7 @@ impl Path {
 
 #[test]
 fn the_built_in_model_runs_on_every_gpu() {
-    if available() {
-        let drawn = run_seed() as usize % PATHS.len();
-        PATHS.iter().enumerate().filter(|(index, _)| *index == drawn || long()).for_each(|(_, path)| path.check());
-    }
+    needs_emulator!();
+    let drawn = run_seed() as usize % PATHS.len();
+    PATHS.iter().enumerate().filter(|(index, _)| *index == drawn || long()).for_each(|(_, path)| path.check());
 }

@@ -1,7 +1,6 @@
 //! Quantised tensors on the CUDA backend apart from kernels: weights that are uploaded as the file has them, e4m3 and NVFP4 that
 //! the host writes and reads, NaN in NVFP4, the count of values that did not fit, and what is refused.
 
-use crate::available;
 use crate::driver::{Emulated, Gpu};
 use crate::runner::cuda_with;
 use kiln::error::{Error, Result};
@@ -30,9 +29,7 @@ fn what(result: Result<()>) -> String {
 
 #[test]
 fn weights_of_e4m3_are_uploaded_as_they_are() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
     cuda.reserve(Region::Weights, 1 << 20).unwrap();
     let bytes = |data: Vec<u8>| Bytes::new(Arc::new(data));
@@ -76,9 +73,7 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
 /// Rows are quantised in as many pieces as the staging buffer takes, and with the same bytes as all at once.
 #[test]
 fn plain_weights_are_quantised_on_the_way() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     // Rows so long that the buffer of 16 MiB takes 128 of e4m3, or 256 of e2m1.
     let (rows, cols) = (300, 128 << 10);
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
@@ -127,9 +122,7 @@ fn held(cuda: &mut Cuda, t: Tensor) -> Vec<Vec<u8>> {
 
 #[test]
 fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     const COLS: usize = 80;
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
     cuda.reserve(Region::Weights, 1 << 20).unwrap();
@@ -226,9 +219,7 @@ impl Clipped {
 
 #[test]
 fn saturation_is_counted_until_it_is_taken() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let mut cuda = cuda();
     assert_eq!(cuda.take_saturated().unwrap(), 0, "without working memory");
     let clipped = Clipped::new(&mut cuda);
@@ -253,9 +244,7 @@ fn saturation_is_counted_until_it_is_taken() {
 
 #[test]
 fn a_count_is_not_taken_inside_a_step() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let mut cuda = cuda();
     let clipped = Clipped::new(&mut cuda);
     let body = |be: &mut dyn Backend| {
@@ -270,9 +259,7 @@ fn a_count_is_not_taken_inside_a_step() {
 
 #[test]
 fn the_host_writes_and_reads_e4m3() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
     let whole = arena.alloc_stored(3, 40, Stored::fp8(scale(0.25))).unwrap();
     let part = whole.cols(5..25);
@@ -296,9 +283,7 @@ fn the_host_writes_and_reads_e4m3() {
 /// The same bytes as those of the CPU backend, in parts of a matrix whose tiles of scales have rows and blocks beside them.
 #[test]
 fn the_host_writes_and_reads_nvfp4() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let (mut cuda, mut cpu, mut arena) = (cuda(), Cpu::new(1, Arc::default()).unwrap(), Arena::new(Region::Arena));
     let whole = arena.alloc_stored(150, 208, Stored::nvfp4(scale(0.25))).unwrap();
     let part = whole.rows(0..37).cols(64..144);
@@ -334,9 +319,7 @@ fn the_host_writes_and_reads_nvfp4() {
 /// value stands and whichever kernel has stored it. An infinity becomes the largest value there is.
 #[test]
 fn nan_is_kept_by_the_scale_of_its_block() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     for (cols, dtype) in [(96, DType::F32), (1024, DType::Bf16)] {
         let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
         let mut plain = |rows| arena.alloc(rows, cols, dtype).unwrap();
@@ -367,9 +350,7 @@ fn nan_is_kept_by_the_scale_of_its_block() {
 
 #[test]
 fn formats_without_kernels_are_refused() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Arena));
     let mut alloc = |stored| arena.alloc_stored(4, 64, stored).unwrap();
     let [q, k, out] = [DType::Bf16; 3].map(|dtype| alloc(Stored::plain(dtype)));

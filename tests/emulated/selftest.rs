@@ -1,6 +1,5 @@
 //! The checks of `kiln selftest` on emulated GPUs, with faults that single checks find and name, and the gate that they are.
 
-use crate::available;
 use crate::driver::{Emulated, Gpu, Sabotage};
 use crate::runner::cuda_with;
 use common::random::long;
@@ -43,9 +42,7 @@ fn kind(line: &Line) -> &str {
 /// Every GPU has what its architecture has, and all of it is right.
 #[test]
 fn every_check_passes() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let tma = ["tensor map, 128-byte swizzle", "tensor map, 64-byte swizzle", "bulk copy", "overlap"];
     let block_scaled = ["mma e4m3, block-scaled", "mma nvf4", "sums e4m3, block-scaled", "sums nvf4", "GEMM W4A4"];
     let fp8 = ["mma e4m3", "sums e4m3", "sums W8A8 GEMM", "GEMM W8A8", "attention e4m3 q and k"];
@@ -82,9 +79,7 @@ fn every_check_passes() {
 /// A fault makes one check fail, which names the lane and the register.
 #[test]
 fn a_fault_is_found_by_its_check_alone() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let gpus = [Gpu::ADA, Gpu::HOPPER, Gpu::BLACKWELL];
     for bug in planted::BUGS {
         let Expect::Check(capability, check, detail) = bug.expect else { continue };
@@ -136,9 +131,7 @@ impl Drop for Folder {
 
 #[test]
 fn native_kernels_pass_the_gate_once() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let folder = Folder::new("once");
     let records = Records::below(Some(&folder.0));
     let open = |gpu, bug| cuda_with(&Emulated::new(gpu), bug).unwrap();
@@ -178,9 +171,7 @@ fn native_kernels_pass_the_gate_once() {
 /// What `kiln selftest` prints, and what it ends with.
 #[test]
 fn the_command_prints_a_line_for_each_check() {
-    if !available() {
-        return;
-    }
+    needs_emulator!();
     let folder = Folder::new("command");
     let records = Records::below(Some(&folder.0));
     let test = |bug, json| {
