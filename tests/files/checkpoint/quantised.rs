@@ -98,104 +98,53 @@ fn fp8_layers_of_every_transport() {
     let (rows, cols) = (6, 20);
     let codes = codes(1, rows * cols);
     let name = |suffix: &str| format!("{QKV}.{suffix}");
-    type Change = fn(&mut Written, &dyn Fn(&str) -> String);
-    let cases: [(&str, Change, f32, Option<Stored>); 13] = [
-        (
-            "metadata",
-            |file, name| {
-                file.declare(&[(QKV, FP8)]);
-                file.scale(&name("weight_scale"), 0.3);
-                file.scale(&name("input_scale"), 0.07);
-            },
-            0.3,
-            fp8_input(0.07),
-        ),
-        (
-            "metadata without a scale of the input",
-            |file, name| {
-                file.declare(&[(QKV, FP8)]);
-                file.scale(&name("weight_scale"), 0.3);
-            },
-            0.3,
-            fp8_input(1.0),
-        ),
-        (
-            "settings",
-            |file, name| {
-                file.settings(QKV, FP8);
-                file.scale(&name("weight_scale"), 0.3);
-                file.scale(&name("input_scale"), 0.07);
-            },
-            0.3,
-            fp8_input(0.07),
-        ),
+    let declare = |file: &mut Written| file.declare(&[(QKV, FP8)]);
+    let settings = |text: &'static str| move |file: &mut Written| file.settings(QKV, text);
+    let marker = |elements: usize| move |file: &mut Written| file.add("scaled_fp8", "F8_E4M3", &[elements], vec![0; elements]);
+    let scale = |file: &mut Written| file.scale(&name("weight_scale"), 0.3);
+    let scales = |file: &mut Written| {
+        file.scale(&name("weight_scale"), 0.3);
+        file.scale(&name("input_scale"), 0.07);
+    };
+    let old_scales = |input: f32| {
+        move |file: &mut Written| {
+            file.scale(&name("scale_weight"), 0.3);
+            file.scale(&name("scale_input"), input);
+        }
+    };
+    let full_precision = settings(r#"{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}"#);
+    let half = |element, shape: &'static [usize], bytes: [u8; 2]| {
+        move |file: &mut Written| file.add(&name("weight_scale"), element, shape, bytes)
+    };
+    type Changes<'a> = &'a [&'a dyn Fn(&mut Written)];
+    let cases: [(&str, Changes<'_>, f32, Option<Stored>); 13] = [
+        ("metadata", &[&declare, &scales], 0.3, fp8_input(0.07)),
+        ("metadata without a scale of the input", &[&declare, &scale], 0.3, fp8_input(1.0)),
+        ("settings", &[&settings(FP8), &scales], 0.3, fp8_input(0.07)),
         (
             "metadata and settings that agree",
-            |file, name| {
-                file.declare(&[(QKV, FP8)]);
-                file.settings(QKV, r#"{"format":"float8_e4m3fn","group_size":null}"#);
-                file.scale(&name("weight_scale"), 0.3);
-            },
+            &[&declare, &settings(r#"{"format":"float8_e4m3fn","group_size":null}"#), &scale],
             0.3,
             fp8_input(1.0),
         ),
-        (
-            "full precision",
-            |file, name| {
-                file.settings(QKV, r#"{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}"#);
-                file.scale(&name("weight_scale"), 0.3);
-                file.scale(&name("input_scale"), 0.07);
-            },
-            0.3,
-            None,
-        ),
-        (
-            "marker",
-            |file, name| {
-                file.add("scaled_fp8", "F8_E4M3", &[0], []);
-                file.scale(&name("scale_weight"), 0.3);
-                file.scale(&name("scale_input"), 0.07);
-            },
-            0.3,
-            fp8_input(0.07),
-        ),
+        ("full precision", &[&full_precision, &scales], 0.3, None),
+        ("marker", &[&marker(0), &old_scales(0.07)], 0.3, fp8_input(0.07)),
         (
             "marker and a scale of one",
-            |file, name| {
-                file.add("scaled_fp8", "F32", &[1], [0; 4]);
-                file.scale(&name("scale_weight"), 0.3);
-                file.scale(&name("scale_input"), 1.0);
-            },
+            &[&|file| file.add("scaled_fp8", "F32", &[1], [0; 4]), &old_scales(1.0)],
             0.3,
             fp8_input(1.0),
         ),
-        (
-            "marker for full precision",
-            |file, name| {
-                file.add("scaled_fp8", "F8_E4M3", &[2], [0; 2]);
-                file.scale(&name("scale_weight"), 0.3);
-                file.scale(&name("scale_input"), 0.07);
-            },
-            0.3,
-            None,
-        ),
-        ("no scales", |_, _| (), 1.0, None),
-        (
-            "scales that nothing declares",
-            |file, name| {
-                file.scale(&name("weight_scale"), 0.3);
-                file.scale(&name("input_scale"), 0.07);
-            },
-            0.3,
-            fp8_input(0.07),
-        ),
-        ("a scale that nothing declares", |file, name| file.scale(&name("weight_scale"), 0.3), 0.3, None),
-        ("BF16", |file, name| file.add(&name("weight_scale"), "BF16", &[1], [0x80, 0x3e]), 0.25, None),
-        ("F16", |file, name| file.add(&name("weight_scale"), "F16", &[], [0x00, 0x34]), 0.25, None),
+        ("marker for full precision", &[&marker(2), &old_scales(0.07)], 0.3, None),
+        ("no scales", &[], 1.0, None),
+        ("scales that nothing declares", &[&scales], 0.3, fp8_input(0.07)),
+        ("a scale that nothing declares", &[&scale], 0.3, None),
+        ("BF16", &[&half("BF16", &[1], [0x80, 0x3e])], 0.25, None),
+        ("F16", &[&half("F16", &[], [0x00, 0x34])], 0.25, None),
     ];
-    for (what, change, scale, input) in cases {
+    for (what, changes, scale, input) in cases {
         let mut file = Written::default();
-        change(&mut file, &name);
+        changes.iter().for_each(|change| change(&mut file));
         file.add(&name("weight"), "F8_E4M3", &[rows, cols], codes.clone());
         let weights = file.open(Component::Transformer).unwrap();
         assert_eq!(weights.shape(&name("weight")).unwrap(), [rows, cols], "{what}");
@@ -268,49 +217,37 @@ fn nvfp4_layers_of_every_layout() {
     const OUT: &str = "transformer_blocks.0.attn.to_out.0";
     const DOWN: &str = "model.layers.0.mlp.down_proj";
     let modelopt = |file: &mut Written| file.note("quantization_config", "{}");
+    // Both declarations mean the same.
+    let declared_twice = |file: &mut Written| {
+        file.declare(&[(PROJ, NVFP4)]);
+        file.settings(PROJ, r#"{"format":"nvfp4","full_precision_matrix_mult":false}"#);
+    };
+    let declared_by_modelopt = |file: &mut Written| {
+        file.declare(&[(OUT, NVFP4)]);
+        file.note("quantization_config", "{}");
+    };
+    let declared_with_layout = |file: &mut Written| {
+        file.declare(&[(PROJ, NVFP4)]);
+        file.note("nvfp4_layout", "modelopt-single");
+    };
     let (comfy, plain, single) = (Nvfp4Layout::COMFY, Nvfp4Layout::MODELOPT, Nvfp4Layout::MODELOPT_SINGLE);
     let case = |layer, canonical, change, layout| Nvfp4File { layer, canonical, change, layout, forced: None };
     let forced = |layer, canonical, change, layout| Nvfp4File { layer, canonical, change, layout, forced: Some(layout) };
     let cases = [
         case(PROJ, PROJ, |file| file.declare(&[(PROJ, NVFP4)]), comfy),
         case(PROJ, PROJ, |file| file.settings(PROJ, NVFP4), comfy),
-        // Both declarations mean the same.
-        case(
-            PROJ,
-            PROJ,
-            |file| {
-                file.declare(&[(PROJ, NVFP4)]);
-                file.settings(PROJ, r#"{"format":"nvfp4","full_precision_matrix_mult":false}"#);
-            },
-            comfy,
-        ),
+        case(PROJ, PROJ, declared_twice, comfy),
         case(PROJ, PROJ, |_| (), comfy),
         case(OUT, PROJ, |file| file.settings(OUT, NVFP4), comfy),
         case(OUT, PROJ, |file| file.declare(&[(OUT, NVFP4)]), comfy),
         case(OUT, PROJ, |_| (), plain),
         case(OUT, PROJ, modelopt, plain),
         case(PROJ, PROJ, modelopt, single),
-        case(
-            OUT,
-            PROJ,
-            |file| {
-                file.declare(&[(OUT, NVFP4)]);
-                file.note("quantization_config", "{}");
-            },
-            single,
-        ),
+        case(OUT, PROJ, declared_by_modelopt, single),
         // What a file states counts before what else it has.
         case(PROJ, PROJ, |file| file.note("nvfp4_layout", "modelopt"), plain),
         case(OUT, PROJ, |file| file.note("nvfp4_layout", "comfy"), comfy),
-        case(
-            PROJ,
-            PROJ,
-            |file| {
-                file.declare(&[(PROJ, NVFP4)]);
-                file.note("nvfp4_layout", "modelopt-single");
-            },
-            single,
-        ),
+        case(PROJ, PROJ, declared_with_layout, single),
         case(DOWN, DOWN, |file| file.settings(DOWN, NVFP4), comfy),
         case(DOWN, DOWN, |_| (), plain),
         forced(PROJ, PROJ, |file| file.note("nvfp4_layout", "modelopt"), comfy),
