@@ -17,19 +17,21 @@ use std::{env, fs};
 mod abi;
 #[path = "build/arch.rs"]
 mod arch;
+#[path = "build/kernels.rs"]
+mod kernels;
 #[path = "build/parallel.rs"]
 mod parallel;
 #[path = "build/ptxas.rs"]
 mod ptxas;
-#[path = "build/tiles.rs"]
-mod tiles;
+
+use arch::Arch;
 
 type Result<T> = std::result::Result<T, String>;
 
 const FLAGS: &[&str] = &["-std=c++17", "-I.", "-O3", "-lineinfo", "-fatbin", "-Werror", "all-warnings", "-Xptxas", "-v"];
 
-/// The table of instantiations of kernel templates.
-const TILES: &str = "kernels/tiles.def";
+/// The table of all kernels.
+const TABLE: &str = "kernels/kernels.def";
 
 /// The oldest release of nvcc that has the `f` targets and the present layout of a tensor map.
 const OLDEST_NVCC: (u32, u32) = (13, 0);
@@ -50,19 +52,19 @@ fn build() -> Result<()> {
     #[cfg(feature = "bindgen")]
     abi::check(&out)?;
     let sources = kernel_files()?;
-    let instantiations = tiles::generate(TILES, &read(Path::new(TILES))?, &sources)?;
-    write(&out.join("instantiations.rs"), &instantiations.kernels)?;
-    write(&out.join("tiles.rs"), &instantiations.tiles)?;
+    let table = kernels::read(TABLE, &read(Path::new(TABLE))?, &sources)?;
+    write(&out.join("table.rs"), &table.kernels)?;
+    write(&out.join("tiles.rs"), &table.tiles)?;
 
     let Some(nvcc) = Nvcc::find()? else {
         println!("cargo::rustc-env=KILN_KERNEL_RESOURCES=");
         println!("cargo::rustc-env=KILN_KERNEL_TOOLS=");
-        return write(&out.join("kernels.rs"), &image_table(&[], &[], "", &sources)?);
+        return write(&out.join("kernels.rs"), &image_table(&[], &[], ""));
     };
     let chosen = arch::chosen()?;
     let mut kernels = Vec::new();
     for name in &sources {
-        kernels.extend(Kernel::new(name, chosen.as_deref(), &nvcc, &out)?);
+        kernels.extend(Kernel::new(name, table.archs[name], chosen.as_deref(), &nvcc, &out)?);
     }
     let stale: Vec<_> = kernels.iter().filter(|kernel| !kernel.is_current()).collect();
     parallel::compile_all(&stale, |kernel| kernel.compile(&nvcc))?;
@@ -78,7 +80,7 @@ fn build() -> Result<()> {
     println!("cargo::rustc-env=KILN_KERNEL_RESOURCES={}", resources.display());
     // The disassembler comes with the compiler.
     println!("cargo::rustc-env=KILN_KERNEL_TOOLS={}", nvcc.path.parent().unwrap_or(Path::new("")).display());
-    write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version, &sources)?)
+    write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version))
 }
 
 /// An environment variable that the result depends on; cargo runs the script again when it changes.
@@ -204,8 +206,8 @@ struct Kernel {
 
 impl Kernel {
     /// Returns `None` if none of the file's architectures is selected.
-    fn new(name: &str, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
-        let (all, ptx) = arch::targets(arch::of_file(name)?);
+    fn new(name: &str, arch: Arch, chosen: Option<&[u32]>, nvcc: &Nvcc, out: &Path) -> Result<Option<Self>> {
+        let (all, ptx) = arch::targets(arch);
         let archs = arch::pick(all, chosen);
         if archs.is_empty() {
             return Ok(None);
@@ -272,24 +274,18 @@ fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Resu
     Ok(table)
 }
 
-/// The Rust source of the table of embedded images, and of the architectures of kernel files.
-fn image_table(kernels: &[Kernel], targets: &[String], version: &str, sources: &[String]) -> Result<String> {
+/// The Rust source of the table of embedded images.
+fn image_table(kernels: &[Kernel], targets: &[String], version: &str) -> String {
     let mut rows = String::new();
     for Kernel { name, .. } in kernels {
         let _ = writeln!(rows, "    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),");
     }
-    let mut archs = String::new();
-    for name in sources {
-        let _ = writeln!(archs, "    ({name:?}, Arch::{:?}),", arch::of_file(name)?);
-    }
-    Ok(format!(
+    format!(
         "/// Every kernel file's name, with its image for all architectures. Empty in a build without nvcc.\n\
          pub static IMAGES: &[(&str, &[u8])] = &[\n{rows}];\n\n\
          /// What portable kernels were compiled for, as nvcc spells it; `compute_80` is the PTX for every other card.\n\
          pub static ARCHS: &[&str] = &{targets:?};\n\n\
          /// The release of nvcc; empty in a build without it.\n\
-         pub static NVCC: &str = {version:?};\n\n\
-         /// The architecture of each kernel file.\n\
-         pub static FILE_ARCHS: &[(&str, Arch)] = &[\n{archs}];\n"
-    ))
+         pub static NVCC: &str = {version:?};\n"
+    )
 }

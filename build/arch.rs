@@ -7,7 +7,7 @@ pub use shared::Arch;
 
 use crate::{Result, watched};
 
-/// The architectures that a kernel file is compiled for unless its name states one. The `f` targets run on the whole family (100
+/// The architectures that a portable kernel file is compiled for. The `f` targets run on the whole family (100
 /// and 103, 120 and 121); for every other GPU from 8.0 on the driver compiles the PTX.
 pub const PORTABLE: &[&str] = &["80", "89", "90", "100f", "120f"];
 pub const PTX: &str = "80";
@@ -21,16 +21,6 @@ pub const fn targets(arch: Arch) -> (&'static [&'static str], Option<&'static st
         Arch::Sm100 => (&["100f"], None),
         Arch::Sm120 => (&["120f"], None),
     }
-}
-
-/// The architecture that a kernel file is named after: files without one are portable.
-pub fn of_file(name: &str) -> Result<Arch> {
-    let Some((_, suffix)) = name.rsplit_once('_').filter(|(_, s)| s.strip_prefix("sm").is_some_and(|n| n.parse::<u32>().is_ok()))
-    else {
-        return Ok(Arch::Portable);
-    };
-    let arch = Arch::ALL.into_iter().find(|arch| arch.name() == suffix);
-    arch.ok_or_else(|| format!("kernels/entry/{name}.cu: no kernels are made for {suffix}"))
 }
 
 /// The architectures that `KILN_CUDA_ARCHS` lists, by number; `None` stands for all.

@@ -221,13 +221,9 @@ typedef struct {
   uint32_t unused;
 } KlAttention;
 
-/* attention_mma.cu: threads, queries per CTA, and bytes of shared memory. */
-#define KL_ATTENTION_THREADS 128u
+/* attention_bf16_sm80.cu and attention_fp8_sm89.cu: queries per CTA. */
 #define KL_ATTENTION_BLOCK_Q 128u
-#define KL_ATTENTION_SHARED 98304u
-/* attention_fp8_sm89.cu: bytes of shared memory; threads and queries as above. */
-#define KL_ATTENTION_FP8_SHARED 40960u
-/* attention_wide_mma.cu: the size of the head, the widest that there is. */
+/* attention_wide_bf16_sm80.cu: the size of the head, the widest that there is. */
 #define KL_WIDE_HEAD 512u
 
 #define KL_SAME 0u
@@ -274,7 +270,7 @@ typedef struct {
   uint32_t strip_rows;
 } KlNormConv;
 
-/* ----------------------------------------------------------------------- gemm_mma.cu, gemm_fp8_sm89.cu, conv_mma.cu */
+/* ----------------------------------------------------------------------- gemm_bf16_sm80.cu, gemm_fp8_sm89.cu, conv_bf16_sm80.cu */
 
 /* Columns of a portable tile, and of an attention head. */
 #define KL_MMA_COLS 128u
@@ -419,7 +415,7 @@ typedef struct {
   uint64_t unused[18];
 } KlGemmTma;
 
-/* -------------------------------------------------------------------------------------------------- conv_sm90.cu */
+/* -------------------------------------------------------------------------------------------------- conv_bf16_sm90.cu */
 
 /* Columns of the box of pixels that a tile is: a group of rows of the swizzle, so that wgmma reads a line of pixels as one. A window has
  * those of all taps. */
@@ -460,7 +456,7 @@ typedef struct {
   KlConvImage image;
 } KlConvSm90;
 
-/* ------------------------------------------------------------------------ attention_sm90.cu, attention_wide_sm90.cu */
+/* ------------------------------------------------------------------------ attention_bf16_sm90.cu, attention_wide_bf16_sm90.cu */
 
 /* The largest number of KV segments of one launch; none is empty. */
 #define KL_SM90_KV_SEGMENTS 8u

@@ -1,4 +1,4 @@
-"""The sweep of --tiles: every tile of the GEMM kernels at a row's shape, from which costs in kernels/tiles.def are set."""
+"""The sweep of --tiles: every tile of the GEMM kernels at a row's shape, from which costs in kernels/kernels.def are set."""
 
 import re
 import statistics

@@ -15,14 +15,14 @@
 namespace kl::attention::portable {
 constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_ATTENTION_BLOCK_Q;
 
-// A kernel: its threads, the keys of a block, what multiplies queries by keys, the exponential of its softmax, and whether there may be a
+// A kernel: its warps, the keys of a block, what multiplies queries by keys, the exponential of its softmax, and whether there may be a
 // causal mask.
-template <int kThreads_, int kBlockKV_, class QKMma_, class Exponential_, bool kMayBeCausal_>
+template <int kWarps, int kBlockKV_, class QKMma_, class Exponential_, bool kMayBeCausal_>
 struct AttentionConfig {
   using QKMma = QKMma_;
   using QKElement = typename QKMma::Element;
   using Exponential = Exponential_;
-  static constexpr int kThreads = kThreads_, kBlockKV = kBlockKV_;
+  static constexpr int kThreads = 32 * kWarps, kBlockKV = kBlockKV_;
   static constexpr bool kMayBeCausal = kMayBeCausal_;
   static constexpr int kMmaM = kBlockQ / (16 * kThreads / 32);  // MMA tiles of 16 rows per warp
   static constexpr uint32_t kQKRowBytes = kHeadDim * sizeof(QKElement), kVRowBytes = kHeadDim * sizeof(bf16);

@@ -1,4 +1,4 @@
-// Attention with heads of 128 on Hopper: the body of entry/attention_sm90.cu.
+// Attention with heads of 128 on Hopper: the body of entry/attention_bf16_sm90.cu.
 //
 // Persistent and warp-specialized: one CTA per SM stays for the whole launch. One producer thread loads Q of a tile by TMA, then K and V
 // in blocks of 128 keys, up to three blocks ahead (two with a mask, four in e4m3). Two consumer warpgroups have 64 queries each. Softmax
@@ -50,17 +50,22 @@ constexpr int kPVKeys = 16;    // keys per wgmma of P and V
 // Ids of named barriers; 0 is __syncthreads. A consumer warpgroup waits at its own for its turn on the tensor cores.
 enum NamedBarrier : uint32_t { kTurnWG0 = 1, kTurnWG1 = 2 };
 
+// Without a running maximum, with one, and with a causal mask as well.
+enum class Softmax { max_free, online_softmax, causal };
+
 // QKElement is the type of queries and keys.
-template <int kStages_, int kCluster_, class QKElement_, bool kRunningMax_, bool kCausal_>
+template <int kStages_, int kCluster_, class QKElement_, Softmax kSoftmax>
 struct AttentionConfig {
   using QKElement = QKElement_;
   static constexpr int kStages = kStages_, kCluster = kCluster_, kQKSlices = kSlices<QKElement>;
-  static constexpr bool kRunningMax = kRunningMax_, kCausal = kCausal_;
+  static constexpr bool kRunningMax = kSoftmax != Softmax::max_free, kCausal = kSoftmax == Softmax::causal;
   // Mbarriers: full and empty for Q; then for each stage full of K and of V, empty of K and of V, and the number of keys in the stage.
   static constexpr uint32_t kQBytes = kQKSlices * kQSliceBytes, kKBytes = kQKSlices * kKVSliceBytes, kKVBytes = kKBytes + kVBytes;
   static constexpr uint32_t kBarrierOffset = kQBytes + kStages * kKVBytes, kStageBarrierBytes = 5 * kMbarrierBytes;
   static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + 2 * kMbarrierBytes + kStages * kStageBarrierBytes;
-  static_assert(kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
+  // An SM has one CTA, by its registers, and gives it all of its shared memory.
+  static constexpr uint32_t kThreads = attention::kThreads, kSharedBytes = KL_SM90_SHARED_LIMIT;
+  static_assert(kSmemBytes <= kSharedBytes, "more shared memory than a CTA can have");
   static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % kPVKeys == 0,
                 "the swizzle has a period of eight rows, a P V MMA takes sixteen keys");
 };

@@ -1,6 +1,6 @@
-// Attention with a wide head on tensor cores by mma.sync: the body of entry/attention_wide_mma.cu.
+// Attention with a wide head on tensor cores by mma.sync: the body of entry/attention_wide_bf16_sm80.cu.
 //
-// Online softmax as in attention_mma.cu. A row of the output is too wide for the registers of one warp, so the two MMAs are split across
+// Online softmax as in attention_bf16_sm80.cu. A row of the output is too wide for the registers of one warp, so the two MMAs are split across
 // warps in two ways: Q K^T by queries and keys, P V by output columns. P passes from one to the other through shared memory, 32 keys at
 // a time, together with the correction by which a new row maximum rescales the output. K is copied while V is used, and V while K is.
 #pragma once
@@ -14,11 +14,11 @@
 KL_DYNAMIC_SHARED(128);
 
 namespace kl::attention::portable {
-template <int kBlockQ>
+template <int kBlockQ, int kHeadDim, int kWarps>
 struct Wide {
-  static constexpr int kHeadDim = KL_WIDE_HEAD, kBlockKV = 32;
+  static_assert(kHeadDim == KL_WIDE_HEAD && kBlockQ == 8 * kWarps, "two warps have 16 queries of Q K^T");
+  static constexpr int kBlockKV = 32, kThreads = 32 * kWarps;
   static constexpr uint32_t kRowBytes = kHeadDim * 2, kTileBytes = kBlockKV * kRowBytes;
-  static constexpr int kWarps = kBlockQ / 8, kThreads = kWarps * 32;
   // Q K^T: a warp has 16 queries by half of the keys. P V: a warp has all queries by kWarpCols columns.
   static constexpr int kMmaM = kBlockQ / 16, kWarpCols = kHeadDim / kWarps;
   static constexpr uint32_t kKOffset = kBlockQ * kRowBytes, kVOffset = kKOffset + kTileBytes, kPOffset = kVOffset + kTileBytes;

@@ -1,4 +1,4 @@
-// Attention with a wide head on Hopper: the body of entry/attention_wide_sm90.cu.
+// Attention with a wide head on Hopper: the body of entry/attention_wide_bf16_sm90.cu.
 //
 // What follows is counted for a head of 512; the other one is the small decoder's.
 //
@@ -50,7 +50,7 @@ constexpr uint32_t kRingBytes = 2 * kMbarrierBytes;
 // Stages that a group of wgmma reads. While one is in flight the next is issued.
 constexpr int kGroupStages = 2;
 
-template <int kHeadDim_, int kStages_>
+template <int kBlockQ, int kHeadDim_, int kStages_>
 struct WideConfig {
   static constexpr int kHeadDim = kHeadDim_, kStages = kStages_;
   static constexpr int kCols = kHeadDim / kCluster;  // of the output, of a CTA
@@ -64,7 +64,10 @@ struct WideConfig {
   // Mbarriers: full and empty for Q and for each stage; for each warpgroup P full and empty, and full for each buffer of statistics.
   static constexpr uint32_t kBarrierOffset = kStatsOffset + kAllStatsBytes;
   static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + (1 + kStages + 2 * kConsumers) * kRingBytes;
-  static_assert(kSmemBytes <= KL_SM90_SHARED_LIMIT, "more shared memory than a CTA can have");
+  // An SM has one CTA, by its registers, and gives it all of its shared memory.
+  static constexpr uint32_t kThreads = wide::kThreads, kSharedBytes = KL_SM90_SHARED_LIMIT;
+  static_assert(kBlockQ == wide::kBlockQ, "abi.h states another size");
+  static_assert(kSmemBytes <= kSharedBytes, "more shared memory than a CTA can have");
 };
 
 template <int kCount>

@@ -1,4 +1,4 @@
-// The portable 3x3 convolution over the mainloop of gemm/mma_tile.cuh: the body of entry/conv_mma.cu.
+// The portable 3x3 convolution over the mainloop of gemm/mma_tile.cuh: the body of entry/conv_bf16_sm80.cu.
 //
 // M is the pixels, N the output channels, K the filter taps by the input channels; im2col happens in the cp.async addresses. Upsampling
 // makes four phases, each with filters of its own: a tile has pixels of one, which are every second pixel of every second row. The

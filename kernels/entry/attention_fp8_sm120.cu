@@ -15,11 +15,13 @@ struct E4m3ScaledMma {
   }
 };
 
-template <class Exponential>
-using Config = AttentionConfig<KL_ATTENTION_THREADS, /*keys*/ 32, E4m3ScaledMma, Exponential, /*causal*/ false>;
-static_assert(Config<Exp2MaxFree>::kSharedBytes == KL_ATTENTION_FP8_SHARED, "abi.h states another size");
-
 KL_DYNAMIC_SHARED(128);
 
-KL_ENTRY(kl_attention_fp8_sm120, KlAttention, KL_ATTENTION_THREADS, 2) { attention<Config<Exp2MaxFree>>(p, dynamic_shared); }
-KL_ENTRY(kl_attention_fp8_sm120_running, KlAttention, KL_ATTENTION_THREADS, 2) { attention<Config<Exp2Scaled>>(p, dynamic_shared); }
+using max_free = Exp2MaxFree;
+using online_softmax = Exp2Scaled;
+
+#define KL_FAMILY_attention_fp8_sm120 ~,
+#define KL_ROW(family, softmax, keys, warps, ctas_per_sm)                                          \
+  using Config_##softmax = AttentionConfig<warps, keys, E4m3ScaledMma, softmax, /*causal*/ false>; \
+  KL_TILE_ENTRY(kl_##family##_##softmax, KlAttention, Config_##softmax, ctas_per_sm) { attention<Config_##softmax>(p, dynamic_shared); }
+#include <kernels.def>

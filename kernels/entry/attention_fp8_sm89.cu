@@ -1,10 +1,10 @@
-// Attention on tensor cores with queries and keys in FP8 (sm_89 and newer): attention_mma.cu on operands of e4m3, values of bf16.
+// Attention on tensor cores with queries and keys in FP8 (sm_89 and newer): attention_bf16_sm80.cu on operands of e4m3, values of bf16.
 //
 //   kl_attention_fp8_sm89           max-free softmax: 2^(q k^T) v divided by the row sum, where logits are known to be bounded
 //                                   (see attention/kernel_sm90.cuh)
 //   kl_attention_fp8_sm89_running   softmax(q k^T * scale) v for any logits, and for keys with scales of their own in every segment
 //
-// Queries and keys have half the bytes, and blocks of 32 keys half the keys of attention_mma.cu, so that two CTAs of four warps have room
+// Queries and keys have half the bytes, and blocks of 32 keys half the keys of attention_bf16_sm80.cu, so that two CTAs of four warps have room
 // on every SM: one multiplies while the other computes its softmax. sm_89 keeps thirteen binary places of a sum of e4m3 products; of 128 of
 // them that is far more precise than the products are (docs/accuracy.md), so nothing is promoted.
 // Bound: tensor cores. Where FP8 has twice the rate of bf16, 3 instead of 4 parts of the time. sm_90 has no such instruction: there it
@@ -16,11 +16,13 @@
 using namespace kl::attention;
 using namespace kl::attention::portable;
 
-template <class Exponential>
-using Config = AttentionConfig<KL_ATTENTION_THREADS, /*keys*/ 32, E4m3Mma, Exponential, /*causal*/ false>;
-static_assert(Config<Exp2MaxFree>::kSharedBytes == KL_ATTENTION_FP8_SHARED, "abi.h states another size");
-
 KL_DYNAMIC_SHARED(128);
 
-KL_ENTRY(kl_attention_fp8_sm89, KlAttention, KL_ATTENTION_THREADS, 2) { attention<Config<Exp2MaxFree>>(p, dynamic_shared); }
-KL_ENTRY(kl_attention_fp8_sm89_running, KlAttention, KL_ATTENTION_THREADS, 2) { attention<Config<Exp2Scaled>>(p, dynamic_shared); }
+using max_free = Exp2MaxFree;
+using online_softmax = Exp2Scaled;
+
+#define KL_FAMILY_attention_fp8_sm89 ~,
+#define KL_ROW(family, softmax, keys, warps, ctas_per_sm)                                    \
+  using Config_##softmax = AttentionConfig<warps, keys, E4m3Mma, softmax, /*causal*/ false>; \
+  KL_TILE_ENTRY(kl_##family##_##softmax, KlAttention, Config_##softmax, ctas_per_sm) { attention<Config_##softmax>(p, dynamic_shared); }
+#include <kernels.def>

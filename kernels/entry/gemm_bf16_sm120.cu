@@ -5,15 +5,13 @@
 // Weights that are expanded to bf16 (expand.cu) take it, too: `alpha` and the scales of rows are applied to sums.
 // Bound: tensor cores.
 // Needs: as gemm_bf16_sm90.cu; results of bf16 or e4m3, those of SwiGLU also of e2m1.
-#include <common/tile_row.cuh>
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 
 using namespace kl::gemm;
 
-#define KL_GEMM_BF16_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)              \
+#define KL_FAMILY_gemm_bf16_sm120 ~,
+#define KL_ROW(family, m, n, block_k, consumers, stages, relative_cost)                                                                  \
   using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaBf16, RowsA, WrittenB>, m, n, block_k, consumers, stages, ClusterMode::kSingle>; \
-  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                     \
-  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                              \
-  KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1) { gemm<Tile##m##x##n>(p); }
-#include <tiles.def>
+  KL_TILE_ENTRY(kl_##family##_##m##x##n, KlGemmTma, Tile##m##x##n, 1) { gemm<Tile##m##x##n>(p); }
+#include <kernels.def>

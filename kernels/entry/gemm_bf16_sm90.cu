@@ -1,10 +1,10 @@
-// GEMM on Hopper: what kl_gemm_mma computes (see gemm_mma.cu for the epilogues), with TMA, wgmma and thread-block clusters.
+// GEMM on Hopper: what kl_gemm_bf16_sm80 computes (see gemm_bf16_sm80.cu for the epilogues), with TMA, wgmma and thread-block clusters.
 //
 //   kl_gemm_bf16_sm90_256x192, ...   out = epilogue(x w^T + bias), bf16, f32 accumulators; named by the tile, rows x columns
 //
 // Bound: tensor cores and, for large GEMMs, the power they draw: at 700 W the clock falls until energy, not cycles, decides how long a
 // GEMM takes. Most of what can be saved is bytes moved to the SMs, hence tiles as large as the registers hold and multicast operands.
-// Needs: what kl_gemm_mma needs; bf16 outputs at 16-byte aligned addresses with strides that are multiples of 8; for qk-norm tiles of 128
+// Needs: what kl_gemm_bf16_sm80 needs; bf16 outputs at 16-byte aligned addresses with strides that are multiples of 8; for qk-norm tiles of 128
 // or 256 columns, which are whole heads; the same K for all streams.
 //
 // Persistent and warp-specialized: one CTA per SM stays for the whole GEMM. One thread of the producer warpgroup loads both operands by
@@ -16,13 +16,12 @@
 // multicasts it to both. Or, for GEMMs with few tiles, the cluster has one tile and splits its K (split-K): each CTA accumulates half of
 // the k-blocks and then finishes one warpgroup's rows, with the peer's partials of them received through distributed shared memory.
 //
-// Without split-K, tiles are scheduled by Stream-K as in gemm_mma.cu, with clusters as workers (persistent/stream_k.cuh).
+// Without split-K, tiles are scheduled by Stream-K as in gemm_bf16_sm80.cu, with clusters as workers (persistent/stream_k.cuh).
 //
 // SwiGLU has gate columns in the left half of a tile and up columns in the right half, so that a thread holds both in registers; it also
 // holds both members of a RoPE pair, whether they are adjacent or 64 apart.
 //
-// The kernel itself is gemm/tma_mainloop.cuh; a row of tiles.def makes an entry point.
-#include <common/tile_row.cuh>
+// The kernel itself is gemm/tma_mainloop.cuh; a row of kernels.def makes an entry point.
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/tma_policies.cuh>
 
@@ -30,9 +29,8 @@ using namespace kl::gemm;
 
 static_assert(sizeof(KlGemmTma) % 128 == 0, "abi.h leaves a gap");
 
-#define KL_GEMM_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)  \
+#define KL_FAMILY_gemm_bf16_sm90 ~,
+#define KL_ROW(family, m, n, block_k, consumers, stages, mode, mixed, relative_cost)                      \
   using Tile##m##x##n = GemmConfig<Bf16Policies, m, n, block_k, consumers, stages, ClusterMode::k##mode>; \
-  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                          \
-  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                   \
-  KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1) { gemm<Tile##m##x##n>(p); }
-#include <tiles.def>
+  KL_TILE_ENTRY(kl_##family##_##m##x##n, KlGemmTma, Tile##m##x##n, 1) { gemm<Tile##m##x##n>(p); }
+#include <kernels.def>

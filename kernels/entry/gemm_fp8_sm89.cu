@@ -1,22 +1,20 @@
-// GEMM on tensor cores in FP8 (sm_89 and newer), with a fused epilogue: the portable GEMM of gemm_mma.cu on operands of e4m3.
+// GEMM on tensor cores in FP8 (sm_89 and newer), with a fused epilogue: the portable GEMM of gemm_bf16_sm80.cu on operands of e4m3.
 //
 //   kl_gemm_fp8_sm89_128   out = epilogue(alpha x w^T + bias), e4m3 operands, sums of 128 products promoted to f32 accumulators; a tile has
-//                          128 rows and 128 columns; epilogues as in gemm_mma.cu, SwiGLU also into e4m3
+//                          128 rows and 128 columns; epilogues as in gemm_bf16_sm80.cu, SwiGLU also into e4m3
 //
 // Promotion is for sm_89, which keeps thirteen binary places of a sum (MMA-Sim, arXiv 2511.10909). It takes two accumulators an
 // output, so a warp has half of the rows that it has in bf16.
 // Bound: tensor cores. sm_90 has no such instruction: there it becomes conversions and MMAs in f16, slower than bf16, and serves tests alone.
 // Needs: K and the strides of x and w multiples of 16, 16-byte aligned addresses, operands of less than 2^32 elements; heads of 128.
-#include <common/tile_row.cuh>
 #include <gemm/kernel_mma.cuh>
 
 using namespace kl::gemm::portable;
 
 KL_DYNAMIC_SHARED(128);
 
-#define KL_GEMM_FP8_MMA(file, m, n, block_k, warps, stages, ctas_per_sm, threads, shared_bytes, relative_cost) \
-  using Tile##m##x##n = MmaTile<m, warps, block_k, stages, E4m3Mma, /*promotes*/ true>;                        \
-  static_assert(row_states<Tile##m##x##n::kBlockN, n>() && row_states<Tile##m##x##n::kThreads, threads>());    \
-  static_assert(row_states<Tile##m##x##n::kSharedBytes, shared_bytes>());                                      \
-  KL_ENTRY(kl_##file##_##m, KlGemm, threads, ctas_per_sm) { gemm<Tile##m##x##n>(p, dynamic_shared); }
-#include <tiles.def>
+#define KL_FAMILY_gemm_fp8_sm89 ~,
+#define KL_ROW(family, m, n, block_k, warps, stages, ctas_per_sm, relative_cost)           \
+  using Tile##m##x##n = MmaTile<m, n, warps, block_k, stages, E4m3Mma, /*promotes*/ true>; \
+  KL_TILE_ENTRY(kl_##family##_##m##x##n, KlGemm, Tile##m##x##n, ctas_per_sm) { gemm<Tile##m##x##n>(p, dynamic_shared); }
+#include <kernels.def>

@@ -13,20 +13,20 @@
 //
 // Scales are one f32 for each operand, and for each row of the weight if it has them; the epilogue multiplies by them where it multiplies
 // anyway. SwiGLU and qk-norm store e4m3 themselves where the next op reads that, so that no pass over activations is needed.
-#include <common/tile_row.cuh>
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/tma_policies.cuh>
 
 using namespace kl::gemm;
 
-// Suffixes of entry points by the interval of promotion.
-#define KL_ENTRY_0(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1)
-#define KL_ENTRY_1(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted, KlGemmTma, threads, 1)
-#define KL_ENTRY_8(file, m, n, threads) KL_ENTRY(kl_##file##_##m##x##n##_promoted_8, KlGemmTma, threads, 1)
+// Suffixes of symbols by the interval of promotion.
+#define KL_SUFFIX_0(symbol) symbol
+#define KL_SUFFIX_1(symbol) symbol##_promoted
+#define KL_SUFFIX_8(symbol) symbol##_promoted_8
 
-#define KL_GEMM_FP8_SM90(file, m, n, block_k, consumers, stages, mode, interval, threads, shared_bytes, relative_cost)              \
-  using Tile##m##x##n##_##interval = GemmConfig<Fp8Policies<interval>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
-  static_assert(row_states<Tile##m##x##n##_##interval::kThreads, threads>());                                                       \
-  static_assert(row_states<Tile##m##x##n##_##interval::kSmemBytes, shared_bytes>());                                                \
-  KL_ENTRY_##interval(file, m, n, threads) { gemm<Tile##m##x##n##_##interval>(p); }
-#include <tiles.def>
+#define KL_FAMILY_gemm_fp8_sm90 ~,
+#define KL_ROW(family, m, n, block_k, consumers, stages, mode, interval, relative_cost)                                         \
+  using Tile##m##x##n##_##interval = GemmConfig<Fp8Policies<interval>, m, n, block_k, consumers, stages, ClusterMode::k##mode>; \
+  KL_TILE_ENTRY(KL_SUFFIX_##interval(kl_##family##_##m##x##n), KlGemmTma, Tile##m##x##n##_##interval, 1) {                      \
+    gemm<Tile##m##x##n##_##interval>(p);                                                                                        \
+  }
+#include <kernels.def>

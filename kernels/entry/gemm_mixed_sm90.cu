@@ -10,15 +10,18 @@
 //
 // Weights stay in memory as they are in the file, and activations are not quantized. Each matrix of a weight has a format of its own, so
 // that queries, keys and values, or gates and ups, of different formats are one launch.
-#include <common/tile_row.cuh>
 #include <gemm/expand_sm90.cuh>
 #include <gemm/tma_mainloop.cuh>
 
 using namespace kl::gemm;
 
-#define KL_GEMM_MIXED_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)                 \
-  using Tile##m##x##n = GemmConfig<MixedInputPolicies, m, n, block_k, consumers, stages, ClusterMode::k##mode>;                \
-  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                               \
-  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                                        \
-  KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1) { gemm<Tile##m##x##n>(p); }
-#include <tiles.def>
+#define KL_ROW_0(...)
+#define KL_ROW_1(m, n, block_k, consumers, stages, mode)                                            \
+  using Tile##m##x##n = GemmConfig<MixedInputPolicies, m, n, block_k, consumers, stages, ClusterMode::k##mode>;\
+  KL_TILE_ENTRY(kl_gemm_mixed_sm90_##m##x##n, KlGemmTma, Tile##m##x##n, 1) { gemm<Tile##m##x##n>(p); }
+
+// The rows of gemm_bf16_sm90.cu that say so.
+#define KL_FAMILY_gemm_bf16_sm90 ~,
+#define KL_ROW(family, m, n, block_k, consumers, stages, mode, mixed, relative_cost) \
+  KL_ROW_##mixed(m, n, block_k, consumers, stages, mode)
+#include <kernels.def>

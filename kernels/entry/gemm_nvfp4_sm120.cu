@@ -8,16 +8,13 @@
 // of eight consumer warps multiplies its rows by all columns. There are no clusters. Scales stay in the tiles that files have.
 // Bound: tensor cores. A warp reads 5,120 bytes of shared memory for 32 MMAs of 16x8x64, less than a third of its bandwidth.
 // Needs: K a multiple of 128, ranges of weight rows that begin at multiples of 64; else as gemm_bf16_sm90.cu.
-#include <common/tile_row.cuh>
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 
 using namespace kl::gemm;
 
-#define KL_GEMM_NVFP4_SM120(file, m, n, block_k, consumers, stages, threads, shared_bytes, relative_cost)                       \
-  using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaNvfp4, BlockScaledA, BlockScaledB>, m, n, block_k, consumers, stages, \
-                                   ClusterMode::kSingle>;                                                                     \
-  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                              \
-  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                                       \
-  KL_ENTRY(kl_##file##_##m##x##n, KlGemmTma, threads, 1) { gemm<Tile##m##x##n>(p); }
-#include <tiles.def>
+#define KL_FAMILY_gemm_nvfp4_sm120 ~,
+#define KL_ROW(family, m, n, block_k, consumers, stages, relative_cost)                                                                              \
+  using Tile##m##x##n = GemmConfig<Sm120Policies<WarpMmaNvfp4, BlockScaledA, BlockScaledB>, m, n, block_k, consumers, stages, ClusterMode::kSingle>; \
+  KL_TILE_ENTRY(kl_##family##_##m##x##n, KlGemmTma, Tile##m##x##n, 1) { gemm<Tile##m##x##n>(p); }
+#include <kernels.def>

@@ -16,7 +16,6 @@
 #include <common/moments.cuh>
 #include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
-#include <common/tile_row.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
 #include <ptx/sm80.cuh>
@@ -211,22 +210,34 @@ constexpr int e4m3_ctas(int ctas) {
 // Resident CTAs per SM of a norm into e2m1, which scales blocks on every GPU.
 constexpr int e2m1_ctas(int ctas) { return ctas > 1 ? ctas - 1 : 1; }
 
-// Entry points for rows of at most kVecs * kThreads vectors, and more than (kVecs - 1) * kThreads. Each number of vectors has its own:
-// one kernel for all would allocate the registers of the largest.
-#define KL_ROW_NORM(file, cols, kThreads, kVecs, layer_ctas_per_sm, rms_ctas_per_sm)                                           \
-  static_assert(row_states<kThreads * kVecs * kVector, cols>());                                                               \
-  KL_ENTRY(kl_layer_norm_##cols, KlLayerNorm, kThreads, layer_ctas_per_sm) { layer_norm_rows<bf16, kThreads, kVecs>(p); }      \
-  KL_ENTRY(kl_layer_norm_e4m3_##cols, KlLayerNorm, kThreads, e4m3_ctas(layer_ctas_per_sm)) {                                   \
-    layer_norm_rows<e4m3, kThreads, kVecs>(p);                                                                                 \
-  }                                                                                                                            \
-  KL_ENTRY(kl_layer_norm_e2m1_##cols, KlLayerNorm, kThreads, e2m1_ctas(layer_ctas_per_sm)) {                                   \
-    layer_norm_rows<e2m1, kThreads, kVecs>(p);                                                                                 \
-  }                                                                                                                            \
-  KL_ENTRY(kl_rms_norm_##cols, KlRmsNorm, kThreads, rms_ctas_per_sm) {                                                         \
-    KL_SHARED(StoredMoments, moments, [kRows][kThreads / 32]);                                                                 \
-    norm_rows<bf16, kThreads, kVecs, true>(p.out, p.x, p.weight, p.weight, blockIdx.x * kRows, p.eps, p.saturated, moments);   \
+// A CTA for rows of at most kCols columns, of which a thread has kVecs vectors.
+template <int kCols, int kVecs>
+struct RowConfig {
+  static constexpr int kThreads = kCols / (kVecs * kVector);
+  static constexpr uint32_t kSharedBytes = 0;
+  static_assert(kThreads * kVecs * kVector == kCols, "threads have whole vectors");
+};
+
+// Entry points for rows of at most `vecs` vectors a thread, and more than one less. Each number of vectors has its own: one kernel for all
+// would allocate the registers of the largest.
+#define KL_FAMILY_norm_rows ~,
+#define KL_ROW(family, cols, vecs, layer_ctas_per_sm, rms_ctas_per_sm)                                                           \
+  using Row##cols = RowConfig<cols, vecs>;                                                                                       \
+  KL_TILE_ENTRY(kl_layer_norm_##cols, KlLayerNorm, Row##cols, layer_ctas_per_sm) {                                               \
+    layer_norm_rows<bf16, Row##cols::kThreads, vecs>(p);                                                                         \
+  }                                                                                                                              \
+  KL_TILE_ENTRY(kl_layer_norm_e4m3_##cols, KlLayerNorm, Row##cols, e4m3_ctas(layer_ctas_per_sm)) {                               \
+    layer_norm_rows<e4m3, Row##cols::kThreads, vecs>(p);                                                                         \
+  }                                                                                                                              \
+  KL_TILE_ENTRY(kl_layer_norm_e2m1_##cols, KlLayerNorm, Row##cols, e2m1_ctas(layer_ctas_per_sm)) {                               \
+    layer_norm_rows<e2m1, Row##cols::kThreads, vecs>(p);                                                                         \
+  }                                                                                                                              \
+  KL_TILE_ENTRY(kl_rms_norm_##cols, KlRmsNorm, Row##cols, rms_ctas_per_sm) {                                                     \
+    constexpr int kThreads = Row##cols::kThreads;                                                                                \
+    KL_SHARED(StoredMoments, moments, [kRows][kThreads / 32]);                                                                   \
+    norm_rows<bf16, kThreads, vecs, true>(p.out, p.x, p.weight, p.weight, blockIdx.x * kRows, p.eps, p.saturated, moments);      \
   }
-#include <tiles.def>
+#include <kernels.def>
 
 // The sum of f(column) over all columns, by a CTA of KL_NORM_THREADS threads; every thread gets it.
 template <class F>

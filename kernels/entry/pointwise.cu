@@ -1,4 +1,4 @@
-// Memory-bound element-wise kernels: each value is read once, transformed, and written once. Only kl_count has a reduction.
+// Memory-bound element-wise kernels: each value is read once, transformed, and written once. Only kl_count_non_finite has a reduction.
 //
 //   kl_map         out = f(x), f being copy or SiLU; may change the dtype
 //   kl_patchify    tokens[t, 4 c + p] = (pixels[4 t's pixel p, c] - mean) / sqrt(var + eps), 2x2 pixels to a token
@@ -7,10 +7,10 @@
 //   kl_guidance    out = uncond + scale * (cond - uncond), classifier-free guidance
 //   kl_blend       into = (1 - t) from + t into, t rising from row to row or from pixel to pixel, over the overlap of two tiles
 //   kl_pixels      8-bit values of an image in -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
-//   kl_count       the number of values of a matrix that are not finite, as f32
+//   kl_count_non_finite       the number of values of a matrix that are not finite, as f32
 //
 // Bound: HBM for the large ones; kernels on latents (1 to 2 MB at 1024 x 1024) are bound by launch latency.
-// A thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere. kl_count tests
+// A thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere. kl_count_non_finite tests
 // exponent bits with several loads in flight, and is a single launch, because a second would take as long as a small matrix.
 #include <common/math.cuh>
 #include <common/reduce.cuh>
@@ -211,7 +211,7 @@ __device__ __forceinline__ uint32_t count_in(const KlMat& x) {
 
 // The last CTA to finish writes the sum and resets both counters to zero. Integer atomics give the same sum in any order. A count
 // beyond 2^32 wraps to a smaller number, which still reports the error.
-KL_ENTRY(kl_count, KlCount, KL_POINTWISE_THREADS) {
+KL_ENTRY(kl_count_non_finite, KlCount, KL_POINTWISE_THREADS) {
   uint32_t found = 0;
   with_type(p.x.dtype, [&](auto t) { found = count_in<typename decltype(t)::type>(p.x); });
   uint32_t *done = reinterpret_cast<uint32_t*>(p.words), *total = done + 1;
@@ -258,7 +258,7 @@ __device__ __forceinline__ uint32_t largest_in(const KlMat& x) {
 }
 
 // A maximum is the same in any order.
-KL_ENTRY(kl_largest, KlLargest, KL_POINTWISE_THREADS) {
+KL_ENTRY(kl_largest_magnitude, KlLargest, KL_POINTWISE_THREADS) {
   KL_SHARED(uint32_t, warps, [kThreads / 32]);
   uint32_t largest = 0;
   with_type(p.x.dtype, [&](auto t) { largest = largest_in<typename decltype(t)::type>(p.x); });

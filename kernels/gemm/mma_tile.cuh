@@ -1,4 +1,4 @@
-// The multistage GEMM mainloop of the portable tensor-core kernels (sm_80 and newer), which gemm_mma.cu, gemm_fp8_sm89.cu and conv_mma.cu
+// The multistage GEMM mainloop of the portable tensor-core kernels (sm_80 and newer), which gemm_bf16_sm80.cu, gemm_fp8_sm89.cu and conv_bf16_sm80.cu
 // share.
 #pragma once
 
@@ -15,10 +15,10 @@ namespace kl::gemm::portable {
 // is swizzled: the 16-byte chunks of a row are permuted by the row index, so that ldmatrix reads eight rows without bank conflicts. With
 // promotion the products of a k-block are summed from zero on, and that sum is added to the accumulators: Ada keeps thirteen binary places
 // of a sum of e4m3 products, and with 128 of them that is all there are.
-template <int kBlockM_, int kWarps, int kBlockK_, int kStages_, class Mma = Bf16Mma, bool kPromotes = false>
+template <int kBlockM_, int kBlockN_, int kWarps, int kBlockK_, int kStages_, class Mma = Bf16Mma, bool kPromotes = false>
 struct MmaTile {
   using Element = typename Mma::Element;
-  static constexpr int kBlockM = kBlockM_, kBlockN = KL_MMA_COLS, kBlockK = kBlockK_, kStages = kStages_, kThreads = 32 * kWarps;
+  static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = kBlockK_, kStages = kStages_, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = kBlockM / (kWarps / 2), kWarpCols = kBlockN / 2;
   static constexpr int kMmaM = kWarpRows / 16, kMmaN = kWarpCols / 8;
   static constexpr uint32_t kRowBytes = kBlockK * sizeof(Element), kStageBytes = (kBlockM + kBlockN) * kRowBytes, kBOffset = kBlockM * kRowBytes;
@@ -28,7 +28,9 @@ struct MmaTile {
   static constexpr int kACopies = kBlockM / kRowsPerCopy, kBCopies = kBlockN / kRowsPerCopy;
   // The epilogue stages the output tile where the pipeline stages were; 16 bytes of padding per row avoid bank conflicts.
   static constexpr uint32_t kOutPitch = kBlockN * 2 + 16;
-  static constexpr uint32_t kSharedBytes = kStages * kStageBytes > kBlockM * kOutPitch ? kStages * kStageBytes : kBlockM * kOutPitch;
+  static constexpr uint32_t kSharedBytes = kStages * kStageBytes;
+  static_assert(kBlockM * kOutPitch <= kSharedBytes, "the output tile is larger than the stages");
+  static_assert(kBlockN == KL_MMA_COLS, "the host counts on tiles of whole heads");
   static_assert(kRowBytes == 64 || kRowBytes == 128, "the fragments of a step differ in two swizzled address bits");
 
   float acc[kMmaM][kMmaN][4];

@@ -98,11 +98,12 @@ struct GemmConfig : Policies {
   static constexpr int kStoreCols = box_cols<Store>(kBlockN);
   static constexpr uint32_t kStoreBufferBytes = KL_TMA_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
-  static constexpr int kSharedLimit = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
+  // An SM has one CTA, by its registers, and gives it all of its shared memory.
+  static constexpr int kSharedBytes = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
   // What the warps of a warpgroup exchange in their epilogue.
   static constexpr uint32_t kExchangeBytes = Policies::kExchangeBytes;
   static constexpr uint32_t kPipelineBytes = kStages * kStageBytes + kWindows * kWindowBytes;
-  static constexpr int kFreeBytes = kSharedLimit - kSwizzleAlignment - kMbarrierReserve - kPipelineBytes - kConsumers * kExchangeBytes;
+  static constexpr int kFreeBytes = kSharedBytes - kSwizzleAlignment - kMbarrierReserve - kPipelineBytes - kConsumers * kExchangeBytes;
   static constexpr int kBuffersThatFit =
       kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
   static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;
@@ -118,7 +119,7 @@ struct GemmConfig : Policies {
   static_assert(kMbarriers * kMbarrierBytes <= kMbarrierReserve, "more mbarriers than there is shared memory for");
   static constexpr uint32_t kSmemBytes =
       kSwizzleAlignment + kPipelineBytes + kStoreBytes + kMbarriers * kMbarrierBytes + kConsumers * kExchangeBytes;
-  static_assert(kStoreBuffers > 0 && kSmemBytes <= kSharedLimit, "more shared memory than a CTA can have");
+  static_assert(kStoreBuffers > 0 && kSmemBytes <= kSharedBytes, "more shared memory than a CTA can have");
 };
 
 // The coordinates of a tile, from its linear index.

@@ -6,6 +6,10 @@
 // the compiler would otherwise spill to raise occupancy, the number of resident CTAs per SM that is enough.
 #define KL_ENTRY(name, Params, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
 
+// An entry point of a template: a CTA has the threads and the bytes of dynamic shared memory that Config computes, which the host computes
+// from the row of kernels.def.
+#define KL_TILE_ENTRY(name, Params, Config, ctas_per_sm) KL_ENTRY(name, Params, Config::kThreads, ctas_per_sm)
+
 // A variable in static shared memory, inside a function: KL_SHARED(float, sums, [4]), or with empty bounds for a single value.
 #define KL_SHARED(type, name, bounds) __shared__ type name bounds
 #define KL_SHARED_ALIGNED(alignment, type, name, bounds) __shared__ alignas(alignment) type name bounds

@@ -1,7 +1,7 @@
 //! The CUDA backend: two device allocations, a stream for ops and one for uploads, and one or more kernel launches for each op.
 //!
 //! From the bottom up: [`driver`] is the seam to the driver API and `system` the real driver behind it; `launch` holds the kernel table
-//! and the one launch function, `tiles` what `kernels/tiles.def` instantiates; `select` chooses tiles and schedules, without a GPU;
+//! of `kernels/kernels.def` and the one launch function; `select` chooses tiles and schedules, without a GPU;
 //! `params` and `memory` turn tensors into kernel parameters; each op family has a file (`pointwise`, `norm`, `gemm`, `conv`
 //! with `conv_sm90`, `attention`) that works on an `OpContext`; `dispatch` is the match from an op to its family. This file is the [`Backend`]:
 //! transfers (`transfers`), uploads (`staging`) and captured graphs (`graph`).
@@ -29,7 +29,6 @@ mod select;
 mod selftest;
 mod staging;
 mod system;
-mod tiles;
 mod timeline;
 mod transfers;
 
@@ -383,12 +382,12 @@ impl Backend for Cuda {
         let has = |kernel| self.context.kernels.has(kernel);
         // A build may lack the kernels of this GPU.
         GemmFormats {
-            w8a8: has(Kernel::GemmFp8_256x192) || has(Kernel::GemmFp8Mma128x128),
+            w8a8: has(Kernel::GemmFp8Sm90_256x192) || has(Kernel::GemmFp8Sm89_128x128),
             w4a4: has(Kernel::GemmNvfp4Sm120_128x128),
             w8a16: has(Kernel::Expand),
             w4a16: has(Kernel::Expand),
             decodes: false,
-            qk8: has(Kernel::AttentionSm90MaxFreeE4m3) || has(Kernel::AttentionFp8MaxFree),
+            qk8: has(Kernel::AttentionFp8Sm90MaxFree) || has(Kernel::AttentionFp8Sm89MaxFree),
             expands: has(Kernel::Expand),
         }
         .and(gemm_formats(self.device().capability))

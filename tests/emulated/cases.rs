@@ -174,11 +174,11 @@ fn plans() -> Vec<Plan> {
     // Only the kernels of matrix ops are selected by the GPU, and for operands of FP8 only from 8.9 on there are any.
     let selected = |gpu: Gpu| {
         const BF16: fn(KernelChoice, &str) -> bool = |_, name| {
-            let portable = [Kernel::GemmMma128x128, Kernel::ConvMma128x128, Kernel::AttentionMma];
+            let portable = [Kernel::GemmBf16Sm80_128x128, Kernel::ConvBf16Sm80_128x128, Kernel::AttentionBf16Sm80_4warps];
             portable.iter().any(|&kernel| tiles::has_kernel(name, kernel))
         };
         const FP8: fn(KernelChoice, &str) -> bool = |choice, name| {
-            BF16(choice, name) || tiles::has_kernel(name, Kernel::GemmFp8Mma128x128) || tiles::is_fp8_attention(name)
+            BF16(choice, name) || tiles::has_kernel(name, Kernel::GemmFp8Sm89_128x128) || tiles::is_fp8_attention(name)
         };
         let (wanted, every_time): (_, &[_]) = if gpu.capability < (8, 9) { (BF16, &[]) } else { (FP8, FP8_ATTENTION) };
         Plan { gpu, choices: vec![KernelChoice::Best], wanted, every_time, with_one_choice: &[], drawn: 2 }

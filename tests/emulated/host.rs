@@ -16,7 +16,7 @@ struct Target {
 /// Tensor maps of activations, weights, results and a residual.
 const HOPPER: Target = Target {
     gpu: Gpu::HOPPER,
-    kernel: Kernel::GemmSm90_128x192,
+    kernel: Kernel::GemmBf16Sm90_128x192,
     case: "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole",
 };
 /// Of activations and weights, two elements of which are one of the map.

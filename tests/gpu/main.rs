@@ -183,7 +183,7 @@ impl Share {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
             let mut cuda = unpoisoned();
             if self.portable {
-                cuda.set_choice(KernelChoice::Only(Kernel::GemmMma256x128));
+                cuda.set_choice(KernelChoice::Only(Kernel::GemmBf16Sm80_256x128));
             }
             run(&mut engine_on(Box::new(cuda), Variant::Distilled, Precision::Bf16), &job).unwrap();
         }

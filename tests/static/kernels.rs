@@ -1,6 +1,6 @@
 //! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and those of
 //! one architecture consist of the instructions they were written for. And the table of their instantiations,
-//! `kernels/tiles.def`.
+//! `kernels/kernels.def`.
 
 #![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
 
@@ -11,12 +11,15 @@ use std::process::Command;
 
 #[path = "../../build/ptxas.rs"]
 mod ptxas;
-#[path = "../../build/tiles.rs"]
-mod tiles;
+#[path = "../../build/kernels.rs"]
+mod table;
+
+mod arch {
+    pub use kiln::device::Arch;
+}
 
 #[allow(missing_docs, dead_code)]
 mod built {
-    use kiln::device::Arch;
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
 
@@ -66,7 +69,14 @@ impl Table {
 }
 
 /// The files whose kernels use `wgmma`.
-const SM90_FILES: [&str; 5] = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90", "attention_sm90", "attention_wide_sm90"];
+const SM90_FILES: [&str; 6] = [
+    "gemm_bf16_sm90",
+    "gemm_fp8_sm90",
+    "gemm_mixed_sm90",
+    "attention_bf16_sm90",
+    "attention_fp8_sm90",
+    "attention_wide_bf16_sm90",
+];
 /// The GEMMs of compute capability 12.x, and their MMA.
 const SM120_GEMMS: [(&str, &str); 3] = [
     ("gemm_nvfp4_sm120", "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X"),
@@ -231,11 +241,11 @@ fn sm90_kernels_use_wgmma() {
         let kernels = opcodes(&listing);
         assert!(kernels.keys().copied().eq(built.of_file(file).iter().map(|(kernel, _)| *kernel)), "{:?}", kernels.keys());
         for (kernel, opcodes) in &kernels {
-            let mma = if file == "gemm_fp8_sm90" { "QGMMA" } else { "HGMMA" };
+            let mma = if file.contains("_fp8_") { "QGMMA" } else { "HGMMA" };
             assert!(opcodes.contains(mma), "{kernel} has no wgmma on its type");
             assert!(!opcodes.contains("LDL") && !opcodes.contains("STL"), "{kernel} uses local memory");
         }
-        if file == "attention_sm90" {
+        if ["attention_bf16_sm90", "attention_fp8_sm90"].contains(&file) {
             // A warpgroup has 64 queries by 128 keys, which is 64 logits for each thread.
             for (kernel, codes) in instructions(&listing) {
                 let count = exp2_during_mma(&codes);
@@ -243,10 +253,14 @@ fn sm90_kernels_use_wgmma() {
                 // Q K^T over a head of 128 is eight MMAs of bf16 or four of e4m3, P V over 128 keys eight of bf16. Each is there
                 // twice, in the loop and for the first or the last KV block.
                 let mmas = ["QGMMA", "HGMMA"].map(|mma| codes.iter().filter(|code| code.starts_with(mma)).count());
-                assert_eq!(mmas, if kernel.ends_with("_e4m3") { [8, 16] } else { [0, 32] }, "{kernel}: MMAs of e4m3 and of bf16");
+                assert_eq!(
+                    mmas,
+                    if file == "attention_fp8_sm90" { [8, 16] } else { [0, 32] },
+                    "{kernel}: MMAs of e4m3 and of bf16"
+                );
             }
         }
-        if file == "attention_wide_sm90" {
+        if file == "attention_wide_bf16_sm90" {
             for (kernel, codes) in instructions(&listing) {
                 // 64 queries by 64 keys are 32 logits for each thread.
                 let count = exp2_during_mma(&codes);
@@ -260,10 +274,10 @@ fn sm90_kernels_use_wgmma() {
     }
 
     // The listing of a kernel without wgmma shows none, so the check can fail.
-    let portable = listing("gemm_mma", "sm_90");
-    let portable = &opcodes(&portable)["kl_gemm_mma_256"];
+    let portable = listing("gemm_bf16_sm80", "sm_90");
+    let portable = &opcodes(&portable)["kl_gemm_bf16_sm80_256x128"];
     assert!(portable.contains("HMMA") && !portable.contains("HGMMA"), "{portable:?}");
-    let spills = built.rows["gemm_mma kl_gemm_mma_256 sm_90"][2] > 0;
+    let spills = built.rows["gemm_bf16_sm80 kl_gemm_bf16_sm80_256x128 sm_90"][2] > 0;
     assert_eq!(portable.contains("LDL") && portable.contains("STL"), spills, "{portable:?}");
 }
 
@@ -449,105 +463,124 @@ fn every_kernel_is_in_the_table_of_resources() {
     }
 }
 
-/// What the build script writes for the committed table of instantiations, with another row at its end.
-fn with_row(row: &str) -> Result<String, String> {
+/// The committed table, with a row and its heading at the end.
+fn with_row(row: &str) -> Result<table::Table, String> {
     let folder = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/entry")).unwrap();
     let stem = |path: PathBuf| Some(path.file_stem()?.to_str()?.to_owned());
-    let files: Vec<_> = folder
-        .map(|entry| entry.unwrap().path())
-        .filter(|path| path.extension().is_some_and(|e| e == "cu"))
-        .filter_map(stem)
-        .collect();
-    tiles::generate("tiles.def", &format!("{}{row}\n", include_str!("../../kernels/tiles.def")), &files)
-        .map(|source| source.kernels + &source.tiles)
+    let files: Vec<_> = folder.filter_map(|entry| stem(entry.unwrap().path())).collect();
+    table::read("kernels.def", &format!("{}{row}\n", include_str!("../../kernels/kernels.def")), &files)
 }
+
+/// The headings of the rows of a Hopper GEMM, and of a portable one.
+const SM90_GEMM: &str =
+    "//   family, arch, m, n, block k, consumer warpgroups, stages, cluster mode, promotion interval, relative cost";
+const SM80_GEMM: &str = "//   family, arch, m, n, block k, warps, stages, CTAs per SM, relative cost";
+const SM90_ROW: &str = "KL_KERNEL(gemm_bf16_sm90, sm90, 64, 16, 64, 1, 8, MulticastB, 0, 110)";
 
 #[test]
 fn a_row_is_all_that_a_new_tile_takes() {
     let before = with_row("").unwrap();
-    let after = with_row("// For tests.\nKL_GEMM_SM90(gemm_bf16_sm90, 64, 16, 64, 1, 8, MulticastB, 256, 90000, 110)").unwrap();
-    let added: Vec<_> = after.lines().filter(|line| !before.lines().any(|old| old == *line)).map(str::trim).collect();
-    assert_eq!(
-        added,
-        [
-            "GemmSm90_64x16 = \"gemm_bf16_sm90\" \"kl_gemm_bf16_sm90_64x16\" (KlGemmTma) 256, shared 90000, \
-             overlap in clusters of abi::KL_SM90_CLUSTER;",
-            "#[doc = \"64 rows by 16 columns. For tests.\"] Sm90_64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 64, \
-             ctas_per_sm: 1, consumers: 1, cluster: Some(ClusterMode::MulticastB), operands: GemmOperands::Bf16, longest_sum: None, \
-             kernel: Kernel::GemmSm90_64x16, relative_cost: 110 };",
-        ]
-    );
-    // The same of the other families.
-    let has = |row: &str, parts: &[&str]| {
-        let after = with_row(row).unwrap();
-        parts.iter().for_each(|part| assert!(!before.contains(part) && after.contains(part), "{row}: no {part}"));
+    let after = with_row(&format!("{SM90_GEMM}\n{SM90_ROW}")).unwrap();
+    let added = |before: &str, after: &str| {
+        after.lines().filter(|line| !before.lines().any(|old| old == *line)).map(str::trim).collect::<Vec<_>>().join("\n")
     };
+    assert_eq!(
+        added(&before.tiles, &after.tiles),
+        "Tile { arch: Arch::Sm90, block_m: 64, block_n: 16, block_k: 64, ctas_per_sm: 1, consumers: 1, \
+         cluster: Some(ClusterMode::MulticastB), longest_sum: None, relative_cost: 110, operands: GemmOperands::Bf16, \
+         kernel: Kernel::GemmBf16Sm90_64x16 },"
+    );
+    let kernels = added(&before.kernels, &after.kernels);
+    let row = "Row { symbol: \"kl_gemm_bf16_sm90_64x16\", file: \"gemm_bf16_sm90\", arch: Arch::Sm90, \
+               params: size_of::<abi::KlGemmTma>(), threads: 256, shared: abi::KL_SM90_SHARED_LIMIT, \
+               cluster: Some(abi::KL_SM90_CLUSTER), tile: [64, 16] },";
+    assert!(kernels.starts_with("GemmBf16Sm90_64x16,\nSelf::GemmBf16Sm90_64x16,\n") && kernels.contains(row), "{kernels}");
+    assert_eq!(["naive", "gemm_fp8_sm89"].map(|file| before.archs[file]), [arch::Arch::Portable, arch::Arch::Sm89]);
+    // Rows of other families.
+    let has = |heading: &str, row: &str, parts: &[&str]| {
+        let after = with_row(&format!("//   family, arch, {heading}\nKL_KERNEL({row})")).unwrap();
+        let added = added(&before.kernels, &after.kernels) + &added(&before.tiles, &after.tiles);
+        parts.iter().for_each(|part| assert!(added.contains(part), "{row}: no {part} in {added}"));
+    };
+    let gemm = SM90_GEMM.strip_prefix("//   family, arch, ").unwrap();
     has(
-        "KL_GEMM_FP8_SM90(gemm_fp8_sm90, 64, 16, 128, 1, 8, MulticastB, 1, 256, 90000, 110)",
-        &["kl_gemm_fp8_sm90_64x16_promoted", "Fp8Promoted64x16 = TileConfig { block_m: 64, block_n: 16, block_k: 128,"],
+        gemm,
+        "gemm_fp8_sm90, sm90, 64, 16, 128, 1, 8, MulticastB, 1, 110",
+        &["kl_gemm_fp8_sm90_64x16_promoted", "longest_sum: Some(128)", "Kernel::GemmFp8Sm90_64x16Promoted }"],
     );
     has(
-        "KL_GEMM_MIXED_SM90(gemm_mixed_sm90, 64, 16, 64, 1, 8, MulticastA, 256, 90000, 110)",
-        &["kl_gemm_mixed_sm90_64x16", "Mixed64x16 = TileConfig { block_m: 64"],
+        &gemm.replace("promotion interval", "mixed"),
+        "gemm_bf16_sm90, sm90, 64, 16, 64, 1, 8, SplitK, 1, 110",
+        &["kl_gemm_bf16_sm90_64x16", "operands: GemmOperands::MixedInput, kernel: Kernel::GemmMixedSm90_64x16 }"],
     );
     has(
-        "KL_GEMM_MMA(gemm_mma, 32, 128, 64, 4, 3, 5, 128, 61440, 500)",
-        &["kl_gemm_mma_32", "Mma32x128 = ", "ctas_per_sm: 5, consumers: 0"],
+        SM80_GEMM.strip_prefix("//   family, arch, ").unwrap(),
+        "gemm_bf16_sm80, sm80, 32, 128, 64, 4, 3, 5, 500",
+        &["kl_gemm_bf16_sm80_32x128", "threads: 32 * 4, shared: 3 * 160 * 64 * 2, cluster: None", "ctas_per_sm: 5, consumers: 0"],
     );
     has(
-        "KL_CONV_MMA(conv_mma, 64, 128, 64, 4, 3, 3, 128, 73728)",
-        &["kl_conv_mma_64", "block_m: 64, block_n: 128, kernel: Kernel::Conv"],
+        "m, n, block k, warps, stages, CTAs per SM",
+        "conv_bf16_sm80, sm80, 64, 128, 64, 4, 3, 3",
+        &["Kernel::ConvBf16Sm80_64x128, ]"],
     );
     has(
-        "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_alone, Alone, 3, 4, bf16, 1, 0, 384, 1)",
-        &["AttentionSm90Alone = ", "clusters of 4;"],
+        "name, stages, CTAs per cluster",
+        "attention_bf16_sm90, sm90, alone, 3, 4",
+        &["AttentionBf16Sm90Alone", "threads: 384, shared: abi::KL_SM90_SHARED_LIMIT, cluster: Some(4)"],
     );
-    has("KL_ATTENTION_WIDE(attention_wide_mma, 16, 64, 3, 70000)", &["kl_attention_wide_16", "WideAttention { block_q: 16"]);
+    has("m, n, warps, CTAs per SM", "attention_wide_bf16_sm80, sm80, 16, 512, 2, 3", &["tile: [16, 512]"]);
     has(
-        "KL_ROW_NORM(norm_rows, 16384, 512, 4, 1, 1)",
+        "columns, vectors per thread",
+        "norm_rows, sm80, 16384, 4",
         &[
             "kl_layer_norm_16384",
-            "kl_layer_norm_e4m3_16384",
-            "kl_layer_norm_e2m1_16384",
+            "LayerNormE4m3_16384",
+            "LayerNormE2m1_16384",
             "kl_rms_norm_16384",
-            "max_columns: 16384",
+            "threads: 512",
+            "tile: [1, 16384]",
         ],
     );
 }
 
 #[test]
-fn faults_of_the_table_of_instantiations_are_named() {
-    let line = include_str!("../../kernels/tiles.def").lines().count() + 1;
-    let fault = |row: &str| with_row(row).unwrap_err().strip_prefix(&format!("tiles.def:{line}: ")).unwrap().to_owned();
-    let sm90 = |changed: &str, to: &str| {
-        let row = "KL_GEMM_SM90(gemm_bf16_sm90, 64, 16, 64, 1, 8, MulticastB, 256, 90000, 110)";
-        assert!(row.contains(changed));
-        fault(&row.replace(changed, to))
+fn faults_of_the_table_are_named() {
+    let table = include_str!("../../kernels/kernels.def");
+    let line = table.lines().count() + 2;
+    let fault = |heading: &str, row: &str| {
+        let error = with_row(&format!("{heading}\n{row}")).err().unwrap();
+        error.strip_prefix(&format!("kernels.def:{line}: ")).unwrap().to_owned()
     };
-    assert_eq!(
-        sm90(", 110", ""),
-        "KL_GEMM_SM90 has 9 arguments, expected 10: file, m, n, block k, consumer warpgroups, stages, cluster mode, threads, shared bytes, \
-         relative cost"
-    );
+    let sm90 = |changed: &str, to: &str| {
+        assert!(SM90_ROW.contains(changed));
+        fault(SM90_GEMM, &SM90_ROW.replace(changed, to))
+    };
+    let columns = &SM90_GEMM[5..];
+    assert_eq!(sm90(", 110", ""), format!("9 columns, expected 10: {columns}"));
     assert_eq!(sm90("MulticastB", "Both"), "cluster mode is `Both`, expected one of MulticastA, MulticastB, SplitK");
     assert_eq!(sm90("64, 16", "128, 192"), {
-        let text = include_str!("../../kernels/tiles.def");
-        let other = text.lines().position(|line| line.contains("(gemm_bf16_sm90, 128, 192,")).unwrap() + 1;
+        let other = table.lines().position(|line| line.contains("(gemm_bf16_sm90, sm90, 128, 192,")).unwrap() + 1;
         format!("`kl_gemm_bf16_sm90_128x192` is already in line {other}")
     });
     assert_eq!(sm90("gemm_bf16_sm90", "gemm_f16_sm90"), "there is no kernels/entry/gemm_f16_sm90.cu");
-    assert_eq!(sm90("256", "0"), "threads is `0`, expected a positive number");
-    assert_eq!(sm90("256", "2 * 128"), "threads is `2 * 128`, expected a positive number");
-    assert_eq!(sm90("MulticastB", ""), "cluster mode is ``, expected an identifier");
+    assert_eq!(sm90(", sm90", ", sm91"), "no kernels are made for `sm91`");
+    assert_eq!(sm90(", sm90", ", sm80"), "another row says that gemm_bf16_sm90.cu is for another architecture");
+    assert_eq!(sm90(" 8,", " 2 * 4,"), "stages is `2 * 4`, expected a number or an identifier");
+    assert_eq!(sm90("64, 16", "64, sixteen"), "n is `sixteen`, expected a number");
+    assert_eq!(sm90("MulticastB", ""), "cluster mode is ``, expected a number or an identifier");
     assert_eq!(sm90("64, 1,", "64, 3,"), "64 rows cannot be divided among 3 consumer warpgroups, expected a multiple of 192");
-    assert_eq!(sm90(")", ""), "expected a row `MACRO(argument, ...)`, a comment or a directive");
-    assert!(sm90("KL_GEMM_SM90", "KL_GEMM").starts_with("`KL_GEMM` is none of KL_GEMM_SM90, KL_GEMM_FP8_SM90, "));
-    assert_eq!(fault("KL_ROW_NORM(norm_rows, 8000, 512, 2, 1, 1)"), "8000 columns after 8192, expected more");
-    let attention = "KL_ATTENTION_SM90(attention_sm90, kl_attention_sm90_two, Two, 3, 1, e4m3, 1, 0, 384, 1)";
-    assert_eq!(fault(&attention.replace("e4m3, 1", "e4m3, 2")), "running maximum is `2`, expected 0 or 1");
-    assert_eq!(fault(&attention.replace("e4m3", "e5m2")), "type of queries and keys is `e5m2`, expected one of bf16, e4m3");
+    assert_eq!(sm90(")", ""), "expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive");
+    assert_eq!(sm90("KL_KERNEL", "KL_TILE"), "expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive");
     assert_eq!(
-        tiles::generate("tiles.def", "", &[]).err().unwrap(),
-        "tiles.def: there is no row of KL_GEMM_SM90, expected at least one"
+        fault(SM80_GEMM, "KL_KERNEL(gemm_bf16_sm80, sm80, 32, 128, 64, 4, 3, 0, 500)"),
+        "CTAs per SM is `0`, expected more"
     );
+    assert_eq!(
+        fault("//   family, arch, m, n, stages", "KL_KERNEL(gemm_bf16_sm90, sm90, 64, 16, 8)"),
+        "rows of gemm_bf16_sm90 need a column `consumer warpgroups`"
+    );
+    let norms = "//   family, arch, columns, vectors per thread";
+    assert_eq!(fault(norms, "KL_KERNEL(norm_rows, sm80, 8000, 2)"), "8000 columns after 8192, expected more");
+    let missing = |files: &[&str]| table::read("kernels.def", "", &files.iter().map(|&file| file.into()).collect::<Vec<_>>());
+    assert_eq!(missing(&["naive"]).err().unwrap(), "kernels.def: there is no row of kernels/entry/naive.cu");
 }

@@ -2,10 +2,9 @@
 
 use super::abi::{self, KlAttentionSm90, KlMat};
 use super::context::{KernelChoice, OpContext};
-use super::launch::Kernel;
+use super::launch::{Kernel, templates};
 use super::params::{NO_MAP, NONE, box_cols, bytes, is_async_copyable, is_pair_aligned};
 use super::select::{Schedule, persistent_stream_k};
-use super::tiles::{HOPPER_WIDE_ATTENTIONS, WIDE_ATTENTIONS};
 use crate::backend::{KvSegment, Softmax};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
@@ -13,18 +12,17 @@ use std::f32::consts::LOG2_E;
 
 /// The kernels of attention, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
-    let sm90 = [
-        Kernel::AttentionSm90MaxFreeE4m3,
-        Kernel::AttentionSm90OnlineSoftmaxE4m3,
-        Kernel::AttentionSm90MaxFree,
-        Kernel::AttentionSm90OnlineSoftmax,
-        Kernel::AttentionSm90Causal,
-    ];
-    let sm90 = sm90.into_iter().chain(HOPPER_WIDE_ATTENTIONS.iter().map(|wide| wide.kernel));
-    let fp8 = [0, 1].into_iter().flat_map(|i| [FP8_MAX_FREE[i], FP8_ONLINE_SOFTMAX[i]]);
-    let portable = fp8.chain([Kernel::AttentionMma, Kernel::AttentionMma8]);
-    let wide = WIDE_ATTENTIONS.iter().map(|tile| tile.kernel);
-    sm90.chain(portable).chain(wide).chain([Kernel::NaiveAttention]).collect()
+    [
+        templates::ATTENTION_FP8_SM90,
+        templates::ATTENTION_BF16_SM90,
+        templates::ATTENTION_WIDE_BF16_SM90,
+        templates::ATTENTION_FP8_SM120,
+        templates::ATTENTION_FP8_SM89,
+        templates::ATTENTION_BF16_SM80,
+        templates::ATTENTION_WIDE_BF16_SM80,
+        &[Kernel::NaiveAttention],
+    ]
+    .concat()
 }
 
 /// Query heads with the same keys that share a tile of causal attention: then a prompt gives about as many tiles as there are SMs.
@@ -120,21 +118,21 @@ fn key_values(cx: &OpContext, op: &'static str, q: Tensor, args: &AttentionArgs<
 /// The system takes 1 KiB for each.
 pub const fn has_two_attention_ctas(shared: u32) -> bool {
     const SYSTEM: u32 = 1 << 10;
-    2 * (abi::KL_ATTENTION_SHARED + SYSTEM) <= shared + SYSTEM
+    2 * (Kernel::AttentionBf16Sm80_4warps.shared() + SYSTEM) <= shared + SYSTEM
 }
 
 /// The portable kernel for heads of 128 in bf16: an SM has eight warps, in two CTAs or in one.
 const fn bf16_kernel(shared: u32, choice: KernelChoice) -> Kernel {
     match choice {
-        KernelChoice::Only(kernel @ (Kernel::AttentionMma | Kernel::AttentionMma8)) => kernel,
-        _ if has_two_attention_ctas(shared) => Kernel::AttentionMma,
-        _ => Kernel::AttentionMma8,
+        KernelChoice::Only(kernel @ (Kernel::AttentionBf16Sm80_4warps | Kernel::AttentionBf16Sm80_8warps)) => kernel,
+        _ if has_two_attention_ctas(shared) => Kernel::AttentionBf16Sm80_4warps,
+        _ => Kernel::AttentionBf16Sm80_8warps,
     }
 }
 
 /// The kernels by `mma.sync` for heads of 128 with queries and keys of e4m3, the fastest first.
-const FP8_MAX_FREE: [Kernel; 2] = [Kernel::AttentionSm120MaxFree, Kernel::AttentionFp8MaxFree];
-const FP8_ONLINE_SOFTMAX: [Kernel; 2] = [Kernel::AttentionSm120OnlineSoftmax, Kernel::AttentionFp8OnlineSoftmax];
+const FP8_MAX_FREE: [Kernel; 2] = [Kernel::AttentionFp8Sm120MaxFree, Kernel::AttentionFp8Sm89MaxFree];
+const FP8_ONLINE_SOFTMAX: [Kernel; 2] = [Kernel::AttentionFp8Sm120OnlineSoftmax, Kernel::AttentionFp8Sm89OnlineSoftmax];
 
 /// Those of them that compute this; `scales` are the products of the scales of queries and keys, one for each segment. Where these
 /// are not one, they are factors of scores that a max-free kernel would ignore.
@@ -183,8 +181,8 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
         let one_segment = kv.len() == 1 && p.kv[0].k.rows > 0;
         let bf16 = q.dtype == abi::KL_BF16 && out.dtype == abi::KL_BF16;
         if has_wide_head(args, q.cols, p.kv[0].k.cols) && one_segment && !causal && bf16 {
-            let tile = cx.largest_tile(WIDE_ATTENTIONS, |tile| tile.kernel, |tile| q.rows * heads / tile.block_q);
-            return cx.kernels.launch(tile.kernel, [q.rows.div_ceil(tile.block_q), heads, 1], &p);
+            let kernel = cx.largest_tile(templates::ATTENTION_WIDE_BF16_SM80, |[rows, _]| q.rows * heads / rows);
+            return cx.kernels.launch(kernel, [q.rows.div_ceil(kernel.tile()[0]), heads, 1], &p);
         }
     }
     cx.kernels.launch(Kernel::NaiveAttention, [q.rows.div_ceil(abi::KL_ATTENTION_WARPS), heads, 1], &p)
@@ -287,17 +285,17 @@ const fn has_wide_head(args: &AttentionArgs<'_>, q_cols: u32, k_cols: u32) -> bo
 fn hopper_kernel(dtype: u32, operands: f32, args: &AttentionArgs<'_>, wide: bool) -> Option<Kernel> {
     let (causal, max_free) = (args.causal, args.is_max_free() && operands == 1.0);
     if wide {
-        let wide_enough = HOPPER_WIDE_ATTENTIONS.iter().find(|wide| args.head_dim <= wide.head as usize)?;
-        return (dtype == abi::KL_BF16 && !causal).then_some(wide_enough.kernel);
+        let wide_enough = templates::ATTENTION_WIDE_BF16_SM90.iter().find(|kernel| args.head_dim <= kernel.tile()[1] as usize)?;
+        return (dtype == abi::KL_BF16 && !causal).then_some(*wide_enough);
     }
     match dtype {
         _ if args.head_dim != abi::KL_MMA_COLS as usize => None,
-        abi::KL_BF16 if causal => Some(Kernel::AttentionSm90Causal),
-        abi::KL_BF16 if max_free => Some(Kernel::AttentionSm90MaxFree),
-        abi::KL_BF16 => Some(Kernel::AttentionSm90OnlineSoftmax),
+        abi::KL_BF16 if causal => Some(Kernel::AttentionBf16Sm90Causal),
+        abi::KL_BF16 if max_free => Some(Kernel::AttentionBf16Sm90MaxFree),
+        abi::KL_BF16 => Some(Kernel::AttentionBf16Sm90OnlineSoftmax),
         abi::KL_E4M3 if causal => None,
-        abi::KL_E4M3 if max_free => Some(Kernel::AttentionSm90MaxFreeE4m3),
-        abi::KL_E4M3 => Some(Kernel::AttentionSm90OnlineSoftmaxE4m3),
+        abi::KL_E4M3 if max_free => Some(Kernel::AttentionFp8Sm90MaxFree),
+        abi::KL_E4M3 => Some(Kernel::AttentionFp8Sm90OnlineSoftmax),
         _ => None,
     }
 }
@@ -338,7 +336,10 @@ mod tests {
     fn an_sm_has_eight_warps_of_portable_attention() {
         let kernel = |shared| bf16_kernel(shared, KernelChoice::Best);
         // GeForce cards, A100, Hopper.
-        assert_eq!([101_376, 166_912, 232_448].map(kernel), [Kernel::AttentionMma8, Kernel::AttentionMma8, Kernel::AttentionMma]);
+        assert_eq!(
+            [101_376, 166_912, 232_448].map(kernel),
+            [Kernel::AttentionBf16Sm80_8warps, Kernel::AttentionBf16Sm80_8warps, Kernel::AttentionBf16Sm80_4warps]
+        );
     }
 
     /// A max-free kernel multiplies scores by nothing, so one with a running maximum has to apply the scales of queries and keys.
@@ -347,19 +348,22 @@ mod tests {
         let args = |causal, softmax| AttentionArgs { kv: &[], head_dim: 128, causal, softmax };
         let kernel = |dtype, scale, causal, softmax| hopper_kernel(dtype, scale, &args(causal, softmax), false);
         let (bounded, unbounded) = (Softmax::Base2 { bound: 100.0 }, Softmax::Base2 { bound: f32::INFINITY });
-        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, bounded), Some(Kernel::AttentionSm90MaxFreeE4m3));
-        assert_eq!(kernel(abi::KL_E4M3, 0.5, false, bounded), Some(Kernel::AttentionSm90OnlineSoftmaxE4m3));
-        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, unbounded), Some(Kernel::AttentionSm90OnlineSoftmaxE4m3));
+        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, bounded), Some(Kernel::AttentionFp8Sm90MaxFree));
+        assert_eq!(kernel(abi::KL_E4M3, 0.5, false, bounded), Some(Kernel::AttentionFp8Sm90OnlineSoftmax));
+        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, unbounded), Some(Kernel::AttentionFp8Sm90OnlineSoftmax));
         assert_eq!(kernel(abi::KL_E4M3, 1.0, true, bounded), None);
-        assert_eq!(kernel(abi::KL_BF16, 1.0, false, bounded), Some(Kernel::AttentionSm90MaxFree));
-        assert_eq!(kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }), Some(Kernel::AttentionSm90OnlineSoftmax));
-        assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(Kernel::AttentionSm90Causal));
+        assert_eq!(kernel(abi::KL_BF16, 1.0, false, bounded), Some(Kernel::AttentionBf16Sm90MaxFree));
+        assert_eq!(
+            kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }),
+            Some(Kernel::AttentionBf16Sm90OnlineSoftmax)
+        );
+        assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(Kernel::AttentionBf16Sm90Causal));
         assert_eq!(kernel(abi::KL_F32, 1.0, false, bounded), None);
         let other = |head_dim: usize| {
             let args = AttentionArgs { head_dim, ..args(false, bounded) };
             hopper_kernel(abi::KL_BF16, 1.0, &args, has_wide_head(&args, head_dim as u32, head_dim as u32))
         };
-        let (narrow, wide) = (Some(Kernel::AttentionWideSm90_384), Some(Kernel::AttentionWideSm90_512));
+        let (narrow, wide) = (Some(Kernel::AttentionWideBf16Sm90_128x384), Some(Kernel::AttentionWideBf16Sm90_128x512));
         assert_eq!([64, 256, 384, 392, 512, 520].map(other), [None, narrow, narrow, wide, wide, None]);
         let portable = |scales: &[f32], causal, softmax| fp8_kernels(scales.iter().copied(), &args(causal, softmax));
         assert_eq!(portable(&[1.0, 1.0], false, bounded), FP8_MAX_FREE);

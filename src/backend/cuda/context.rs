@@ -1,11 +1,10 @@
 //! What the op families launch with: the loaded kernels, the device memory, and which kernels are wanted.
 
 use super::abi::{self, KlMat, KlTensorMap};
-use super::launch::{Kernel, Kernels};
+use super::launch::{Kernel, Kernels, templates};
 use super::memory::Memory;
 use super::params::{Pixels, image_map_spec, map_spec};
 use super::select::{Schedule, Tile};
-use super::tiles::{CONV_TILES, WIDE_ATTENTIONS};
 use crate::backend::Fp8Accumulate;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -25,10 +24,9 @@ impl KernelChoice {
     /// All choices, with the kernels that ops choose from.
     pub fn all() -> impl Iterator<Item = Self> {
         let gemms = Tile::ALL.iter().map(|tile| tile.kernel);
-        let convs = CONV_TILES.iter().map(|tile| tile.kernel);
-        let attention =
-            [Kernel::AttentionMma, Kernel::AttentionMma8].into_iter().chain(WIDE_ATTENTIONS.iter().map(|wide| wide.kernel));
-        [Self::Best, Self::Naive].into_iter().chain(gemms.chain(convs).chain(attention).map(Self::Only))
+        let portable = [templates::CONV_BF16_SM80, templates::ATTENTION_BF16_SM80, templates::ATTENTION_WIDE_BF16_SM80];
+        let kernels = gemms.chain(portable.into_iter().flatten().copied());
+        [Self::Best, Self::Naive].into_iter().chain(kernels.map(Self::Only))
     }
 }
 
@@ -84,17 +82,16 @@ impl OpContext {
         }
     }
 
-    /// The tile to take of those of a kernel, the largest first, by the CTAs that a shape needs with each: the largest that leaves no SM
-    /// without work, or else the last, which runs anywhere.
-    pub fn largest_tile<'a, T>(&self, tiles: &'a [T], kernel: impl Fn(&T) -> Kernel, ctas: impl Fn(&T) -> u32) -> &'a T {
-        let last = &tiles[tiles.len() - 1];
-        let preferred = |tile: &T| {
+    /// The kernel to take of a template's, the largest tile first, by the CTAs that a shape needs with a tile of so many rows and columns:
+    /// the largest that leaves no SM without work, or else the last, which runs anywhere.
+    pub fn largest_tile(&self, kernels: &[Kernel], ctas: impl Fn([u32; 2]) -> u32) -> Kernel {
+        let preferred = |kernel: &Kernel| {
             let wanted = match self.choice {
-                KernelChoice::Only(only) => only == kernel(tile),
-                KernelChoice::Best | KernelChoice::Naive => ctas(tile) >= self.sms,
+                KernelChoice::Only(only) => only == *kernel,
+                KernelChoice::Best | KernelChoice::Naive => ctas(kernel.tile()) >= self.sms,
             };
-            wanted && self.kernels.has(kernel(tile))
+            wanted && self.kernels.has(*kernel)
         };
-        tiles.iter().find(|tile| preferred(tile)).unwrap_or(last)
+        *kernels.iter().find(|kernel| preferred(kernel)).unwrap_or(&kernels[kernels.len() - 1])
     }
 }

@@ -5,11 +5,10 @@ use super::context::{KernelChoice, OpContext};
 use super::conv_narrow;
 use super::conv_sm90::{ConvGemm, ShortcutMats};
 use super::gemm::{self, EpilogueGemm};
-use super::launch::Kernel;
+use super::launch::{Kernel, templates};
 use super::norm::group_stats;
 use super::params::{NONE, is_async_copyable, is_pair_aligned, naive_grid};
 use super::select::{GemmOperands, Tile};
-use super::tiles::{CONV_TILES, ConvTile};
 use crate::backend::{Conv, Sampling, Shortcut};
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -27,7 +26,7 @@ pub fn kernels() -> Vec<Kernel> {
     // Shortcuts are plain.
     let shortcuts = Tile::ALL.iter().filter(|tile| tile.operands == GemmOperands::Bf16).map(|tile| tile.kernel);
     let hopper = Tile::ALL.iter().filter(|tile| tile.operands == GemmOperands::Conv3x3).map(|tile| tile.kernel);
-    hopper.chain(CONV_TILES.iter().map(|tile| tile.kernel)).chain(OTHERS).chain(shortcuts).collect()
+    hopper.chain(templates::CONV_BF16_SM80.iter().copied()).chain(OTHERS).chain(shortcuts).collect()
 }
 
 /// Operands of [`Op::Conv`](crate::backend::Op::Conv).
@@ -102,17 +101,16 @@ pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()>
         return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));
     }
     // A tile has pixels of one phase.
-    let row_tiles = |tile: &ConvTile| phases * (p.out.rows / phases).div_ceil(tile.block_m);
-    let col_tiles = |tile: &ConvTile| p.out.cols.div_ceil(tile.block_n);
-    let ctas = |tile: &ConvTile| row_tiles(tile) * col_tiles(tile);
-    let tile = cx.largest_tile(CONV_TILES, |tile| tile.kernel, ctas);
-    let grid = [ctas(tile), 1, 1];
-    (p.row_tiles, p.partials) = (row_tiles(tile), cx.memory.stream_k_partials());
+    let row_tiles = |rows| phases * (p.out.rows / phases).div_ceil(rows);
+    let ctas = |[rows, cols]: [u32; 2]| row_tiles(rows) * p.out.cols.div_ceil(cols);
+    let kernel = cx.largest_tile(templates::CONV_BF16_SM80, ctas);
+    let grid = [ctas(kernel.tile()), 1, 1];
+    (p.row_tiles, p.partials) = (row_tiles(kernel.tile()[0]), cx.memory.stream_k_partials());
     let fused = stats.filter(|stats| can_fuse_stats(cx, &p, stats));
     if let Some(stats) = fused {
         (p.stats, p.groups) = (stats, stats.rows);
     }
-    cx.kernels.launch(tile.kernel, grid, &p)?;
+    cx.kernels.launch(kernel, grid, &p)?;
     match stats {
         None => Ok(()),
         Some(_) if fused.is_some() => cx.kernels.launch(Kernel::ConvStats, [p.groups, 1, 1], &p),

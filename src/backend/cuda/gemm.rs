@@ -533,8 +533,8 @@ mod tests {
     #[test]
     fn boxes_divide_a_tile() {
         let cols = |kernel, dtype| [256, 192, 160, 208, 96, 80].map(|cols| store_cols(Tile::of(kernel).unwrap(), cols, dtype));
-        assert_eq!(cols(Kernel::GemmSm90_256x192, abi::KL_BF16), [64, 64, 32, 16, 32, 16]);
-        assert_eq!(cols(Kernel::GemmSm90_256x192, abi::KL_E4M3), [128, 64, 32, 16, 32, 16]);
+        assert_eq!(cols(Kernel::GemmBf16Sm90_256x192, abi::KL_BF16), [64, 64, 32, 16, 32, 16]);
+        assert_eq!(cols(Kernel::GemmBf16Sm90_256x192, abi::KL_E4M3), [128, 64, 32, 16, 32, 16]);
         assert_eq!(cols(Kernel::GemmNvfp4Sm120_256x128, abi::KL_BF16), [32, 32, 32, 16, 32, 16]);
         assert_eq!(cols(Kernel::GemmNvfp4Sm120_256x128, abi::KL_E4M3), [64, 64, 32, 16, 32, 16]);
     }

@@ -1,4 +1,4 @@
-//! The kernel table, with one row for each kernel; all kernels are loaded at once and launched by one function.
+//! The kernel table, from `kernels/kernels.def`, and the one function that launches kernels.
 #![allow(unsafe_code)]
 
 use super::abi;
@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
-include!(concat!(env!("OUT_DIR"), "/instantiations.rs"));
+include!(concat!(env!("OUT_DIR"), "/table.rs"));
 
 /// A parameter struct of `abi.h`.
 ///
@@ -26,86 +26,13 @@ pub unsafe trait Params: Copy {}
 struct Row {
     symbol: &'static str,
     file: &'static str,
+    arch: Arch,
     params: usize,
     threads: u32,
     shared: u32,
-    cluster: u32,
-    overlap: bool,
+    cluster: Option<u32>,
+    tile: [u32; 2],
 }
-
-/// One row for each kernel: file, symbol, parameter struct, threads of a CTA, bytes of dynamic shared memory. A kernel for Hopper or later
-/// may start before its predecessor has ended (programmatic dependent launch) and have clusters of several CTAs. Rows of instantiations
-/// of a template come from `kernels/tiles.def`, after those below.
-macro_rules! kernels {
-    ($($name:ident = $file:literal $symbol:literal ($params:ident) $threads:expr $(, shared $shared:expr)? $(, overlap in clusters of $cluster:expr)?;)*) => {
-        /// A kernel.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        #[allow(missing_docs)]
-        pub enum Kernel { $($name),* }
-
-        impl Kernel {
-            /// All kernels.
-            pub const ALL: &[Self] = &[$(Self::$name),*];
-
-            const fn row(self) -> Row {
-                match self {
-                    $(Self::$name => Row {
-                        symbol: $symbol,
-                        file: $file,
-                        params: size_of::<abi::$params>(),
-                        threads: $threads,
-                        shared: 0 $(+ $shared)?,
-                        cluster: 1 $(- 1 + $cluster)?,
-                        overlap: false $(|| $cluster > 0)?,
-                    }),*
-                }
-            }
-        }
-    };
-}
-
-with_instantiations! { kernels {
-    Map = "pointwise" "kl_map" (KlMap) abi::KL_POINTWISE_THREADS;
-    Patchify = "pointwise" "kl_patchify" (KlPatch) abi::KL_POINTWISE_THREADS;
-    Unpatchify = "pointwise" "kl_unpatchify" (KlPatch) abi::KL_POINTWISE_THREADS;
-    Euler = "pointwise" "kl_euler" (KlEuler) abi::KL_POINTWISE_THREADS;
-    Guidance = "pointwise" "kl_guidance" (KlGuidance) abi::KL_POINTWISE_THREADS;
-    Blend = "pointwise" "kl_blend" (KlBlend) abi::KL_POINTWISE_THREADS;
-    Pixels = "pointwise" "kl_pixels" (KlPixels) abi::KL_POINTWISE_THREADS;
-    CountNonFinite = "pointwise" "kl_count" (KlCount) abi::KL_POINTWISE_THREADS;
-    LargestMagnitude = "pointwise" "kl_largest" (KlLargest) abi::KL_POINTWISE_THREADS;
-    RmsNormAny = "norm_rows" "kl_rms_norm_any" (KlRmsNorm) abi::KL_NORM_THREADS;
-    LayerNormAny = "norm_rows" "kl_layer_norm_any" (KlLayerNorm) abi::KL_NORM_THREADS;
-    QkNormRope = "qk_norm_rope" "kl_qk_norm_rope" (KlQkNormRope) abi::KL_NORM_THREADS;
-    GroupStats8 = "group_norm" "kl_group_stats_8" (KlGroupStats) abi::KL_GROUP_THREADS;
-    GroupStatsAny = "group_norm" "kl_group_stats_any" (KlGroupStats) abi::KL_GROUP_THREADS;
-    GroupStatsFinish = "group_norm" "kl_group_stats_finish" (KlGroupStats) abi::KL_GROUP_THREADS;
-    GroupNorm8 = "group_norm" "kl_group_norm_8" (KlGroupNorm) abi::KL_GROUP_THREADS;
-    GroupNormAny = "group_norm" "kl_group_norm_any" (KlGroupNorm) abi::KL_GROUP_THREADS;
-    NaiveGemm = "naive" "kl_naive_gemm" (KlNaiveGemm) abi::KL_NAIVE_THREADS;
-    NaiveConv = "naive" "kl_naive_conv" (KlConv) abi::KL_NAIVE_THREADS;
-    NaiveNormConv = "naive" "kl_naive_norm_conv" (KlNormConv) abi::KL_NAIVE_THREADS;
-    NaiveAttention = "naive" "kl_naive_attention" (KlAttention) abi::KL_ATTENTION_WARPS * 32;
-    AttentionMma = "attention_mma" "kl_attention_mma" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
-    AttentionMma8 = "attention_mma" "kl_attention_mma_8" (KlAttention) 2 * abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_SHARED;
-    AttentionFp8MaxFree = "attention_fp8_sm89" "kl_attention_fp8_sm89" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
-    AttentionFp8OnlineSoftmax = "attention_fp8_sm89" "kl_attention_fp8_sm89_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
-    AttentionSm120MaxFree = "attention_fp8_sm120" "kl_attention_fp8_sm120" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
-    AttentionSm120OnlineSoftmax = "attention_fp8_sm120" "kl_attention_fp8_sm120_running" (KlAttention) abi::KL_ATTENTION_THREADS, shared abi::KL_ATTENTION_FP8_SHARED;
-    LoraDown = "lora_down" "kl_lora_down" (KlLoraDown) abi::KL_LORA_DOWN_THREADS;
-    Expand = "expand" "kl_expand" (KlExpand) abi::KL_EXPAND_THREADS;
-    ConvStats = "conv_mma" "kl_conv_stats" (KlConv) abi::KL_CONV_STATS_THREADS;
-    NormConvNarrow = "conv_narrow" "kl_norm_conv_narrow" (KlNormConv) abi::KL_NARROW_THREADS, shared abi::KL_NARROW_SHARED;
-    ConvNarrowIn = "conv_narrow" "kl_conv_narrow_in" (KlConv) abi::KL_NARROW_IN_THREADS;
-    TestConvert = "selftest" "kl_selftest_convert" (KlConversions) abi::KL_SELFTEST_THREADS;
-    TestMmaBf16 = "selftest" "kl_selftest_mma_bf16" (KlFragments) abi::KL_SELFTEST_THREADS;
-    TestMmaE4m3 = "selftest_sm89" "kl_selftest_mma_e4m3" (KlFragments) abi::KL_SELFTEST_THREADS;
-    TestCopySm90 = "selftest_sm90" "kl_selftest_copy_sm90" (KlTestCopy) abi::KL_SELFTEST_THREADS, overlap in clusters of 1;
-    TestClusterSm90 = "selftest_sm90" "kl_selftest_cluster_sm90" (KlTestCopy) abi::KL_SELFTEST_THREADS, overlap in clusters of abi::KL_SELFTEST_CLUSTER;
-    TestCopySm120 = "selftest_sm120" "kl_selftest_copy_sm120" (KlTestCopy) abi::KL_SELFTEST_THREADS, overlap in clusters of 1;
-    TestMmaNvf4 = "selftest_sm120" "kl_selftest_mma_nvf4" (KlFragments) abi::KL_SELFTEST_THREADS;
-    TestMmaE4m3Scaled = "selftest_sm120" "kl_selftest_mma_e4m3_scaled" (KlFragments) abi::KL_SELFTEST_THREADS;
-} }
 
 macro_rules! params {
     ($($name:ident)*) => {$(
@@ -121,28 +48,42 @@ params! {
 }
 
 impl Kernel {
+    const fn row(self) -> &'static Row {
+        &ROWS[self as usize]
+    }
+
     /// The name of its entry point.
     pub const fn symbol(self) -> &'static str {
         self.row().symbol
     }
 
-    /// The file of `kernels/` that has it, without its extension.
+    /// The file of `kernels/entry/` that has it, without its extension.
     pub const fn file(self) -> &'static str {
         self.row().file
     }
 
     /// The CTAs of a cluster.
-    pub const fn cluster(self) -> u32 {
-        self.row().cluster
+    pub fn cluster(self) -> u32 {
+        self.row().cluster.unwrap_or(1)
+    }
+
+    /// Bytes of dynamic shared memory that a CTA has.
+    pub(super) const fn shared(self) -> u32 {
+        self.row().shared
+    }
+
+    /// Rows and columns of the tile that a CTA computes; zero if it is no instantiation of a template for tiles.
+    pub(super) const fn tile(self) -> [u32; 2] {
+        self.row().tile
     }
 
     /// The GPUs that it is for.
-    pub fn arch(self) -> Arch {
-        FILE_ARCHS.iter().find(|(file, _)| *file == self.file()).map_or(Arch::Portable, |(_, arch)| *arch)
+    pub const fn arch(self) -> Arch {
+        self.row().arch
     }
 
     /// Whether it was written without a GPU to run it on: it is chosen after a self-test on the GPU at hand.
-    pub fn is_gated(self) -> bool {
+    pub const fn is_gated(self) -> bool {
         self.arch().is_gated()
     }
 }
@@ -229,7 +170,7 @@ impl Kernels {
         if let Some(function) = found.get() {
             return Ok(function);
         }
-        let Row { symbol, params, shared, .. } = kernel.row();
+        let &Row { symbol, params, shared, .. } = kernel.row();
         let Some((name, file)) = self.file(kernel) else {
             return Err(Error::Op { op: symbol, what: "this GPU cannot run it".into() });
         };
@@ -245,7 +186,7 @@ impl Kernels {
 
     /// The file of a kernel, if this GPU can run it.
     fn file(&self, kernel: Kernel) -> Option<(&'static str, &KernelFile)> {
-        let Row { file: name, shared, .. } = kernel.row();
+        let &Row { file: name, shared, .. } = kernel.row();
         // Large tiles are for GPUs with enough shared memory; every op has a kernel that runs anywhere.
         let fits = shared <= self.driver.device().shared;
         self.files.iter().find(|(file, _)| fits && *file == name).map(|(file, found)| (*file, found))
@@ -292,7 +233,7 @@ impl Kernels {
         if grid.contains(&0) {
             return Ok(());
         }
-        let Row { symbol, params: size, threads, shared, cluster, overlap, .. } = kernel.row();
+        let &Row { symbol, params: size, threads, shared, cluster, .. } = kernel.row();
         assert_eq!(size, size_of::<P>(), "{kernel:?} takes other parameters");
         let function = self.function(kernel)?;
         if self.preloading.get() {
@@ -307,8 +248,8 @@ impl Kernels {
         let launched = &self.launched[kernel as usize];
         launched.set(launched.get() + 1);
         // The time of a kernel that begins inside of another would be that of neither.
-        let overlap = overlap && self.timeline.is_none();
-        let launch = Launch { function, grid, threads, shared, cluster, overlap };
+        let overlap = cluster.is_some() && self.timeline.is_none();
+        let launch = Launch { function, grid, threads, shared, cluster: kernel.cluster(), overlap };
         let queue = || {
             self.driver.launch(self.stream, &launch, bytes).map_err(|error| match error {
                 Error::Device { status, .. } => Error::Device { call: symbol, status },
@@ -388,9 +329,9 @@ mod tests {
     fn a_file_named_after_an_architecture_runs_where_its_instructions_are() {
         let on = |kernel: Kernel| [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|c| kernel.arch().runs_on(c));
         assert_eq!(on(Kernel::Map), [true; 5]);
-        assert_eq!(on(Kernel::TestClusterSm90), [false, false, true, false, false]);
-        assert_eq!(on(Kernel::GemmFp8Mma128x128), [false, true, true, true, true]);
-        assert_eq!(on(Kernel::TestMmaNvf4), [false, false, false, false, true]);
+        assert_eq!(on(Kernel::SelftestClusterSm90), [false, false, true, false, false]);
+        assert_eq!(on(Kernel::GemmFp8Sm89_128x128), [false, true, true, true, true]);
+        assert_eq!(on(Kernel::SelftestMmaNvf4), [false, false, false, false, true]);
     }
 
     #[test]
@@ -405,11 +346,29 @@ mod tests {
         assert_ne!(hash(0, &image[..18]), whole);
         assert_ne!(hash(1, &image), whole);
     }
-
     #[test]
     fn rows_state_cluster_and_overlap() {
-        let (plain, hopper) = (Kernel::Map.row(), Kernel::TestClusterSm90.row());
-        assert_eq!((plain.cluster, plain.overlap), (1, false));
-        assert_eq!((hopper.cluster, hopper.overlap), (2, true));
+        let [plain, hopper] = [Kernel::Map, Kernel::SelftestClusterSm90].map(|kernel| (kernel.cluster(), kernel.row().cluster));
+        assert_eq!([plain, hopper], [(1, None), (2, Some(2))]);
+    }
+
+    /// What rows do not state: threads and dynamic shared memory. The emulator compares both with what templates compute.
+    #[test]
+    fn threads_and_shared_memory_follow_from_the_row() {
+        for (kernel, threads, shared) in [
+            (Kernel::Map, abi::KL_POINTWISE_THREADS, 0),
+            (Kernel::NormConvNarrow, abi::KL_NARROW_THREADS, abi::KL_NARROW_SHARED),
+            (Kernel::GemmBf16Sm90_192x192, 512, abi::KL_SM90_SHARED_LIMIT),
+            (Kernel::GemmFp8Sm120_128x128, 384, abi::KL_SM120_SHARED_LIMIT),
+            (Kernel::GemmBf16Sm80_128x128, 128, 49_152),
+            (Kernel::GemmFp8Sm89_128x128, 256, 98_304),
+            (Kernel::AttentionBf16Sm90Causal, 384, abi::KL_SM90_SHARED_LIMIT),
+            (Kernel::AttentionBf16Sm80_8warps, 256, 98_304),
+            (Kernel::AttentionFp8Sm120MaxFree, 128, 40_960),
+            (Kernel::AttentionWideBf16Sm80_32x512, 128, 100_736),
+            (Kernel::LayerNormE4m3_6144, 256, 0),
+        ] {
+            assert_eq!((kernel.row().threads, kernel.shared()), (threads, shared), "{kernel:?}");
+        }
     }
 }

@@ -3,45 +3,43 @@
 
 use super::abi::{self, KlMat};
 use super::context::OpContext;
-use super::launch::Kernel;
+use super::launch::{Kernel, templates};
 use super::params::{NONE, VECTOR, is_vectorizable};
-use super::tiles::{ROW_NORMS, RowNorm};
 use crate::backend::{GroupNorm, Modulated, RopeStyle};
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 
 /// The kernels of an RMS norm. The last takes any number of columns, of any dtype at any address.
 pub fn rms_norms() -> Vec<Kernel> {
-    ROW_NORMS.iter().map(|norm| norm.rms_norm).chain([Kernel::RmsNormAny]).collect()
+    [templates::RMS_NORM, &[Kernel::RmsNormAny]].concat()
 }
 
 /// The kernels of a modulated layer norm. The last takes any number of columns, of any dtype at any address.
 pub fn layer_norms() -> Vec<Kernel> {
-    let results: [fn(&RowNorm) -> Kernel; 3] = [|norm| norm.layer_norm, |norm| norm.layer_norm_e4m3, |norm| norm.layer_norm_e2m1];
-    results.into_iter().flat_map(|kernel| ROW_NORMS.iter().map(kernel)).chain([Kernel::LayerNormAny]).collect()
+    [templates::LAYER_NORM, templates::LAYER_NORM_E4M3, templates::LAYER_NORM_E2M1, &[Kernel::LayerNormAny]].concat()
 }
 
 /// The kernels of a group norm.
 pub const GROUP_NORMS: [Kernel; 4] = [Kernel::GroupStats8, Kernel::GroupNorm8, Kernel::GroupStatsAny, Kernel::GroupNormAny];
 
 /// The kernel for rows of so many columns, and how many rows a CTA takes: the narrowest that keeps them in registers, or `any`.
-fn row_norm(cols: u32, vectorizable: bool, kernel: impl Fn(&RowNorm) -> Kernel, any: Kernel) -> (Kernel, u32) {
-    let fitting = ROW_NORMS.iter().find(|norm| vectorizable && cols <= norm.max_columns);
-    fitting.map_or((any, 1), |norm| (kernel(norm), abi::KL_NORM_ROWS))
+fn row_norm(cols: u32, vectorizable: bool, kernels: &[Kernel], any: Kernel) -> (Kernel, u32) {
+    let fitting = kernels.iter().find(|kernel| vectorizable && cols <= kernel.tile()[1]);
+    fitting.map_or((any, 1), |kernel| (*kernel, abi::KL_NORM_ROWS))
 }
 
 fn rms_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
-    row_norm(cols, vectorizable, |norm| norm.rms_norm, Kernel::RmsNormAny)
+    row_norm(cols, vectorizable, templates::RMS_NORM, Kernel::RmsNormAny)
 }
 
 /// The same for results of that type.
 fn layer_norm_kernel(cols: u32, vectorizable: bool, result: DType) -> (Kernel, u32) {
-    let kernel = |norm: &RowNorm| match result {
-        DType::E4m3 => norm.layer_norm_e4m3,
-        DType::E2m1 => norm.layer_norm_e2m1,
-        _ => norm.layer_norm,
+    let kernels = match result {
+        DType::E4m3 => templates::LAYER_NORM_E4M3,
+        DType::E2m1 => templates::LAYER_NORM_E2M1,
+        _ => templates::LAYER_NORM,
     };
-    row_norm(cols, vectorizable, kernel, Kernel::LayerNormAny)
+    row_norm(cols, vectorizable, kernels, Kernel::LayerNormAny)
 }
 
 /// RMS norm of every row. Results of e4m3 and e2m1 are rare enough for the kernel that takes anything.
@@ -203,8 +201,8 @@ mod tests {
         assert_eq!(rms(8200), (Kernel::RmsNormAny, 1));
         let layer = |vectorizable, result| layer_norm_kernel(3072, vectorizable, result);
         assert_eq!(layer(true, DType::Bf16), (Kernel::LayerNorm3072, 2));
-        assert_eq!(layer(true, DType::E4m3), (Kernel::LayerNormE4m33072, 2));
-        assert_eq!(layer(true, DType::E2m1), (Kernel::LayerNormE2m13072, 2));
+        assert_eq!(layer(true, DType::E4m3), (Kernel::LayerNormE4m3_3072, 2));
+        assert_eq!(layer(true, DType::E2m1), (Kernel::LayerNormE2m1_3072, 2));
         let results = [DType::Bf16, DType::E4m3, DType::E2m1];
         assert_eq!(results.map(|result| layer(false, result)), [(Kernel::LayerNormAny, 1); 3]);
     }

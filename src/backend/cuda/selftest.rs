@@ -30,10 +30,10 @@ pub enum Mma {
 impl Mma {
     const fn kernel(self) -> Kernel {
         match self {
-            Self::Bf16 => Kernel::TestMmaBf16,
-            Self::E4m3 => Kernel::TestMmaE4m3,
-            Self::E4m3Scaled => Kernel::TestMmaE4m3Scaled,
-            Self::Nvf4 { .. } => Kernel::TestMmaNvf4,
+            Self::Bf16 => Kernel::SelftestMmaBf16,
+            Self::E4m3 => Kernel::SelftestMmaE4m3,
+            Self::E4m3Scaled => Kernel::SelftestMmaE4m3Scaled,
+            Self::Nvf4 { .. } => Kernel::SelftestMmaNvf4,
         }
     }
 }
@@ -76,8 +76,8 @@ impl Cuda {
     fn copy_kernel(&self, by: CopyBy) -> Option<Kernel> {
         let kernels: &[Kernel] = match by {
             CopyBy::Op => &[Kernel::Map],
-            CopyBy::Cluster => &[Kernel::TestClusterSm90],
-            CopyBy::Box128 | CopyBy::Box64 | CopyBy::Bulk => &[Kernel::TestCopySm90, Kernel::TestCopySm120],
+            CopyBy::Cluster => &[Kernel::SelftestClusterSm90],
+            CopyBy::Box128 | CopyBy::Box64 | CopyBy::Bulk => &[Kernel::SelftestCopySm90, Kernel::SelftestCopySm120],
         };
         kernels.iter().copied().find(|kernel| self.context.kernels.has(*kernel))
     }
@@ -141,7 +141,11 @@ impl Cuda {
         let bytes = DType::F32.encoded(values);
         let (from, [e4m3, e2m1]) = self.buffers(&bytes, [2 * values.len(), values.len()])?;
         let p = abi::KlConversions { values: from, e4m3: e4m3.address, e2m1: e2m1.address, count: values.len() as u64 };
-        self.context.kernels.launch(Kernel::TestConvert, [(values.len() as u32).div_ceil(abi::KL_SELFTEST_THREADS), 1, 1], &p)?;
+        self.context.kernels.launch(
+            Kernel::SelftestConvert,
+            [(values.len() as u32).div_ceil(abi::KL_SELFTEST_THREADS), 1, 1],
+            &p,
+        )?;
         let (pairs, nibbles) = (self.fetch(e4m3)?, self.fetch(e2m1)?);
         Ok(pairs.as_chunks().0.iter().zip(nibbles).map(|(pair, byte)| (*pair, [byte >> 4, byte & 15])).collect())
     }

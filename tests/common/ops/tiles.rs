@@ -38,14 +38,14 @@ pub fn has_kernel(name: &str, kernel: Kernel) -> bool {
     let operands = operands(name);
     // Attention, and convolutions by portable kernels, have no GEMM tile.
     let Some(Tile { operands: own, arch, .. }) = Tile::of(kernel) else {
-        let wide = format!("{kernel:?}").starts_with("AttentionWide");
-        let computes = match format!("{kernel:?}").starts_with("Attention") {
+        let wide = kernel.file().starts_with("attention_wide");
+        let computes = match is_attention(kernel.file()) {
             true => is_attention(name) && !(wide && name.contains("heads of 128")),
             false => operands == GemmOperands::Conv3x3,
         };
-        return computes && (on_tensor_cores(name) || kernel == Kernel::AttentionMma8);
+        return computes && (on_tensor_cores(name) || kernel == Kernel::AttentionBf16Sm80_8warps);
     };
-    let (once, tile) = (kernel == Kernel::GemmMma64x128, Tile::of(kernel));
+    let (once, tile) = (kernel == Kernel::GemmBf16Sm80_64x128, Tile::of(kernel));
     if is_attention(name) || operands == GemmOperands::Conv3x3 && own != operands {
         return once && !is_attention(name);
     }
@@ -55,7 +55,7 @@ pub fn has_kernel(name: &str, kernel: Kernel) -> bool {
     if own != operands && !expanded && !(once && operands == GemmOperands::Nvfp4) {
         return false;
     }
-    let usual = matches!(kernel, Kernel::GemmSm90_256x192 | Kernel::GemmSm90_128x256);
+    let usual = matches!(kernel, Kernel::GemmBf16Sm90_256x192 | Kernel::GemmBf16Sm90_128x256);
     let persistent = tile.is_some_and(Tile::is_persistent);
     is_matrix_op(name) && (once || on_tensor_cores(name)) && (!persistent || usual || !name.contains(" klein"))
 }

@@ -231,14 +231,13 @@ impl Tree {
         let folder = self.out.join("planted").join(bug.name);
         // It may hold what another version of the bug has changed.
         let _ = fs::remove_dir_all(&folder);
-        let tiles = read(&self.kernels.join("tiles.def"))?;
-        let (of_file, row) = (format!("({}, ", bug.kernel_file), format!("({}, {}", bug.kernel_file, bug.row));
-        let is_other_row = |line: &&str| line.starts_with("KL_") && line.contains(&of_file) && !line.contains(&row);
-        let only_tile: Vec<&str> = tiles.lines().filter(|line| !is_other_row(line)).collect();
-        if !bug.row.is_empty() && !only_tile.iter().any(|line| line.contains(&row)) {
-            return Err(format!("planted bug {}: no row of tiles.def has {row}", bug.name));
+        let (table, row) = (read(&self.kernels.join("kernels.def"))?, format!(", {}", bug.row));
+        let is_row = |line: &&str| line.starts_with("KL_KERNEL(");
+        let only_tile: Vec<&str> = table.lines().filter(|line| !is_row(line) || line.contains(&row)).collect();
+        if !only_tile.iter().any(is_row) {
+            return Err(format!("planted bug {}: no row of kernels.def has {row}", bug.name));
         }
-        write(&folder.join("tiles.def"), &only_tile.join("\n"))?;
+        write(&folder.join("kernels.def"), &only_tile.join("\n"))?;
         let text = read(&self.kernels.join(bug.source))?;
         if text.matches(bug.find).count() != 1 {
             return Err(format!("planted bug {}: kernels/{} does not have this text once:\n{}", bug.name, bug.source, bug.find));

@@ -12,9 +12,9 @@ static std::vector<Kernel>& kernels() {
   return table;
 }
 
-Registration::Registration(const Kernel& kernel, uint32_t max_threads, uint32_t) {
+Registration::Registration(const Kernel& kernel, uint32_t max_threads, uint32_t, uint32_t shared) {
   kernels().push_back(kernel);
-  kernels().back().max_threads = max_threads;
+  kernels().back().max_threads = max_threads, kernels().back().shared = shared;
 }
 
 extern "C" int32_t kl_emu_kernel(const char* module, const char* symbol, uint64_t* param_bytes, uint32_t* max_threads) {
@@ -36,6 +36,10 @@ static std::string refuse(const Kernel& kernel, const KlEmuLaunch& shape) {
   }
   if (shape.cluster == 0 || shape.grid[0] % shape.cluster) return format("a grid of %u in clusters of %u", shape.grid[0], shape.cluster);
   if (shape.threads / kLanes * shape.cluster > Clock::kWarps) return format("more than %u warps in a cluster", Clock::kWarps);
+  if (kernel.shared != kAnyShared && (shape.threads != kernel.max_threads || shape.shared != kernel.shared)) {
+    return format("%u threads and %u bytes of dynamic shared memory; its template computes %u and %u", shape.threads, shape.shared,
+                  kernel.max_threads, kernel.shared);
+  }
   if (shape.shared > kSharedLimit) return format("%u bytes of dynamic shared memory; at most %u are possible", shape.shared, kSharedLimit);
   return {};
 }

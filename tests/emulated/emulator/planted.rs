@@ -9,7 +9,7 @@ pub struct Planted {
     pub name: &'static str,
     /// The kernel file that is compiled with it, without its extension.
     pub kernel_file: &'static str,
-    /// How the arguments of the row of `tiles.def` begin that the module keeps of this file; empty for all rows.
+    /// A part of the row of `kernels.def` that the module keeps; empty for all rows.
     pub row: &'static str,
     /// The kernel that the case is to take; empty for the one that the backend would choose.
     pub kernel: &'static str,
@@ -104,7 +104,7 @@ const CONV_IN: &str = "conv 33x17 3 to 128 same residual false stats some(32) bf
 
 /// All of them.
 pub const BUGS: &[Planted] = planted! {
-    "gemm_bf16_sm90", "128, 192,", "GemmSm90_128x192" {
+    "gemm_bf16_sm90", "128, 192,", "GemmBf16Sm90_128x192" {
         // A consumer gives a stage back while the MMAs of its k-block are in flight.
         stage_released_early: Report(LONG, "which a wgmma of CTA"), "gemm/tma_mainloop.cuh",
         "    if (k > work.k_begin) pipe.release(pipe.previous());\n  }\n  wgmma_wait<0>();\n  pipe.release(pipe.previous());"
@@ -144,7 +144,7 @@ pub const BUGS: &[Planted] = planted! {
         "if constexpr (!Config::Mma::kPerWarp) warpgroup_sync(kWarpgroupBarrier + thread / kWarpgroupThreads - 1);\n      pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f"
         => "pipe.release(pipe.stage);\n    }\n  }\n\n  // Calls f";
     }
-    "gemm_bf16_sm90", "128, 160,", "GemmSm90_128x160" {
+    "gemm_bf16_sm90", "128, 160,", "GemmBf16Sm90_128x160" {
         // The second box of B overlaps the first.
         overlapping_boxes: Report(LONG, "which a TMA load of CTA"), "gemm/tma_policies.cuh",
         "tma_load_2d(to + Config::kBBytes / 2, second.map," => "tma_load_2d(to + Config::kBBytes / 4, second.map,";
@@ -159,7 +159,7 @@ pub const BUGS: &[Planted] = planted! {
         low_rank_skipped_apart: Report(LOW_RANK, "arrivals and 0 bytes are missing"), "gemm/tma_mainloop.cuh",
         "    warpgroup_sync(kWarpgroupBarrier + group);\n    pipe.release(pipe.stage);" => "    pipe.release(pipe.stage);";
     }
-    "gemm_mixed_sm90", "128, 192,", "GemmMixed128x192" {
+    "gemm_mixed_sm90", "128, 192,", "GemmMixedSm90_128x192" {
         // TMA loads expanded weights that it need not see yet.
         expanded_without_fence: Report(EXPANDED, "without fence_proxy_async_global"), "gemm/expand_sm90.cuh",
         "      fence_proxy_async_global();\n" => "";
@@ -170,18 +170,18 @@ pub const BUGS: &[Planted] = planted! {
         wrong_half_expanded: Report(EXPANDED, "was not written"), "gemm/expand_sm90.cuh",
         "part % 2);" => "0);";
     }
-    "gemm_fp8_sm90", "256, 128,", "GemmFp8Promoted256x128" {
+    "gemm_fp8_sm90", "256, 128,", "GemmFp8Sm90_256x128Promoted" {
         // Partial accumulators are added, and their stage is released, while MMAs are still in flight.
         promoted_without_wait: Report(FP8, "an accumulator is read while a wgmma on it is in flight"), "gemm/tma_mainloop.cuh",
         "      wgmma_wait<0>();\n      if (apart && m == 0" => "      if (apart && m == 0";
     }
-    "gemm_fp8_sm90", "128, 256,", "GemmFp8_128x256" {
+    "gemm_fp8_sm90", "128, 256,", "GemmFp8Sm90_128x256" {
         // Lanes of a quad write each other's bytes.
         bytes_of_other_lanes: Report(FP8_STORED, WRONG), "common/reduce.cuh",
         "even_lanes = odd ? other : mine, odd_lanes = odd ? mine : other;"
         => "even_lanes = odd ? mine : other, odd_lanes = odd ? other : mine;";
     }
-    "attention_sm90", "kl_attention_sm90_e4m3,", "" {
+    "attention_fp8_sm90", "max_free,", "" {
         // The range of the output that a row belongs to is taken from the tile's first row.
         range_of_the_tile: Report(RANGES, "is no result"), "attention/kernel_sm90.cuh",
         "const bool valid = row < out.rows;" => "const bool valid = row - tile_row % at.rows < out.rows;";
@@ -189,7 +189,7 @@ pub const BUGS: &[Planted] = planted! {
         saturated_uncounted: Report(CLIPPED, "values are counted as out of range"), "attention/kernel_sm90.cuh",
         "    count_saturated<8>(p.saturated, v);\n" => "    if (lane() % 4 == 0) count_saturated<8>(p.saturated, v);\n";
     }
-    "gemm_mma", "128, 128,", "GemmMma128x128" {
+    "gemm_bf16_sm80", "128, 128,", "GemmBf16Sm80_128x128" {
         // Fragments are loaded from a stage whose copies may not have arrived.
         missing_cp_async_wait: Report(LONG, "while an asynchronous operation writes it"), "gemm/mma_tile.cuh",
         "          cp_async_wait<kStages - 2>();\n          __syncthreads();  // the next stage"
@@ -198,7 +198,7 @@ pub const BUGS: &[Planted] = planted! {
         missing_syncthreads: Report(QKV, "without a barrier between them"), "gemm/epilogue_mma.cuh",
         "    __syncthreads();  // all warps have read the sums of squares\n" => "";
     }
-    "expand", "", "GemmMma128x128" {
+    "expand", "", "GemmBf16Sm80_128x128" {
         // The codes of a byte are taken in the wrong order.
         nibbles_exchanged: Report(NVFP4, WRONG), "common/expand.cuh",
         "permute_bytes<0x4000>(codes, odd)" => "permute_bytes<0x0040>(codes, odd)";
@@ -219,12 +219,12 @@ pub const BUGS: &[Planted] = planted! {
         "const QuantizedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);"
         => "const QuantizedBlock block(mine, m.scale);";
     }
-    "attention_mma", "", "AttentionMma" {
+    "attention_bf16_sm80", "", "AttentionBf16Sm80_4warps" {
         // Attention stores the scale of a block in the place of the next lanes' row.
         scale_of_another_row: Report(NVFP4_ATTENTION, "has the scale"), "attention/store_output.cuh",
         "block_scale(out, row, first / 16 + block)" => "block_scale(out, row ^ 1, first / 16 + block)";
     }
-    "gemm_fp8_sm89", "128, 128,", "GemmFp8Mma128x128" {
+    "gemm_fp8_sm89", "128, 128,", "GemmFp8Sm89_128x128" {
         // Gates are multiplied by the scales of ups.
         scales_of_the_other_half: Report(FP8_STORED, WRONG), "gemm/epilogue_mma.cuh",
         "part.w[swiglu ? n % 2 : 0]" => "part.w[swiglu ? 1 - n % 2 : 0]";
@@ -247,7 +247,7 @@ pub const BUGS: &[Planted] = planted! {
         negative_lost: Check((9, 0), "cvt e2m1", "-0e0 becomes 0x00, not 0x08"), "entry/selftest.cu",
         "pack_e2m1(v, -v)" => "pack_e2m1(v, v)";
     }
-    "attention_fp8_sm89", "", "AttentionMma" {
+    "attention_fp8_sm89", "", "AttentionBf16Sm80_4warps" {
         // Keys of all segments are taken to have the scale of the first.
         scale_of_the_first_segment: Report(SCALED_KEYS, WRONG), "attention/kernel_mma.cuh",
         "p.q.scale * p.kv[segment].k.scale" => "p.q.scale * p.kv[0].k.scale";
@@ -299,12 +299,12 @@ pub const BUGS: &[Planted] = planted! {
         "a_offset(swizzled<kRowBytes>(row + lane % 16, lane / 16)),"
         => "a_offset((row + lane % 16) * kRowBytes + swizzled_chunk<2 * kRowBytes>(lane % 4, lane / 16) * 16),";
     }
-    "gemm_fp8_sm90", "128, 192, 128, 2, 4, MulticastB, 0,", "GemmFp8_128x192" {
+    "gemm_fp8_sm90", "128, 192, 128, 2, 4, MulticastB, 0,", "GemmFp8Sm90_128x192" {
         // The LoRA branch is multiplied by the scales of the weight.
         low_rank_scaled: Report(LOW_RANK_FP8, WRONG), "gemm/tma_epilogue.cuh",
         "return s.down_out.data ? 1.0f : part.w[half].alpha;" => "return part.w[half].alpha;";
     }
-    "lora_down", "", "GemmSm90_128x192" {
+    "lora_down", "", "GemmBf16Sm90_128x192" {
         // Warps add up their sums of a product of low rank before all have stored them.
         low_rank_without_barrier: Report(LOW_RANK, "without a barrier"), "entry/lora_down.cu",
         "    __syncthreads();\n    if (warp < half) {" => "    if (warp < half) {";
@@ -318,7 +318,7 @@ pub const BUGS: &[Planted] = planted! {
         preloads_what_is_expanded: Report(EXPANDED_BEFORE, "was not written"), "gemm/policies_sm120.cuh",
         "static constexpr bool kPreloads = false;" => "static constexpr bool kPreloads = true;";
     }
-    "attention_wide_sm90", "512,", "" {
+    "attention_wide_bf16_sm90", "512,", "" {
         // A warpgroup reads the other CTA's P before it has arrived.
         p_not_awaited: Report(WIDE, "reads shared memory"), "attention/wide_sm90.cuh",
         "    mbarrier_wait(smem.p_ring().full(group), p_parity);\n" => "";
@@ -339,7 +339,7 @@ pub const BUGS: &[Planted] = planted! {
         "      stages.template retire<1, kGroupStages>();\n    }\n  }\n\n  // out += p v"
         => "      stages.template retire<1, 0>();\n    }\n  }\n\n  // out += p v";
     }
-    "conv_sm90", "128, 256,", "GemmConv128x256" {
+    "conv_bf16_sm90", "128, 256,", "ConvBf16Sm90_128x256" {
         // Lines of the window are taken to be as long as the lines of the tile.
         tap_not_shifted: Report(MOMENTS, WRONG), "conv/policies_sm90.cuh",
         "wgmma_descriptor(address, kLineBytes)" => "wgmma_descriptor(address)";
@@ -357,7 +357,7 @@ pub const BUGS: &[Planted] = planted! {
         moments_past_the_edge: Report(MOMENTS, WRONG), "conv/policies_sm90.cuh",
         "lane() / 4 >= columns()" => "false";
     }
-    "conv_mma", "128, 128,", "ConvMma128x128" {
+    "conv_bf16_sm80", "128, 128,", "ConvBf16Sm80_128x128" {
         // Every phase of an upsampling convolution reads the rows of the first.
         rows_of_the_first_phase: Report(UPSAMPLED, "is not allocated"), "conv/kernel_mma.cuh",
         "top = conv_source(p.sampling, y, phase / 2, 0)," => "top = conv_source(p.sampling, y, 0, 0),";
@@ -379,12 +379,12 @@ pub const BUGS: &[Planted] = planted! {
         columns_not_padded: Report(CONV_IN, "is not allocated"), "entry/conv_narrow.cu",
         "1u << row | 8u << col : 64u;" => "1u << row : 64u;";
     }
-    "conv_sm90", "256, 96,", "GemmConv256x96" {
+    "conv_bf16_sm90", "256, 96,", "ConvBf16Sm90_256x96" {
         // Every k-block of an image of 96 channels is taken to be half empty.
         half_of_every_block: Report(HALF_BLOCKS, WRONG), "conv/policies_sm90.cuh",
         "k < image.half_blocks && block % 2 == 1" => "k < image.half_blocks";
     }
-    "attention_wide_sm90", "384,", "" {
+    "attention_wide_bf16_sm90", "384,", "" {
         // Values of a smaller head are awaited with the bytes of keys.
         bytes_of_keys: Report(NARROWER, "2048 bytes are missing"), "attention/wide_sm90.cuh",
         "next_stage(Config::kVBytes," => "next_stage(kStageBytes,";

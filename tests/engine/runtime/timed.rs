@@ -43,19 +43,24 @@ fn large_shapes_take_the_fast_kernels() {
     }
     let launched = |kernel: Kernel| cuda.launched().any(|(k, times)| k == kernel && times > 0);
     let fast = [
-        Kernel::GemmSm90_256x192,
-        Kernel::GemmSm90_128x256,
-        Kernel::AttentionSm90MaxFree,
-        Kernel::AttentionSm90Causal,
-        Kernel::AttentionWideSm90_512,
-        Kernel::GemmConv128x256,
-        Kernel::GemmConv256x128,
+        Kernel::GemmBf16Sm90_256x192,
+        Kernel::GemmBf16Sm90_128x256,
+        Kernel::AttentionBf16Sm90MaxFree,
+        Kernel::AttentionBf16Sm90Causal,
+        Kernel::AttentionWideBf16Sm90_128x512,
+        Kernel::ConvBf16Sm90_128x256,
+        Kernel::ConvBf16Sm90_256x128,
         Kernel::NormConvNarrow,
         Kernel::ConvNarrowIn,
     ];
     assert!(fast.into_iter().all(launched));
-    let portable =
-        [Kernel::GemmMma256x128, Kernel::AttentionMma, Kernel::AttentionWide64, Kernel::ConvMma256x128, Kernel::QkNormRope];
+    let portable = [
+        Kernel::GemmBf16Sm80_256x128,
+        Kernel::AttentionBf16Sm80_4warps,
+        Kernel::AttentionWideBf16Sm80_64x512,
+        Kernel::ConvBf16Sm80_256x128,
+        Kernel::QkNormRope,
+    ];
     assert!(!portable.into_iter().any(launched));
     assert!(!cuda.launched().any(|(kernel, times)| kernel.symbol().starts_with("kl_naive") && times > 0));
 }

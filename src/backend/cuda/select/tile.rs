@@ -3,7 +3,6 @@
 use crate::backend::cuda::abi;
 use crate::backend::cuda::arch::Arch;
 use crate::backend::cuda::launch::Kernel;
-use crate::backend::cuda::tiles::GEMM_TILES;
 
 /// What the two CTAs of a cluster have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +32,7 @@ pub enum GemmOperands {
     Conv3x3,
 }
 
-/// The part of the output that a CTA of a GEMM or a convolution computes at a time. The rows come from `kernels/tiles.def`.
+/// The part of the output that a CTA of a GEMM or a convolution computes at a time. The rows come from `kernels/kernels.def`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
     /// The GPUs that it is for.
@@ -62,9 +61,11 @@ pub struct Tile {
     pub relative_cost: u64,
 }
 
+include!(concat!(env!("OUT_DIR"), "/tiles.rs"));
+
 impl Tile {
     /// All tiles, the fastest first.
-    pub const ALL: &[Self] = GEMM_TILES;
+    pub const ALL: &[Self] = TILES;
 
     /// The tile of a kernel, if that is a GEMM or a convolution with one.
     pub fn of(kernel: Kernel) -> Option<Self> {

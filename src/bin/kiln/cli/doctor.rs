@@ -271,14 +271,15 @@ mod tests {
     #[test]
     fn kernels_are_grouped_by_file() {
         let sm90 = ["gemm_bf16_sm90", "gemm_fp8_sm90", "gemm_mixed_sm90"];
-        let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_mma"]);
+        let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_bf16_sm80"]);
         let tiles = |file| Tile::ALL.iter().filter(|tile| tile.kernel.file() == file).count();
         let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>()
             + "gemm_fp8_sm89, expand, lora_down, naive";
-        let shortcuts = ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_mma"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
+        let shortcuts =
+            ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_bf16_sm80"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
         let conv = format!(
-            "conv_sm90 ({} tiles), conv_mma (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
-            tiles("conv_sm90"),
+            "conv_bf16_sm90 ({} tiles), conv_bf16_sm80 (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
+            tiles("conv_bf16_sm90"),
             shortcuts.concat()
         );
         for (op, files) in [
@@ -287,7 +288,7 @@ mod tests {
             (OpKind::Linear, gemm.as_str()),
             (
                 OpKind::Attention,
-                "attention_sm90 (5 kernels), attention_wide_sm90 (2 kernels), attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_mma (2 kernels), attention_wide_mma (2 kernels), naive",
+                "attention_fp8_sm90 (2 kernels), attention_bf16_sm90 (3 kernels), attention_wide_bf16_sm90 (2 kernels), attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_bf16_sm80 (2 kernels), attention_wide_bf16_sm80 (2 kernels), naive",
             ),
             (OpKind::Conv, conv.as_str()),
         ] {

@@ -107,7 +107,7 @@ mod tests {
             release: Some("580.159.04".into()),
             subject: "FLUX.2 [klein] 4B (distilled), 1024x1024, 4 steps, bf16".into(),
             formats,
-            kernels: vec!["kl_gemm_mma_128"],
+            kernels: vec!["kl_gemm_bf16_sm80_128x128"],
             memory: (Some(15 << 30), 14 << 30),
             stages: vec![("encode", 0.05, Some(0.025)), ("a step", 0.3, Some(0.25)), ("total", 2.0, None)],
             predictor,

@@ -21,9 +21,10 @@ T& static_shared(const void* key, uint32_t alignment) {
 #define KL_ENTRY(name, Params, ...)                                                                                                    \
   void name(const Params& p);                                                                                                          \
   const ::kl_emu::Registration name##_registration{                                                                                    \
-      {KL_EMULATED_MODULE, #name, sizeof(Params), alignof(Params), [](const void* p) { name(*static_cast<const Params*>(p)); }, 0},     \
+      {KL_EMULATED_MODULE, #name, sizeof(Params), alignof(Params), [](const void* p) { name(*static_cast<const Params*>(p)); }, 0, 0},  \
       __VA_ARGS__};                                                                                                                    \
   void name(const Params& p)
+#define KL_TILE_ENTRY(name, Params, Config, ctas_per_sm) KL_ENTRY(name, Params, Config::kThreads, ctas_per_sm, Config::kSharedBytes)
 
 // The address of `name_key` stands for the variable: it is another one in each function and each instantiation of a template.
 #define KL_SHARED(type, name, bounds) KL_SHARED_ALIGNED(1, type, name, bounds)

@@ -6,12 +6,11 @@
 // shared memory per CTA.
 // Needs: heads of 512, or a single one of a multiple of 8 up to it; bf16, strides multiples of 8, 16-byte aligned addresses; outputs at 4-byte aligned addresses.
 #include <attention/wide_mma.cuh>
-#include <common/tile_row.cuh>
 
 using namespace kl::attention::portable;
 
-#define KL_ATTENTION_WIDE(file, queries, threads, ctas_per_sm, shared_bytes) \
-  static_assert(row_states<Wide<queries>::kThreads, threads>());             \
-  static_assert(row_states<Wide<queries>::kSharedBytes, shared_bytes>());    \
-  KL_ENTRY(kl_attention_wide_##queries, KlAttention, threads, ctas_per_sm) { Wide<queries>::run(p); }
-#include <tiles.def>
+#define KL_FAMILY_attention_wide_bf16_sm80 ~,
+#define KL_ROW(family, m, n, warps, ctas_per_sm) \
+  using Tile##m##x##n = Wide<m, n, warps>;       \
+  KL_TILE_ENTRY(kl_##family##_##m##x##n, KlAttention, Tile##m##x##n, ctas_per_sm) { Tile##m##x##n::run(p); }
+#include <kernels.def>

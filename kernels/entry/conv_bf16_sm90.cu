@@ -1,4 +1,4 @@
-// 3x3 convolution on Hopper: what kl_conv_mma computes, as an implicit GEMM with TMA, wgmma and thread-block clusters.
+// 3x3 convolution on Hopper: what kl_conv_bf16_sm80 computes, as an implicit GEMM with TMA, wgmma and thread-block clusters.
 //
 //   kl_conv_sm90_128x256, ...   out = conv(x) + bias + residual, or + a 1x1 convolution of another image, over NHWC images of bf16: same
 //                               size, after nearest-neighbor upsampling by two, or with stride two; and the moments of groups of
@@ -12,15 +12,13 @@
 // Upsampling is four convolutions with 2x2 filters, one for each phase of output pixels, which are the parts of one launch: the image of
 // twice the size is never written, and five of nine products are saved (Shi et al. 2016). The filters are added up where they are uploaded.
 // With stride two the image is four planes, of even and odd lines and columns, of which each tap reads one.
-#include <common/tile_row.cuh>
 #include <gemm/tma_mainloop.cuh>
 #include <conv/policies_sm90.cuh>
 
 using namespace kl::conv;
 
-#define KL_CONV_SM90(file, m, n, block_k, consumers, stages, mode, threads, shared_bytes, relative_cost)      \
-  using Tile##m##x##n = GemmConfig<ConvPolicies<(n & (n - 1)) == 0>, m, n, block_k, consumers, stages, ClusterMode::k##mode>;     \
-  static_assert(row_states<Tile##m##x##n::kThreads, threads>());                                                       \
-  static_assert(row_states<Tile##m##x##n::kSmemBytes, shared_bytes>());                                                \
-  KL_ENTRY(kl_##file##_##m##x##n, ConvParams, threads, 1) { gemm<Tile##m##x##n>(p); }
-#include <tiles.def>
+#define KL_FAMILY_conv_bf16_sm90 ~,
+#define KL_ROW(family, m, n, block_k, consumers, stages, mode, relative_cost)                                                 \
+  using Tile##m##x##n = GemmConfig<ConvPolicies<(n & (n - 1)) == 0>, m, n, block_k, consumers, stages, ClusterMode::k##mode>; \
+  KL_TILE_ENTRY(kl_##family##_##m##x##n, ConvParams, Tile##m##x##n, 1) { gemm<Tile##m##x##n>(p); }
+#include <kernels.def>

@@ -8,16 +8,14 @@
 // Bound: tensor cores; decoding 1024x1024 is 8.9 TFLOP.
 // Needs: bf16, input channels a multiple of 8, 16-byte aligned addresses, sides of at most KL_CONV_SIDE; for statistics full tiles of
 // channels and groups of 2, 4, ... 128 of them.
-#include <common/tile_row.cuh>
 #include <conv/kernel_mma.cuh>
 
 using namespace kl::conv::portable;
 
-#define KL_CONV_MMA(file, m, n, block_k, warps, stages, ctas_per_sm, threads, shared_bytes)                 \
-  using Tile##m##x##n = MmaTile<m, warps, block_k, stages>;                                                 \
-  static_assert(row_states<Tile##m##x##n::kBlockN, n>() && row_states<Tile##m##x##n::kThreads, threads>()); \
-  static_assert(row_states<Tile##m##x##n::kSharedBytes, shared_bytes>());                                   \
-  KL_ENTRY(kl_##file##_##m, KlConv, threads, ctas_per_sm) { conv<Tile##m##x##n>(p); }
-#include <tiles.def>
+#define KL_FAMILY_conv_bf16_sm80 ~,
+#define KL_ROW(family, m, n, block_k, warps, stages, ctas_per_sm) \
+  using Tile##m##x##n = MmaTile<m, n, warps, block_k, stages>;    \
+  KL_TILE_ENTRY(kl_##family##_##m##x##n, KlConv, Tile##m##x##n, ctas_per_sm) { conv<Tile##m##x##n>(p); }
+#include <kernels.def>
 
 KL_ENTRY(kl_conv_stats, KlConv, KL_CONV_STATS_THREADS) { conv_stats(p); }
