@@ -4,7 +4,7 @@ use crate::calibration::{block_linears, layer_name, values};
 use crate::engine::{Format, Model, files_of, model_folder};
 use crate::fixture;
 use crate::full::{Score, Source, limit};
-use crate::quantised::{QuantisedFiles, WeightFormat, open};
+use crate::quantised::{FORMATS, QuantisedFiles, content, open};
 use crate::report::{COLUMNS, Share, line};
 use crate::settings::number;
 use common::quantised::{Change, Content};
@@ -62,12 +62,12 @@ fn columns(name: &str, model: Model, limits: (usize, usize), sets: u64) -> (Colu
 fn score_like_bf16(formats: &[Format], leeway: Leeway) {
     let (sets, limits) = (number("KILN_SCORE_SEEDS", 3), (limit(), limit()));
     println!("{}", COLUMNS.join("  "));
-    let (bf16, _) = columns("bf16", Model::of_score(Format::Bf16), limits, sets);
+    let (bf16, _) = columns("bf16", Model::of_score(Format::BF16), limits, sets);
     let mut far = Vec::new();
     for format in formats {
-        let (quantised, model) = columns(format.name(), Model::of_score(*format), limits, sets);
+        let (quantised, model) = columns(format.name, Model::of_score(*format), limits, sets);
         println!("{} activations did not fit into FP8", model.saturated);
-        far.extend(apart(&bf16, &quantised, leeway).iter().map(|column| format!("{} {column}", format.name())));
+        far.extend(apart(&bf16, &quantised, leeway).iter().map(|column| format!("{} {column}", format.name)));
     }
     assert!(far.is_empty(), "further apart than they may be: {}", far.join(", "));
 }
@@ -75,31 +75,31 @@ fn score_like_bf16(formats: &[Format], leeway: Leeway) {
 #[test]
 #[ignore = "half an hour on two cores; this is the score in FP8 against that in bf16"]
 fn fp8_scores_like_bf16() {
-    score_like_bf16(&[Format::Fp8], FP8);
+    score_like_bf16(&[Format::FP8], FP8);
 }
 
 #[test]
 #[ignore = "most of an hour on two cores; this is the score in NVFP4 against that in bf16"]
 fn nvfp4_scores_like_bf16() {
-    score_like_bf16(&[Format::Nvfp4, Format::Nvfp4AsFp8], NVFP4);
+    score_like_bf16(&[Format::NVFP4, Format::NVFP4_AS_FP8], NVFP4);
 }
 
 #[test]
 #[ignore = "half an hour on two cores; this is the score of --quantize fp8 against that in bf16"]
 fn fp8_at_load_scores_like_bf16() {
-    score_like_bf16(&[Format::Fp8AtLoad], FP8);
+    score_like_bf16(&[Format::FP8_AT_LOAD], FP8);
 }
 
 #[test]
 #[ignore = "half an hour on two cores; this is the score of --quantize nvfp4 against that in bf16"]
 fn nvfp4_at_load_scores_like_bf16() {
-    score_like_bf16(&[Format::Nvfp4AtLoad], NVFP4);
+    score_like_bf16(&[Format::NVFP4_AT_LOAD], NVFP4);
 }
 
 #[test]
 #[ignore = "most of an hour on two cores; this is the score of NVFP4 weights by NVFP4 inputs against that in bf16"]
 fn w4a4_scores_like_bf16() {
-    score_like_bf16(&[Format::W4A4, Format::W4A4AtLoad], W4A4);
+    score_like_bf16(&[Format::W4A4, Format::W4A4_AT_LOAD], W4A4);
 }
 
 /// The rule itself: at the limit, and one verdict beyond it.
@@ -132,21 +132,22 @@ fn faults_break_the_rule() {
     // Two octaves of head room are used up, and four more are missing.
     let saturating: Change = |layer, _| layer.input_scale = layer.input_scale.map(|scale| scale / 64.0);
     let swapped: Change = |layer, _| layer.codes.iter_mut().for_each(|byte| *byte = byte.rotate_left(4));
-    let (bf16, _) = columns("bf16", Model::of_score(Format::Bf16), (1, 0), 1);
+    let (bf16, _) = columns("bf16", Model::of_score(Format::BF16), (1, 0), 1);
     let faults = [
-        (Format::Fp8, WeightFormat::Fp8, FP8, saturating),
-        (Format::Nvfp4, WeightFormat::Nvfp4, NVFP4, swapped),
-        (Format::Nvfp4AsFp8, WeightFormat::Nvfp4, NVFP4, saturating),
+        (Format::FP8, DType::E4m3, FP8, saturating),
+        (Format::NVFP4, DType::E2m1, NVFP4, swapped),
+        (Format::NVFP4_AS_FP8, DType::E2m1, NVFP4, saturating),
     ];
     // Each takes two images, so a short run takes one fault, which its seed draws.
     let drawn = seed(true) as usize % faults.len();
     for (_, (format, weights, leeway, fault)) in faults.into_iter().enumerate().filter(|(index, _)| long() || *index == drawn) {
-        let (right, sound) = columns(format.name(), Model::of_score(format), (1, 0), 1);
-        let (wrong, faulty) = columns("fault", Model::quantised(format, &weights.content().changed(fault)), (1, 0), 1);
+        let name = format.name;
+        let (right, sound) = columns(name, Model::of_score(format), (1, 0), 1);
+        let (wrong, faulty) = columns("fault", Model::quantised(format, &content(weights).changed(fault)), (1, 0), 1);
         println!("{} activations did not fit into FP8, {} with the fault", sound.saturated, faulty.saturated);
-        assert_eq!((sound.saturated > 0, faulty.saturated > 0), (false, format != Format::Nvfp4), "{format:?}");
-        assert!(apart(&bf16, &right, leeway).is_empty(), "{format:?}: {bf16:?} {right:?}");
-        assert!(!apart(&bf16, &wrong, leeway).is_empty(), "{format:?}: {bf16:?} {wrong:?}");
+        assert_eq!((sound.saturated > 0, faulty.saturated > 0), (false, name != "nvfp4"), "{name}");
+        assert!(apart(&bf16, &right, leeway).is_empty(), "{name}: {bf16:?} {right:?}");
+        assert!(!apart(&bf16, &wrong, leeway).is_empty(), "{name}: {bf16:?} {wrong:?}");
     }
 }
 
@@ -160,22 +161,22 @@ struct Rounding {
 
 impl Rounding {
     /// Errors are evenly distributed over the distance of two numbers.
-    fn of(format: WeightFormat, values: &[f32]) -> Self {
+    fn of(format: DType, values: &[f32]) -> Self {
         let squares = |values: &[f32]| values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>();
         let largest = |values: &[f32]| values.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
-        let scale = largest(values) / format.largest();
+        let scale = largest(values) / format.format().largest;
         let off = |value: &f32, part: f32, least: f32| f64::from((value.abs() * part).max(least)) * (1.0 + 1e-6);
         match format {
             // Three bits of mantissa: the distance is an eighth of a number at the lower end of an octave and a sixteenth of one
             // at the upper end. Below the normal numbers it is 2^-9 times the scale.
-            WeightFormat::Fp8 => Self {
+            DType::E4m3 => Self {
                 errors: [16.0, 8.0].map(|parts| 1.0 / parts / 12.0_f64.sqrt()),
                 allowed: values.iter().map(|value| off(value, 1.0 / 16.0, scale / 1024.0)).collect(),
             },
             // One bit of mantissa: the distance is a half to a quarter of a number, and below the normal numbers half of the
             // block's unit. That is a sixth of the block's largest value, rounded to e4m3. The error of this value is only that of
             // the unit, and the least leaves it out.
-            WeightFormat::Nvfp4 => {
+            _ => {
                 let unit = |block: &[f32]| (largest(block) / 6.0 * (1.0 + 1.0 / 16.0)).max(largest(block) / 6.0 + scale / 1024.0);
                 let blocks = || values.chunks_exact(BLOCK);
                 let others = squares(values) - blocks().map(|block| f64::from(largest(block)).powi(2)).sum::<f64>();
@@ -191,7 +192,7 @@ impl Rounding {
 }
 
 /// The error of every layer's weight has to be that of rounding.
-fn check_errors(format: WeightFormat, content: &Content) -> Result<(), String> {
+fn check_errors(format: DType, content: &Content) -> Result<(), String> {
     let (files, plain) = (QuantisedFiles::write(content), open(&files_of(&model_folder())));
     let quantised = open(&files.files);
     for spec in block_linears(&plain).0 {
@@ -210,16 +211,15 @@ fn check_errors(format: WeightFormat, content: &Content) -> Result<(), String> {
 
 #[test]
 fn the_files_are_what_they_claim() {
-    WeightFormat::ALL.into_iter().for_each(check_file);
+    FORMATS.into_iter().for_each(check_file);
 }
 
 /// The file has what those of Black Forest Labs have, and its weights are the model's, rounded.
-fn check_file(format: WeightFormat) {
-    let (content, files) = (format.content(), files_of(&model_folder()));
+fn check_file(format: DType) {
+    let (content, files) = (content(format), files_of(&model_folder()));
     let written = QuantisedFiles::write(content);
     let (plain, quantised) = (open(&files), open(&written.files));
     let (linears, rest) = block_linears(&plain);
-    let dtype = if format == WeightFormat::Fp8 { DType::E4m3 } else { DType::E2m1 };
     let [mut doubles, mut singles] = [BTreeSet::new(), BTreeSet::new()];
     for name in linears.iter().map(layer_name) {
         let (kind, rest) = name.split_once("_blocks.").unwrap();
@@ -235,9 +235,9 @@ fn check_file(format: WeightFormat) {
     for spec in &linears {
         let weight = quantised.weight(spec).unwrap();
         let [part] = &weight.parts[..] else { panic!("{} has {} parts", spec.name, weight.parts.len()) };
-        assert_eq!((part.dtype, part.rows), (dtype, spec.shape[0]), "{}", spec.name);
+        assert_eq!((part.dtype, part.rows), (format, spec.shape[0]), "{}", spec.name);
         let input =
-            weight.input.filter(|input| input.dtype == dtype).unwrap_or_else(|| panic!("{}: {:?}", spec.name, weight.input));
+            weight.input.filter(|input| input.dtype == format).unwrap_or_else(|| panic!("{}: {:?}", spec.name, weight.input));
         let is_largest = |code: &u8| code & 0x7f == 0x7e;
         let (scale, has_largest) = match (&part.scaling, input) {
             (SliceScaling::Tensor(_), Stored { scales: Scales::Tensor(scale), .. }) => (scale, part.bytes.iter().any(is_largest)),
@@ -260,8 +260,8 @@ fn check_file(format: WeightFormat) {
     assert_eq!((model.variant, &model.warnings), (original.variant, &original.warnings));
     let formats = model.formats(LoadOptions::default(), GemmFormats::ALL).unwrap();
     let found: BTreeMap<_, _> =
-        formats.layers.iter().filter(|l| l.input == dtype).map(|l| (l.id.canonical(), &l.parts)).collect();
-    assert!(found.values().all(|parts| parts.iter().all(|part| (part.stored, part.held) == (dtype, dtype))));
+        formats.layers.iter().filter(|l| l.input == format).map(|l| (l.id.canonical(), &l.parts)).collect();
+    assert!(found.values().all(|parts| parts.iter().all(|part| (part.stored, part.held) == (format, format))));
     assert_eq!(found.into_keys().collect::<BTreeSet<_>>(), linears.iter().map(|spec| spec.name.clone()).collect());
 
     check_errors(format, content).unwrap();

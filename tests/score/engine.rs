@@ -1,6 +1,6 @@
 //! Generates images through the library.
 
-use crate::quantised::{QuantisedFiles, WeightFormat};
+use crate::quantised::{QuantisedFiles, content};
 use crate::render::Image;
 use crate::settings::choice;
 use crate::world::SIDE;
@@ -14,8 +14,7 @@ use kiln::internals::model::{AttentionFormat, Nvfp4Math};
 use kiln::internals::noise::NoiseKind;
 use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
 use kiln::internals::sequence::Pixels;
-use kiln::internals::tensor::DType;
-use kiln::internals::tensor::Precision;
+use kiln::internals::tensor::{DType, Precision};
 use kiln::internals::tokenizer::Padding;
 use kiln::locate::{Found, LocateRequest, ModelFiles, locate};
 use kiln::progress::Silent;
@@ -50,102 +49,69 @@ fn located(folder: &Path) -> Found {
 }
 
 /// What a model computes in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    F32,
-    Bf16,
-    /// Linear layers of the transformer's blocks in e4m3, the rest in bf16.
-    Fp8,
-    /// Weights of these layers in NVFP4, inputs in bf16.
-    Nvfp4,
-    /// Weights and inputs of these layers in NVFP4.
-    W4A4,
-    /// Weights of these layers in NVFP4 in the file, encoded again as e4m3, and inputs in e4m3.
-    Nvfp4AsFp8,
-    /// The plain model, quantised to FP8 when it is loaded, without calibration; the text encoder's weights, too.
-    Fp8AtLoad,
-    /// The same with weights in NVFP4 and inputs in bf16.
-    Nvfp4AtLoad,
-    /// The same with inputs in NVFP4 as well.
-    W4A4AtLoad,
+#[derive(Clone, Copy, Debug)]
+pub struct Format {
+    pub name: &'static str,
+    /// The format of the file's quantised weights, which are those of the linear layers of the transformer's blocks.
+    weights: Option<DType>,
+    /// What the same weights of the plain model, and those of the text encoder, are quantised to when it is loaded, without calibration.
+    at_load: Option<DType>,
+    /// What NVFP4 weights are multiplied as.
+    nvfp4_math: Nvfp4Math,
+    /// Whether a device has the GEMM; otherwise it would expand the weights and multiply in bf16.
+    is_multiplied_by: fn(GemmFormats) -> bool,
 }
 
 impl Format {
+    pub const F32: Self =
+        Self { name: "f32", weights: None, at_load: None, nvfp4_math: Nvfp4Math::Auto, is_multiplied_by: |_| true };
+    pub const BF16: Self = Self { name: "bf16", ..Self::F32 };
+    /// Weights and inputs in e4m3, the rest in bf16.
+    pub const FP8: Self = Self { name: "fp8", weights: Some(DType::E4m3), is_multiplied_by: |gemms| gemms.w8a8, ..Self::F32 };
+    /// Weights in NVFP4, inputs in bf16.
+    pub const NVFP4: Self = Self {
+        name: "nvfp4",
+        weights: Some(DType::E2m1),
+        nvfp4_math: Nvfp4Math::Bf16,
+        is_multiplied_by: |gemms| gemms.w4a16,
+        ..Self::F32
+    };
+    /// Weights and inputs in NVFP4.
+    pub const W4A4: Self =
+        Self { name: "w4a4", nvfp4_math: Nvfp4Math::Auto, is_multiplied_by: |gemms| gemms.w4a4, ..Self::NVFP4 };
+    /// Weights in NVFP4 in the file, encoded again as e4m3, and inputs in e4m3.
+    pub const NVFP4_AS_FP8: Self =
+        Self { name: "nvfp4-as-fp8", nvfp4_math: Nvfp4Math::Fp8, is_multiplied_by: |gemms| gemms.w8a8, ..Self::NVFP4 };
+    pub const FP8_AT_LOAD: Self = Self { name: "fp8-at-load", ..Self::FP8.at_load() };
+    pub const NVFP4_AT_LOAD: Self = Self { name: "nvfp4-at-load", ..Self::NVFP4.at_load() };
+    pub const W4A4_AT_LOAD: Self = Self { name: "w4a4-at-load", ..Self::W4A4.at_load() };
+
     const ALL: [Self; 9] = [
         Self::F32,
-        Self::Bf16,
-        Self::Fp8,
-        Self::Nvfp4,
+        Self::BF16,
+        Self::FP8,
+        Self::NVFP4,
         Self::W4A4,
-        Self::Nvfp4AsFp8,
-        Self::Fp8AtLoad,
-        Self::Nvfp4AtLoad,
-        Self::W4A4AtLoad,
+        Self::NVFP4_AS_FP8,
+        Self::FP8_AT_LOAD,
+        Self::NVFP4_AT_LOAD,
+        Self::W4A4_AT_LOAD,
     ];
+
+    /// The format of weights that become so when they are loaded.
+    const fn at_load(self) -> Self {
+        Self { weights: None, at_load: self.weights, ..self }
+    }
 
     /// What `KILN_SCORE_FORMAT` says, or else bf16 on a GPU and f32 on the CPU.
     pub fn of_score() -> Self {
-        choice("KILN_SCORE_FORMAT", &Self::ALL.map(|format| (format.name(), format))).unwrap_or(if on_gpu() {
-            Self::Bf16
-        } else {
-            Self::F32
-        })
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::Fp8 => "fp8",
-            Self::Nvfp4 => "nvfp4",
-            Self::W4A4 => "w4a4",
-            Self::Nvfp4AsFp8 => "nvfp4-as-fp8",
-            Self::Fp8AtLoad => "fp8-at-load",
-            Self::Nvfp4AtLoad => "nvfp4-at-load",
-            Self::W4A4AtLoad => "w4a4-at-load",
-        }
-    }
-
-    /// The format of the file's quantised weights.
-    fn weights(self) -> Option<WeightFormat> {
-        match self {
-            Self::F32 | Self::Bf16 | Self::Fp8AtLoad | Self::Nvfp4AtLoad | Self::W4A4AtLoad => None,
-            Self::Fp8 => Some(WeightFormat::Fp8),
-            Self::Nvfp4 | Self::W4A4 | Self::Nvfp4AsFp8 => Some(WeightFormat::Nvfp4),
-        }
-    }
-
-    /// What weights of the plain model are quantised to when it is loaded.
-    fn at_load(self) -> Option<DType> {
-        match self {
-            Self::Fp8AtLoad => Some(DType::E4m3),
-            Self::Nvfp4AtLoad | Self::W4A4AtLoad => Some(DType::E2m1),
-            Self::F32 | Self::Bf16 | Self::Fp8 | Self::Nvfp4 | Self::W4A4 | Self::Nvfp4AsFp8 => None,
-        }
-    }
-
-    /// What NVFP4 weights are multiplied as.
-    fn nvfp4_math(self) -> Nvfp4Math {
-        match self {
-            Self::Nvfp4 | Self::Nvfp4AtLoad => Nvfp4Math::Bf16,
-            Self::Nvfp4AsFp8 => Nvfp4Math::Fp8,
-            Self::F32 | Self::Bf16 | Self::Fp8 | Self::W4A4 | Self::Fp8AtLoad | Self::W4A4AtLoad => Nvfp4Math::Auto,
-        }
-    }
-
-    /// Whether a device has the GEMM; otherwise it would expand the weights and multiply in bf16.
-    fn is_multiplied_by(self, gemms: GemmFormats) -> bool {
-        match self {
-            Self::F32 | Self::Bf16 => true,
-            Self::Fp8 | Self::Nvfp4AsFp8 | Self::Fp8AtLoad => gemms.w8a8,
-            Self::Nvfp4 | Self::Nvfp4AtLoad => gemms.w4a16,
-            Self::W4A4 | Self::W4A4AtLoad => gemms.w4a4,
-        }
+        let default = if on_gpu() { Self::BF16 } else { Self::F32 };
+        choice("KILN_SCORE_FORMAT", &Self::ALL.map(|format| (format.name, format))).unwrap_or(default)
     }
 
     /// The precision of what is not quantised.
     pub fn precision(self) -> Precision {
-        if self == Self::F32 { Precision::F32 } else { Precision::Bf16 }
+        if self.name == Self::F32.name { Precision::F32 } else { Precision::Bf16 }
     }
 }
 
@@ -199,12 +165,12 @@ pub struct Model {
 impl Model {
     /// The model that is scored.
     pub fn of_score(format: Format) -> Self {
-        match format.weights() {
-            Some(weights) => Self::quantised(format, weights.content()),
+        match format.weights {
+            Some(weights) => Self::quantised(format, content(weights)),
             None => {
                 let backend = backend();
-                assert!(format.is_multiplied_by(backend.gemm_formats()), "this device has no GEMM of {format:?}");
-                let (precision, quantise) = (format.precision(), format.at_load());
+                assert!((format.is_multiplied_by)(backend.gemm_formats()), "this device has no GEMM of {}", format.name);
+                let (precision, quantise) = (format.precision(), format.at_load);
                 let attention = quantise.map_or(AttentionFormat::Auto, |_| attention());
                 Self::load(backend, &located(&model_folder()), LoadOptions { attention, precision, quantise, ..OPTIONS })
             }
@@ -219,8 +185,8 @@ impl Model {
     /// The model that is scored, with this transformer.
     pub fn quantised(format: Format, content: &Content) -> Self {
         let (backend, files) = (backend(), QuantisedFiles::write(content));
-        assert!(format.is_multiplied_by(backend.gemm_formats()), "this device has no GEMM of {format:?}");
-        let options = LoadOptions { attention: attention(), nvfp4_math: format.nvfp4_math(), ..OPTIONS };
+        assert!((format.is_multiplied_by)(backend.gemm_formats()), "this device has no GEMM of {}", format.name);
+        let options = LoadOptions { attention: attention(), nvfp4_math: format.nvfp4_math, ..OPTIONS };
         let model = Self::load(backend, &files.found(), options);
         Self { _files: Some(files), ..model }
     }

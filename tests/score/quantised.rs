@@ -19,71 +19,52 @@ use std::sync::LazyLock;
 /// e4m3 are relatively as dense, and NVFP4's scales of blocks are such numbers.
 const HEAD_ROOM: f32 = 4.0;
 
-/// The format of quantised weights, and of inputs that are quantised with them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightFormat {
-    /// e4m3 with one scale per tensor.
-    Fp8,
-    Nvfp4,
+/// The formats of quantised weights, and of inputs that are quantised with them: e4m3 with one scale of each tensor, and NVFP4.
+pub const FORMATS: [DType; 2] = [DType::E4m3, DType::E2m1];
+
+/// The scale of a layer's input: a power of two.
+fn input_scale(format: DType, largest: f32) -> f32 {
+    assert!(largest.is_finite() && largest > 0.0, "the largest input is {largest}");
+    2.0_f32.powi((HEAD_ROOM * largest / format.format().largest).log2().ceil() as i32)
 }
 
-impl WeightFormat {
-    pub const ALL: [Self; 2] = [Self::Fp8, Self::Nvfp4];
-
-    /// The largest value of a tensor whose scale is one.
-    pub const fn largest(self) -> f32 {
-        match self {
-            Self::Fp8 => 448.0,
-            Self::Nvfp4 => 6.0 * 448.0,
-        }
+/// The elements of a weight with this scale, and the scales of blocks, row by row.
+fn encode(format: DType, values: &[f32], scale: f32) -> (Vec<u8>, Option<Vec<u8>>) {
+    if format == DType::E4m3 {
+        return (values.iter().map(|value| to_e4m3(value / scale)).collect(), None);
     }
+    let mut codes = vec![0; values.len() / 2];
+    let blocks = values.chunks_exact(BLOCK).zip(codes.chunks_exact_mut(BLOCK / 2));
+    let scales = blocks.map(|(values, codes)| encode_block(values, scale, codes)).collect();
+    (codes, Some(scales))
+}
 
-    /// The scale of a layer's input: a power of two.
-    fn input_scale(self, largest: f32) -> f32 {
-        assert!(largest.is_finite() && largest > 0.0, "the largest input is {largest}");
-        2.0_f32.powi((HEAD_ROOM * largest / self.largest()).log2().ceil() as i32)
-    }
+/// The transformer in this format, calibrated by the largest inputs of its layers.
+fn quantise(format: DType, weights: &Weights, inputs: &Largest) -> Content {
+    let (linears, rest) = block_linears(weights);
+    let layer = |spec: &TensorSpec| {
+        let (name, values) = (layer_name(spec).to_owned(), values(weights, spec));
+        let scale = values.iter().fold(0.0, |most: f32, value| most.max(value.abs())) / format.format().largest;
+        let (codes, blocks) = encode(format, &values, scale);
+        let input = *inputs.get(&name).unwrap_or_else(|| panic!("{name} was not calibrated"));
+        let (rows, cols, input_scale) = (spec.shape[0], spec.shape[1], Some(input_scale(format, input)));
+        Layer { name, rows, cols, codes, blocks, scale, input_scale }
+    };
+    let plain = |spec: &TensorSpec| {
+        let bytes = DType::Bf16.encoded(&values(weights, spec));
+        Plain { name: spec.name.clone(), dtype: Dtype::BF16, shape: spec.shape.clone(), bytes }
+    };
+    Content { layers: linears.iter().map(layer).collect(), plain: rest.iter().map(plain).collect() }
+}
 
-    /// The elements of a weight with this scale, and the scales of blocks, row by row.
-    fn encode(self, values: &[f32], scale: f32) -> (Vec<u8>, Option<Vec<u8>>) {
-        match self {
-            Self::Fp8 => (values.iter().map(|value| to_e4m3(value / scale)).collect(), None),
-            Self::Nvfp4 => {
-                let mut codes = vec![0; values.len() / 2];
-                let blocks = values.chunks_exact(BLOCK).zip(codes.chunks_exact_mut(BLOCK / 2));
-                let scales = blocks.map(|(values, codes)| encode_block(values, scale, codes)).collect();
-                (codes, Some(scales))
-            }
-        }
-    }
-
-    /// The transformer in this format, calibrated by the largest inputs of its layers.
-    fn quantise(self, weights: &Weights, inputs: &Largest) -> Content {
-        let (linears, rest) = block_linears(weights);
-        let layer = |spec: &TensorSpec| {
-            let (name, values) = (layer_name(spec).to_owned(), values(weights, spec));
-            let scale = values.iter().fold(0.0, |most: f32, value| most.max(value.abs())) / self.largest();
-            let (codes, blocks) = self.encode(&values, scale);
-            let input = *inputs.get(&name).unwrap_or_else(|| panic!("{name} was not calibrated"));
-            let (rows, cols, input_scale) = (spec.shape[0], spec.shape[1], Some(self.input_scale(input)));
-            Layer { name, rows, cols, codes, blocks, scale, input_scale }
-        };
-        let plain = |spec: &TensorSpec| {
-            let bytes = DType::Bf16.encoded(&values(weights, spec));
-            Plain { name: spec.name.clone(), dtype: Dtype::BF16, shape: spec.shape.clone(), bytes }
-        };
-        Content { layers: linears.iter().map(layer).collect(), plain: rest.iter().map(plain).collect() }
-    }
-
-    /// The transformer of the model that is scored, which is calibrated once.
-    pub fn content(self) -> &'static Content {
-        static CONTENTS: LazyLock<[Content; 2]> = LazyLock::new(|| {
-            let (folder, weights) = (model_folder(), open(&files_of(&model_folder())));
-            let inputs = calibrate(&folder, &weights);
-            WeightFormat::ALL.map(|format| format.quantise(&weights, &inputs))
-        });
-        &CONTENTS[self as usize]
-    }
+/// The transformer of the model that is scored in one of the formats. It is calibrated once.
+pub fn content(format: DType) -> &'static Content {
+    static CONTENTS: LazyLock<[Content; 2]> = LazyLock::new(|| {
+        let (folder, weights) = (model_folder(), open(&files_of(&model_folder())));
+        let inputs = calibrate(&folder, &weights);
+        FORMATS.map(|format| quantise(format, &weights, &inputs))
+    });
+    FORMATS.iter().zip(&*CONTENTS).find(|(known, _)| **known == format).unwrap().1
 }
 
 /// The transformer of a model.
