@@ -124,7 +124,8 @@ impl PlannedFile {
         };
         for SourceLayer { spec, .. } in layers.iter_mut().filter(|_| part == Component::Transformer) {
             let constant = spec.format.and_then(|format| constant_scale(spec.layer?, format));
-            spec.has_input_scale = spec.format.is_some() && (calibration.is_some() || constant.is_some());
+            spec.has_input_scale =
+                spec.format.is_some_and(|format| format.format().holds_results) && (calibration.is_some() || constant.is_some());
         }
         let layout = FileLayout::new(part, *layout, &layers.iter().map(|layer| layer.spec.clone()).collect::<Vec<_>>());
         Ok(Self { part, path: path.into(), weights: weights.clone(), layers, layout })

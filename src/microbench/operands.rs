@@ -37,9 +37,8 @@ const PERIOD: usize = 1_000_003;
 const INPUT_SCALE: f32 = 1.0 / 64.0;
 /// Scale of NVFP4 inputs: values up to ten, as block scales go up to 448 and elements to six.
 const NVFP4_INPUT_SCALE: f32 = 1.0 / 256.0;
-/// Scales of e4m3 and NVFP4 weights: as large as those in bf16.
-const WEIGHT_SCALE: f32 = 0.1 / 448.0;
-const NVFP4_SCALE: f32 = 0.1 / (6.0 * 448.0);
+/// The largest magnitude of weights, in all formats.
+const WEIGHT_SIZE: f32 = 0.1;
 /// Queries and keys have a scale of one and about a third of the size of other values, which makes scores of the usual size.
 const HEAD_SIZE: f32 = 0.33;
 /// Rows that are normalised at a time to make NVFP4 inputs, whole tiles of their scales.
@@ -79,11 +78,8 @@ impl Operands {
 
     /// What linear layers have their inputs stored as.
     fn input_format(&self) -> Stored {
-        match self.formats.inputs {
-            DType::E4m3 => Stored::fp8(scale(INPUT_SCALE)),
-            DType::E2m1 => Stored::nvfp4(scale(NVFP4_INPUT_SCALE)),
-            plain => Stored::plain(plain),
-        }
+        let dtype = self.formats.inputs;
+        Stored::scaled(dtype, scale(if dtype == DType::E2m1 { NVFP4_INPUT_SCALE } else { INPUT_SCALE }))
     }
 
     /// What queries and keys are stored as.
@@ -137,11 +133,8 @@ impl Operands {
     }
 
     pub fn linear(&mut self, rows: usize, cols: usize) -> Result<Linear> {
-        let stored = match self.formats.weights {
-            DType::E4m3 => Stored::fp8(scale(WEIGHT_SCALE)),
-            DType::E2m1 => Stored::nvfp4(scale(NVFP4_SCALE)),
-            plain => Stored::plain(plain),
-        };
+        let dtype = self.formats.weights;
+        let stored = Stored::scaled(dtype, scale(WEIGHT_SIZE / dtype.format().largest));
         let weight = self.weight_stored(rows, cols, stored, Role::Linear)?;
         Ok(Linear { input: self.input_format(), ..Linear::new(weight, None) })
     }
@@ -160,7 +153,7 @@ impl Operands {
     pub fn fill(&mut self, be: &mut dyn Backend) -> Result<()> {
         let noise = noise();
         let times = |factor: f32| noise.iter().map(|v| factor * v).collect::<Vec<_>>();
-        let weights = DType::Bf16.encoded(&times(0.1));
+        let weights = DType::Bf16.encoded(&times(WEIGHT_SIZE));
         // The codes of quantised weights, and NVFP4's scales of blocks.
         let (codes, blocks) = match self.formats.weights {
             DType::E4m3 => (DType::E4m3.encoded(&times(448.0)), Vec::new()),

@@ -44,12 +44,14 @@ pub const fn dtype_code(dtype: DType) -> u32 {
 
 /// Bits of an element of a dtype of `abi.h`.
 const fn bits(dtype: u32) -> u64 {
-    match dtype {
-        abi::KL_F32 => 32,
-        abi::KL_U8 | abi::KL_E4M3 => 8,
-        abi::KL_E2M1 => 4,
-        _ => 16,
+    let mut all = DType::ALL;
+    while let [first, rest @ ..] = all {
+        if dtype_code(*first) == dtype {
+            return first.bits() as u64;
+        }
+        all = rest;
     }
+    16
 }
 
 /// Bytes of consecutive elements of a dtype of `abi.h`.

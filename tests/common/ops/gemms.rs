@@ -3,13 +3,27 @@
 use super::cases::{EPS, Table, WEIGHT_TYPES};
 use super::formats::Filed;
 use super::oracle::{Filter, Heads};
-use super::{Check, Operand, SMALL, want};
+use super::{Check, Mat, Operand, Rig, SMALL, want};
 use kiln::internals::backend::{Conv, GatedGemm, Gemm, Linear, Op, Projection, QkNorm, Role, Rope, RopeStyle, Sampling};
 use kiln::internals::tensor::DType::{self, Bf16, E4m3, E5m2, F32};
 use kiln::internals::tensor::{Nvfp4Layout, Stored};
 
 fn linear_of(weight: &Operand, bias: Option<&Operand>) -> Linear {
     Linear::new(weight.t, bias.map(|b| b.t))
+}
+
+/// Runs a linear layer without bias on an input.
+pub fn run_linear(rig: &mut Rig<'_>, x: &Operand, w: &Linear, host: &Mat) {
+    let out = rig.output(x.t.rows, host.rows);
+    rig.run(Op::Linear(&[Gemm { out, x: x.t, w }]), &[(out, want!(linear(&x.host, host, None)))]);
+}
+
+/// Runs a gated layer that is added to what is there.
+pub fn run_gated(rig: &mut Rig<'_>, x: &Operand, w: &Linear, host: &Mat) {
+    let (gate, into) = (rig.input(1, host.rows, |v| v), rig.updated(x.t.rows, host.rows));
+    let stream = GatedGemm { into: into.t, x: x.t, w, gate: Some(gate.t) };
+    let want = want!(gate_residual(&into.host, &x.host, host, None, Some(&gate.host)));
+    rig.run(Op::LinearGateResidual(&[stream]), &[(into.t, want)]);
 }
 
 /// M, K and N of GEMMs.
@@ -58,20 +72,16 @@ pub fn all(table: &mut Table) {
     // Many long rows: operand A is too large to be decoded at once.
     table.add("linear 1031x8209x3".into(), |rig| {
         let w = rig.weight(Role::Linear, &[3], 8209, Bf16, Bf16);
-        let (x, out) = (rig.input(1031, 8209, |v| v), rig.output(1031, 3));
-        let linear = linear_of(&w, None);
-        let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
-        rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
+        let x = rig.input(1031, 8209, |v| v);
+        run_linear(rig, &x, &linear_of(&w, None), &w.host);
     });
     // Storage of a weight: one part, or three as for q, k and v with the second one misaligned, in every pair of dtypes.
     for (from, to) in WEIGHT_TYPES {
         for parts in [&[131][..], &[64, 1, 66]] {
             table.add(format!("linear with weight {from:?} as {to:?} in {} parts", parts.len()), move |rig| {
                 let w = rig.weight(Role::Linear, parts, 129, from, to);
-                let (x, out) = (rig.input(113, 129, |v| v), rig.output(113, 131));
-                let linear = linear_of(&w, None);
-                let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
-                rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
+                let x = rig.input(113, 129, |v| v);
+                run_linear(rig, &x, &linear_of(&w, None), &w.host);
             });
         }
     }
@@ -179,10 +189,8 @@ fn linear_expanded(table: &mut Table, name: String, parts: Vec<(usize, Filed)>, 
     table.add(format!("linear with weight {name}"), move |rig| {
         // A width of whole blocks that is not one of whole tiles of block scales.
         let w = rig.expanded(Role::Linear, &parts, 112, to);
-        let (x, out) = (rig.input(19, 112, |v| v), rig.output(19, w.t.rows));
-        let linear = linear_of(&w, None);
-        let op = Op::Linear(&[Gemm { out, x: x.t, w: &linear }]);
-        rig.run(op, &[(out, want!(linear(&x.host, &w.host, None)))]);
+        let x = rig.input(19, 112, |v| v);
+        run_linear(rig, &x, &linear_of(&w, None), &w.host);
     });
 }
 

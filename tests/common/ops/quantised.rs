@@ -5,9 +5,10 @@
 use super::attention::{Heads, Ranges, into_ranges};
 use super::cases::{ALL, EPS, TWO, Table, two_layer_norms};
 use super::formats::Filed;
+use super::gemms::{run_gated, run_linear};
 use super::oracle;
 use super::{Case, Check, Mat, Operand, Rig, Sums, want};
-use kiln::internals::backend::{GatedGemm, Gemm, Linear, LoraBranch, Op, Projection, QkNorm, Role, Rope, RopeStyle};
+use kiln::internals::backend::{Gemm, Linear, LoraBranch, Op, Projection, QkNorm, Role, Rope, RopeStyle};
 use kiln::internals::tensor::DType::{Bf16, E4m3, E5m2, F32};
 use kiln::internals::tensor::{Nvfp4Layout, Scale, Stored};
 use std::ops::Range;
@@ -173,9 +174,8 @@ fn linear(table: &mut Table) {
     for (input_name, format) in inputs() {
         table.add(format!("linear 1031 rows of nvfp4 by {input_name}"), move |rig| {
             let (format, x) = input(rig, format, 1031, 64);
-            let ((w, host), out) = (layer(rig, &[(70, NVFP4)], 64, format), rig.output(1031, 70));
-            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
-            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+            let (w, host) = layer(rig, &[(70, NVFP4)], 64, format);
+            run_linear(rig, &x, &w, &host);
         });
     }
     // NVFP4 is sliced at whole tiles of block scales.
@@ -183,10 +183,7 @@ fn linear(table: &mut Table) {
         table.add(format!("linear with rows {rows:?} of three parts"), move |rig| {
             let (format, x) = input(rig, None, 9, 112);
             let (all, host) = layer(rig, &[(67, FP8_ROWS), (280, NVFP4), (105, FP8)], 112, format);
-            let (w, out) = (all.rows(rows.clone()), rig.output(9, rows.len()));
-            let host = host_rows(&host, rows.clone());
-            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
-            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+            run_linear(rig, &x, &all.rows(rows.clone()), &host_rows(&host, rows.clone()));
         });
     }
 }
@@ -237,10 +234,7 @@ fn gate_residual(table: &mut Table) {
             table.add(format!("linear_gate_residual of {weight_name} by {input_name}"), move |rig| {
                 let (input_format, x) = input(rig, input_format, 19, 112);
                 let (w, host) = layer(rig, &[(131, format)], 112, input_format);
-                let (gate, into) = (rig.input(1, 131, |v| v), rig.updated(19, 131));
-                let stream = GatedGemm { into: into.t, x: x.t, w: &w, gate: Some(gate.t) };
-                let want = want!(gate_residual(&into.host, &x.host, &host, None, Some(&gate.host)));
-                rig.run(Op::LinearGateResidual(&[stream]), &[(into.t, want)]);
+                run_gated(rig, &x, &w, &host);
             });
         }
     }
@@ -364,17 +358,14 @@ fn lora(table: &mut Table) {
             (x, with_lora(rig, layer, 7))
         };
         table.add(format!("linear of {name} with low rank"), move |rig| {
-            let ((x, (w, host)), out) = (layer(rig, 131), rig.output(21, 131));
-            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
-            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+            let (x, (w, host)) = layer(rig, 131);
+            run_linear(rig, &x, &w, &host);
         });
         // NVFP4 is sliced at whole tiles of block scales, as at the end of the first part.
         let rows = if format == NVFP4 { 96..130 } else { 40..130 };
         table.add(format!("linear of {name} with low rank, some rows"), move |rig| {
-            let ((x, (all, host)), out) = (layer(rig, 131), rig.output(21, rows.len()));
-            let (w, host) = (all.rows(rows.clone()), host_rows(&host, rows.clone()));
-            let op = Op::Linear(&[Gemm { out, x: x.t, w: &w }]);
-            rig.run(op, &[(out, want!(linear(&x.host, &host, None)))]);
+            let (x, (all, host)) = layer(rig, 131);
+            run_linear(rig, &x, &all.rows(rows.clone()), &host_rows(&host, rows.clone()));
         });
         table.add(format!("linear_swiglu of {name} with low rank"), move |rig| {
             let ((x, (w, host)), out) = (layer(rig, 192), rig.output(21, 96));
@@ -382,11 +373,8 @@ fn lora(table: &mut Table) {
             rig.run(op, &[(out, want!(swiglu(&x.host, &host, 0, 96)))]);
         });
         table.add(format!("linear_gate_residual of {name} with low rank"), move |rig| {
-            let ((x, (w, host)), into) = (layer(rig, 131), rig.updated(21, 131));
-            let gate = rig.input(1, 131, |v| v);
-            let stream = GatedGemm { into: into.t, x: x.t, w: &w, gate: Some(gate.t) };
-            let want = want!(gate_residual(&into.host, &x.host, &host, None, Some(&gate.host)));
-            rig.run(Op::LinearGateResidual(&[stream]), &[(into.t, want)]);
+            let (x, (w, host)) = layer(rig, 131);
+            run_gated(rig, &x, &w, &host);
         });
     }
 }
