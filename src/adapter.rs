@@ -303,7 +303,7 @@ mod tests {
     //! Adapters made here, against deltas that are computed in f64 element by element.
 
     use super::*;
-    use crate::config::TransformerConfig;
+    use crate::config::{Configs, TransformerConfig};
     use crate::model::transformer_manifest;
     use crate::tensor::Bytes;
     use safetensors::tensor::{Dtype, TensorView, serialize};
@@ -312,7 +312,7 @@ mod tests {
 
     /// A transformer with two blocks of each kind.
     fn config() -> TransformerConfig {
-        TransformerConfig { hidden: 128, double_blocks: 2, single_blocks: 2, ..TransformerConfig::klein_4b() }
+        TransformerConfig { hidden: 128, double_blocks: 2, single_blocks: 2, ..Configs::KLEIN_4B.transformer }
     }
 
     fn targets() -> LayerTargets {

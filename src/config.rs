@@ -6,24 +6,33 @@
 mod defaults;
 mod detect;
 mod json;
+mod models;
 mod variant;
 
 pub use defaults::{Guidance, ModelDefaults};
 pub use detect::check_scheduler;
 pub use json::ConfigFile;
-pub use variant::{Variant, display_name};
+pub use models::{MODELS, ModelSize, ModelSpec, SIZES, display_name, supported, supported_encoders};
+pub use variant::{GuidedBy, Variant, VariantSpec};
 
 use crate::error::{Error, Result};
 
 /// Width of an attention head, in the transformer and in the text encoder alike.
 pub const HEAD_DIM: usize = 128;
 
-/// Layers of Qwen3 whose output klein takes as prompt embeddings, and layers of Mistral Small whose output \[dev\] takes.
-const QWEN3_TAPS: [usize; 3] = [9, 18, 27];
-const MISTRAL_TAPS: [usize; 3] = [10, 20, 30];
-
 /// Number of tokens that prompts are padded to.
 const TEXT_TOKENS: usize = 512;
+
+/// Sizes of a model's parts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Configs {
+    /// Sizes of the transformer.
+    pub transformer: TransformerConfig,
+    /// Sizes of the text encoder.
+    pub text_encoder: TextConfig,
+    /// Sizes of the VAE.
+    pub vae: VaeConfig,
+}
 
 /// Sizes of the transformer.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,7 +60,7 @@ pub struct TransformerConfig {
 }
 
 impl TransformerConfig {
-    const fn sized(hidden: usize, double_blocks: usize, single_blocks: usize, context: usize) -> Self {
+    const fn sized(hidden: usize, [double_blocks, single_blocks]: [usize; 2], context: usize) -> Self {
         Self {
             hidden,
             heads: hidden / HEAD_DIM,
@@ -66,55 +75,39 @@ impl TransformerConfig {
         }
     }
 
-    /// FLUX.2 klein 4B.
-    pub const fn klein_4b() -> Self {
-        Self::sized(3072, 5, 20, 7680)
-    }
-
-    /// FLUX.2 klein 9B.
-    pub const fn klein_9b() -> Self {
-        Self::sized(4096, 8, 24, 12288)
-    }
-
-    /// FLUX.2 \[dev\].
-    pub const fn dev() -> Self {
-        Self { guidance_embed: true, ..Self::sized(6144, 8, 48, 15360) }
-    }
-
-    /// The same architecture, small enough for tests.
-    pub const fn tiny() -> Self {
-        Self::sized(256, 2, 2, 384)
-    }
-
-    /// The same with the guidance scale as an input, as \[dev\] has it.
-    pub const fn tiny_dev() -> Self {
-        Self { guidance_embed: true, ..Self::tiny() }
-    }
-
     /// Width of the MLP between its two projections.
     pub const fn mlp(&self) -> usize {
         3 * self.hidden
-    }
-
-    /// The size in the display name.
-    pub fn size(&self) -> &'static str {
-        match (self.hidden, self.double_blocks, self.single_blocks) {
-            (3072, 5, 20) => "4B",
-            (4096, 8, 24) => "9B",
-            (6144, 8, 48) => "32B",
-            (256, 2, 2) => "tiny",
-            _ => "of unknown size",
-        }
     }
 }
 
 /// The language models that serve as text encoders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TextFamily {
-    /// Qwen3, the encoder of klein: it normalises queries and keys.
+    /// Qwen3, the encoder of klein.
     Qwen3,
     /// Mistral Small 3, the encoder of \[dev\].
     Mistral3,
+}
+
+/// What the text encoders of a family have in common.
+#[derive(Debug)]
+pub struct FamilySpec {
+    /// The name of its models.
+    pub name: &'static str,
+    /// Whether queries and keys are normalised before they are rotated.
+    pub has_qk_norm: bool,
+    /// The layers whose output a FLUX.2 model takes as prompt embeddings, by convention.
+    pub text_layers: [usize; 3],
+    rope_theta: f64,
+    eps: f32,
+    /// Model types and classes of Hugging Face's `transformers` library that have the layers of the text encoder.
+    model_types: &'static [&'static str],
+    classes: &'static [&'static str],
+    /// Beginnings of the names of its files.
+    pub files: &'static [&'static str],
+    /// Beginnings of the names of transformer files that need it.
+    pub transformer_files: &'static [&'static str],
 }
 
 /// Sizes of the text encoder.
@@ -145,24 +138,34 @@ pub struct TextConfig {
 }
 
 impl TextFamily {
-    /// The name of its models.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Qwen3 => "Qwen3",
-            Self::Mistral3 => "Mistral Small 3",
-        }
-    }
+    /// Both of them.
+    pub const ALL: [Self; 2] = [Self::Qwen3, Self::Mistral3];
 
-    /// Whether queries and keys are normalised before they are rotated.
-    pub const fn has_qk_norm(self) -> bool {
-        matches!(self, Self::Qwen3)
-    }
-
-    /// The layers whose output a FLUX.2 model takes as prompt embeddings, by convention.
-    pub const fn text_layers(self) -> [usize; 3] {
+    /// What its models have in common.
+    pub const fn spec(self) -> &'static FamilySpec {
         match self {
-            Self::Qwen3 => QWEN3_TAPS,
-            Self::Mistral3 => MISTRAL_TAPS,
+            Self::Qwen3 => &FamilySpec {
+                name: "Qwen3",
+                has_qk_norm: true,
+                text_layers: [9, 18, 27],
+                rope_theta: 1e6,
+                eps: 1e-6,
+                model_types: &["qwen3"],
+                classes: &["Qwen3ForCausalLM", "Qwen3Model"],
+                files: &["qwen"],
+                transformer_files: &["flux-2-klein", "flux2-klein"],
+            },
+            Self::Mistral3 => &FamilySpec {
+                name: "Mistral Small 3",
+                has_qk_norm: false,
+                text_layers: [10, 20, 30],
+                rope_theta: 1e9,
+                eps: 1e-5,
+                model_types: &["mistral3", "mistral"],
+                classes: &["Mistral3ForConditionalGeneration", "Mistral3Model", "MistralForCausalLM", "MistralModel"],
+                files: &["mistral"],
+                transformer_files: &["flux-2-dev", "flux2-dev", "flux2_dev"],
+            },
         }
     }
 }
@@ -176,48 +179,10 @@ impl TextConfig {
         intermediate: usize,
         vocab: usize,
     ) -> Self {
-        let (rope_theta, eps) = match family {
-            TextFamily::Qwen3 => (1e6, 1e-6),
-            TextFamily::Mistral3 => (1e9, 1e-5),
-        };
-        Self {
-            family,
-            hidden,
-            layers,
-            heads: heads[0],
-            kv_heads: heads[1],
-            intermediate,
-            vocab,
-            rope_theta,
-            eps,
-            text_layers: family.text_layers(),
-            max_tokens: TEXT_TOKENS,
-        }
-    }
-
-    /// Qwen3-4B.
-    pub const fn klein_4b() -> Self {
-        Self::sized(TextFamily::Qwen3, 2560, 36, [32, 8], 9728, 151_936)
-    }
-
-    /// Qwen3-8B.
-    pub const fn klein_9b() -> Self {
-        Self::sized(TextFamily::Qwen3, 4096, 36, [32, 8], 12288, 151_936)
-    }
-
-    /// Mistral Small 3.2 24B.
-    pub const fn dev() -> Self {
-        Self::sized(TextFamily::Mistral3, 5120, 40, [32, 8], 32768, 131_072)
-    }
-
-    /// The same architecture, small enough for tests.
-    pub const fn tiny() -> Self {
-        Self::sized(TextFamily::Qwen3, 128, 28, [4, 2], 384, 320)
-    }
-
-    /// That of \[dev\], small enough for tests.
-    pub const fn tiny_dev() -> Self {
-        Self::sized(TextFamily::Mistral3, 128, 31, [8, 2], 384, 1280)
+        let FamilySpec { rope_theta, eps, text_layers, .. } = *family.spec();
+        let [heads, kv_heads] = heads;
+        let max_tokens = TEXT_TOKENS;
+        Self { family, hidden, layers, heads, kv_heads, intermediate, vocab, rope_theta, eps, text_layers, max_tokens }
     }
 
     /// Number of layers that are run: up to the last tap.
@@ -255,15 +220,8 @@ impl VaeConfig {
         Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4, tile: 1024 }
     }
 
-    /// The VAE of klein and of \[dev\].
-    pub const fn klein_4b() -> Self {
-        Self::sized([128, 256, 512, 512], [128, 256, 512, 512])
-    }
-
-    /// The same architecture, small enough for tests.
-    pub const fn tiny() -> Self {
-        Self::sized([32, 64, 64, 64], [32, 64, 64, 64])
-    }
+    /// The VAE of all FLUX.2 models.
+    const FLUX2: Self = Self::sized([128, 256, 512, 512], [128, 256, 512, 512]);
 
     /// Channels of a 2x2 patch of latents, which is one image token.
     pub const fn patched(&self) -> usize {
@@ -276,24 +234,18 @@ pub fn check_fit(transformer: &TransformerConfig, text: &TextConfig) -> Result<(
     if transformer.context == text.features() {
         return Ok(());
     }
-    let known = [
-        ("klein 4B", "Qwen3-4B", TextConfig::klein_4b().hidden),
-        ("klein 9B", "Qwen3-8B", TextConfig::klein_9b().hidden),
-        ("[dev]", "Mistral Small 3", TextConfig::dev().hidden),
-        ("the tiny model", "its own text encoder", TextConfig::tiny().hidden),
-    ];
-    let needs = known.iter().find(|(.., hidden)| hidden * text.text_layers.len() == transformer.context);
+    let needs = SIZES.iter().find(|size| size.configs.transformer.context == transformer.context);
     let detail = match needs {
-        Some((model, encoder, hidden)) => format!("{model} needs {encoder} (hidden {hidden}), found hidden {}", text.hidden),
-        None => format!(
-            "it needs features of width {}, found hidden {} x {}",
-            transformer.context,
-            text.hidden,
-            text.text_layers.len()
-        ),
+        Some(ModelSize { short, encoder, configs, .. }) => {
+            format!("{short} needs {encoder} (hidden {}), found hidden {}", configs.text_encoder.hidden, text.hidden)
+        }
+        None => {
+            let (width, layers) = (transformer.context, text.text_layers.len());
+            format!("it needs features of width {width}, found hidden {} x {layers}", text.hidden)
+        }
     };
-    let found = known.iter().find(|(.., hidden)| *hidden == text.hidden);
-    let hint = found.map(|(model, ..)| format!("this looks like the encoder of {model}").into());
+    let found = SIZES.iter().find(|size| size.configs.text_encoder.hidden == text.hidden);
+    let hint = found.map(|size| format!("this looks like the encoder of {}", size.short).into());
     Err(Error::Mismatch { part: "text encoder", detail, hint })
 }
 
@@ -303,17 +255,17 @@ mod tests {
 
     #[test]
     fn a_text_encoder_of_another_size_is_reported() {
-        assert!(check_fit(&TransformerConfig::klein_4b(), &TextConfig::klein_4b()).is_ok());
-        assert!(check_fit(&TransformerConfig::klein_9b(), &TextConfig::klein_9b()).is_ok());
-        assert!(check_fit(&TransformerConfig::tiny(), &TextConfig::tiny()).is_ok());
-        let error = check_fit(&TransformerConfig::klein_4b(), &TextConfig::klein_9b()).unwrap_err();
+        assert!(check_fit(&Configs::KLEIN_4B.transformer, &Configs::KLEIN_4B.text_encoder).is_ok());
+        assert!(check_fit(&Configs::KLEIN_9B.transformer, &Configs::KLEIN_9B.text_encoder).is_ok());
+        assert!(check_fit(&Configs::TINY.transformer, &Configs::TINY.text_encoder).is_ok());
+        let error = check_fit(&Configs::KLEIN_4B.transformer, &Configs::KLEIN_9B.text_encoder).unwrap_err();
         assert_eq!(
             error.to_string(),
             "text encoder does not fit the transformer: klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"
         );
         assert_eq!(error.hint().unwrap(), "this looks like the encoder of klein 9B");
-        let odd = TextConfig { hidden: 1024, ..TextConfig::klein_4b() };
-        let error = check_fit(&TransformerConfig::klein_9b(), &odd).unwrap_err();
+        let odd = TextConfig { hidden: 1024, ..Configs::KLEIN_4B.text_encoder };
+        let error = check_fit(&Configs::KLEIN_9B.transformer, &odd).unwrap_err();
         assert!(error.to_string().contains("klein 9B needs Qwen3-8B (hidden 4096), found hidden 1024"));
         assert_eq!(error.hint(), None);
     }

@@ -5,6 +5,7 @@ mod remedy;
 
 pub use remedy::{EXPECTED, Remedy, alternatives};
 
+use crate::config::supported;
 use crate::tensor::DType;
 use crate::text::{amount, gib, shown, shown_path, shown_text};
 use std::io::ErrorKind;
@@ -342,7 +343,7 @@ impl Error {
 
     /// Adds a hint to a [`Error::BadFile`]; other errors are returned as they are.
     pub fn with_hint(mut self, remedy: impl Into<Remedy>) -> Self {
-        if let Self::BadFile { hint, .. } = &mut self {
+        if let Self::BadFile { hint, .. } | Self::NoModel { hint, .. } = &mut self {
             *hint = Some(remedy.into());
         }
         self
@@ -363,10 +364,9 @@ impl Error {
             | Self::BadFile { hint, .. }
             | Self::Mismatch { hint, .. } => hint.clone(),
             Self::ImageSize { nearest: (width, height), .. } => Some(Remedy::LegalSize { width: *width, height: *height }),
-            Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorUnknown { .. } => Some(
-                "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]"
-                    .into(),
-            ),
+            Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorUnknown { .. } => {
+                Some(format!("this file is incomplete or belongs to another model; kiln runs {}", supported()).into())
+            }
             Self::Quantised { .. } => Some("use the BF16, FP8 or NVFP4 checkpoint of the same model".into()),
             Self::TooManyTokens { .. } => Some(Remedy::SmallerImage),
             Self::Memory { .. } => Some(Remedy::SaveMemory),

@@ -54,7 +54,7 @@ pub mod trace;
 mod words;
 
 pub use component::{Component, PerComponent};
-pub use config::{Guidance, ModelDefaults, Variant, display_name};
+pub use config::{Configs, Guidance, GuidedBy, MODELS, ModelDefaults, ModelSize, ModelSpec, Variant, VariantSpec, display_name};
 pub use dump::read_noise;
 pub use error::{Error, Result};
 pub use files::read as read_file;
@@ -62,8 +62,8 @@ pub use model::{AttentionFormat, Nvfp4Math, PlainHeads, PlainInput};
 pub use names::{LayerRole, Layout};
 pub use noise::{CHANNELS, NoiseKind};
 pub use pipeline::{
-    AdapterUse, AttentionFormatCount, Configs, Engine, Estimate, EstimateRequest, Expansion, Formats, GeneratedImage, Job,
-    KindFormat, LoadOptions, Noise, OpenModel, ReferenceInput, estimate,
+    AdapterUse, AttentionFormatCount, Engine, Estimate, EstimateRequest, Expansion, Formats, GeneratedImage, Job, KindFormat,
+    LoadOptions, Noise, OpenModel, ReferenceInput, estimate,
 };
 pub use reference::{DecodedReference, PreparedReference};
 pub use sampler::Sigmas;

@@ -11,7 +11,7 @@ pub use cache::Environment;
 pub use embedded::Embedded;
 
 use crate::component::PerComponent;
-use crate::config::ModelDefaults;
+use crate::config::{MODELS, ModelDefaults, TextFamily};
 use crate::error::{Error, Remedy, Result};
 use crate::files;
 use crate::tensor::Nvfp4Layout;
@@ -27,22 +27,6 @@ pub const TINY: &str = "tiny";
 
 /// Default side of images of the random model. It is small because the images are meaningless.
 const TINY_SIDE: usize = 256;
-
-/// Repositories that are searched for in the cache if no model is named, in order of preference.
-const KNOWN_REPOSITORIES: [&str; 6] = [
-    "black-forest-labs/FLUX.2-klein-4B",
-    "black-forest-labs/FLUX.2-klein-9B",
-    "black-forest-labs/FLUX.2-klein-base-4B",
-    "black-forest-labs/FLUX.2-klein-base-9B",
-    "black-forest-labs/FLUX.2-klein-9b-kv",
-    "black-forest-labs/FLUX.2-dev",
-];
-
-/// What the names of single files begin with: transformers of klein and of \[dev\], and the text encoders of each.
-const KLEIN_FILES: [&str; 2] = ["flux-2-klein", "flux2-klein"];
-const DEV_FILES: [&str; 3] = ["flux-2-dev", "flux2-dev", "flux2_dev"];
-const KLEIN_ENCODERS: &[&str] = &["qwen"];
-const DEV_ENCODERS: &[&str] = &["mistral"];
 
 /// Which model to locate.
 #[derive(Clone, Debug, Default)]
@@ -166,7 +150,7 @@ fn needs_no_files(name: &Path) -> bool {
 /// unfinished download is an error: the user meant to use that model and not some other one.
 fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
     let mut unfinished = None;
-    for id in KNOWN_REPOSITORIES {
+    for id in MODELS.iter().map(|model| model.repository) {
         let what = match cache::snapshot(&request.environment, id) {
             Ok(snapshot) => {
                 let mut folder = Folder::read(&snapshot, id);
@@ -269,7 +253,8 @@ impl Folder {
         let settings = |name: &str| Some(path.join(name)).filter(|file| files::is_there(file));
         // The same holds if the folder is a dangling link, or not a folder.
         let unusable = || settings("tokenizer").filter(|folder| !folder.is_dir()).map(|folder| folder.join("tokenizer.json"));
-        let transformer = part("transformer", "diffusion_models", &[&KLEIN_FILES[..], &DEV_FILES].concat());
+        let transformer =
+            part("transformer", "diffusion_models", &TextFamily::ALL.map(|family| family.spec().transformer_files).concat());
         // The index describes the diffusers folder, not a single file next to it.
         let index = settings("model_index.json").filter(|_| matches!(&transformer, Sought::At(path) if path.is_dir()));
         Self {
@@ -316,16 +301,12 @@ fn part_in(folder: &Path, diffusers: &str, comfy: &str, stems: &[&str]) -> Sough
 /// The text encoder in a folder of models that a transformer needs, as far as the name of that tells.
 fn text_encoder_in(folder: &Path, transformer: &Sought) -> Sought {
     let name = transformer.path().and_then(|path| Some(path.file_name()?.to_str()?.to_ascii_lowercase())).unwrap_or_default();
-    let begins = |stems: &[&str]| stems.iter().any(|stem| name.starts_with(stem));
-    let both = [KLEIN_ENCODERS, DEV_ENCODERS].concat();
-    let stems = if begins(&DEV_FILES) {
-        DEV_ENCODERS
-    } else if begins(&KLEIN_FILES) {
-        KLEIN_ENCODERS
-    } else {
-        &both
+    let needs = |family: &TextFamily| family.spec().transformer_files.iter().any(|stem| name.starts_with(stem));
+    let stems = match TextFamily::ALL.iter().find(|family| needs(family)) {
+        Some(family) => family.spec().files.to_vec(),
+        None => TextFamily::ALL.map(|family| family.spec().files).concat(),
     };
-    part_in(folder, "text_encoder", "text_encoders", stems)
+    part_in(folder, "text_encoder", "text_encoders", &stems)
 }
 
 fn no_model(path: &Path, what: &str, hint: Option<Remedy>) -> Error {

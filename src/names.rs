@@ -11,6 +11,7 @@ mod tables;
 pub use layer::{LayerId, LayerRole, Stream};
 
 use crate::component::Component;
+use crate::config::MODELS;
 use tables::{Row, TEXT_ENCODER, TRANSFORMER, VAE, fill, matches};
 
 impl Component {
@@ -138,14 +139,11 @@ impl TensorSpec {
 }
 
 /// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper; more specific ones come first.
-const PREFIXES: [(&str, Component); 9] = [
+const PREFIXES: [(&str, Component); 6] = [
     ("model.diffusion_model.", Component::Transformer),
     ("model.model.", Component::Transformer),
     ("net.", Component::Transformer),
     ("vae.", Component::Vae),
-    ("text_encoders.qwen3_4b.transformer.", Component::TextEncoder),
-    ("text_encoders.qwen3_8b.transformer.", Component::TextEncoder),
-    ("text_encoders.mistral3_24b.transformer.", Component::TextEncoder),
     // A language model inside one that also sees, as it is stored and as it is called in memory.
     ("language_model.", Component::TextEncoder),
     (IN_MEMORY, Component::TextEncoder),
@@ -233,7 +231,9 @@ pub fn is_adapter(name: &str) -> bool {
 
 /// The prefix of a name, the rest, and the part that the prefix stands for. Without a prefix a name may be any part's.
 fn split_prefix(name: &str) -> (&'static str, &str, Option<Component>) {
-    let found = PREFIXES.iter().find_map(|(prefix, owner)| Some((*prefix, name.strip_prefix(prefix)?, Some(*owner))));
+    let encoders = MODELS.iter().map(|model| (model.size.encoder_prefix, Component::TextEncoder));
+    let mut prefixes = PREFIXES.iter().copied().chain(encoders);
+    let found = prefixes.find_map(|(prefix, owner)| Some((prefix, name.strip_prefix(prefix)?, Some(owner))));
     found.unwrap_or(("", name, None))
 }
 

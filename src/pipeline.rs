@@ -21,4 +21,4 @@ pub use engine::Engine;
 pub use estimate::{Estimate, EstimateRequest, OpTime, estimate};
 pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat};
 pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
-pub use open::{Configs, OpenModel};
+pub use open::OpenModel;

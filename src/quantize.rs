@@ -32,7 +32,7 @@ pub use source::ComponentSource;
 
 use crate::checkpoint::Weights;
 use crate::component::Component;
-use crate::config::{TextConfig, TransformerConfig, Variant};
+use crate::config::{ModelSize, SIZES, TransformerConfig, Variant};
 use crate::error::{Error, Remedy, Result};
 use crate::model::transformer_manifest;
 use crate::names::LayerRole;
@@ -144,28 +144,16 @@ impl PlannedFile {
 
 /// The path of a quantised transformer in a folder, named as the official files are.
 fn transformer_file(config: &TransformerConfig, variant: Variant, format: DType) -> String {
-    let size = match config.size() {
-        size @ ("4B" | "9B") => format!("-{}", size.to_ascii_lowercase()),
-        _ => String::new(),
-    };
-    let model = match variant {
-        Variant::Distilled => format!("flux-2-klein{size}"),
-        Variant::Base => format!("flux-2-klein-base{size}"),
-        Variant::Kv => format!("flux-2-klein{size}-kv"),
-        Variant::Dev => "flux2-dev".into(),
-    };
-    format!("transformer/{model}-{}.safetensors", format.label())
+    let size = ModelSize::of(config).map_or("", |size| size.in_file_name);
+    let [before, after] = variant.spec().file_name;
+    format!("transformer/{before}{size}{after}-{}.safetensors", format.label())
 }
 
 /// The path of a quantised text encoder in a folder, named likewise.
 fn text_encoder_file(weights: &Weights, format: DType) -> String {
-    let known = [
-        ("qwen_3_4b", TextConfig::klein_4b().hidden),
-        ("qwen_3_8b", TextConfig::klein_9b().hidden),
-        ("mistral_3_small_flux2", TextConfig::dev().hidden),
-    ];
     let hidden = weights.shape(&LayerRole::TokenTable.only().canonical()).and_then(|shape| shape.get(1).copied());
-    let name = known.iter().find(|(_, width)| Some(*width) == hidden).map_or("qwen_3", |(name, _)| name);
+    let known = SIZES.iter().find(|size| Some(size.configs.text_encoder.hidden) == hidden);
+    let name = known.map_or("qwen_3", |size| size.encoder_file);
     format!("text_encoder/{name}_{}.safetensors", format.label())
 }
 

@@ -10,7 +10,7 @@ pub use files::{contents, write_to};
 
 use crate::checkpoint::{Shard, Weights};
 use crate::component::Component;
-use crate::config::{TextConfig, TransformerConfig, VaeConfig};
+use crate::config::{Configs, TextConfig};
 use crate::error::{Error, Result};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorSpec};
@@ -71,16 +71,16 @@ pub fn model(layout: Layout, dtype: DType) -> Result<TinyModel> {
 /// Every canonical tensor that the files hold.
 fn manifest(part: Component) -> Vec<TensorSpec> {
     match part {
-        Component::Transformer => transformer_manifest(&TransformerConfig::tiny()),
+        Component::Transformer => transformer_manifest(&Configs::TINY.transformer),
         // All layers are written, as in a real checkpoint; the output of the last one is not used.
         Component::TextEncoder => {
-            let config = TextConfig::tiny();
+            let config = Configs::TINY.text_encoder;
             let [first, second, _] = config.text_layers;
             let mut list = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config });
             list.push(TensorSpec::new("model.norm.weight", &[config.hidden]));
             list
         }
-        Component::Vae => vae_manifest(&VaeConfig::tiny()),
+        Component::Vae => vae_manifest(&Configs::TINY.vae),
     }
 }
 

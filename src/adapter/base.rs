@@ -1,34 +1,13 @@
 //! Which model an adapter was made for, as far as the widths and the blocks of its layers tell.
 
+use crate::config::{Configs, ModelSize, SIZES};
 use std::collections::BTreeSet;
-
-/// A model that adapters are made for.
-struct Base {
-    name: &'static str,
-    /// The width of its transformer.
-    hidden: usize,
-    /// Its blocks with two streams, and those with one.
-    blocks: [usize; 2],
-}
 
 /// FLUX.1 has the width of klein 4B, and many of its layers' names.
 const FLUX1: &str = "FLUX.1";
 
-const BASES: [Base; 6] = [
-    Base { name: "FLUX.2 [klein] 4B", hidden: 3072, blocks: [5, 20] },
-    Base { name: "FLUX.2 [klein] 9B", hidden: 4096, blocks: [8, 24] },
-    Base { name: "FLUX.2 [dev]", hidden: 6144, blocks: [8, 48] },
-    Base { name: FLUX1, hidden: 3072, blocks: [19, 38] },
-    Base { name: "kiln's tiny model", hidden: 256, blocks: [2, 2] },
-    Base { name: "kiln's built-in model", hidden: 256, blocks: [1, 4] },
-];
-
-/// Text encoders by their width.
-const TEXT_ENCODERS: [(usize, &str); 3] = [
-    (2560, "Qwen3-4B, the text encoder of FLUX.2 [klein] 4B"),
-    (4096, "Qwen3-8B, the text encoder of FLUX.2 [klein] 9B"),
-    (5120, "Mistral Small 3, the text encoder of FLUX.2 [dev]"),
-];
+/// Models that adapters are made for besides those of [`SIZES`], each with the width of its transformer and its blocks.
+const OTHERS: [(&str, usize, [usize; 2]); 2] = [(FLUX1, 3072, [19, 38]), ("kiln's built-in model", 256, [1, 4])];
 
 /// What blocks are called, with underscores; a name that ends with another stands before it. A converter cut off the beginning of
 /// `transformer_blocks`.
@@ -102,10 +81,15 @@ impl Evidence {
     fn base(&self) -> Option<String> {
         let Some(hidden) = only(&self.hidden) else {
             let text = only(&self.text).filter(|_| self.hidden.is_empty())?;
-            return TEXT_ENCODERS.iter().find(|(width, _)| *width == text).map(|(_, name)| (*name).into());
+            let size = SIZES.iter().find(|size| size.configs.text_encoder.hidden == text)?;
+            return Some(format!("{}, the text encoder of {}", size.encoder, size.name));
         };
-        let fits = |base: &&Base| base.hidden == hidden && (0..2).all(|kind| self.blocks[kind] <= base.blocks[kind]);
-        let mut names: Vec<&str> = BASES.iter().filter(fits).map(|base| base.name).collect();
+        let known = SIZES.iter().map(|ModelSize { name, configs: Configs { transformer, .. }, .. }| {
+            (*name, transformer.hidden, [transformer.double_blocks, transformer.single_blocks])
+        });
+        let fits =
+            |(_, width, blocks): &(_, _, [usize; 2])| *width == hidden && (0..2).all(|kind| self.blocks[kind] <= blocks[kind]);
+        let mut names: Vec<&str> = known.chain(OTHERS).filter(fits).map(|(name, ..)| name).collect();
         if self.flux1 {
             names.retain(|name| *name == FLUX1);
         } else if names.len() > 1 {
@@ -124,22 +108,6 @@ fn only(set: &BTreeSet<usize>) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{TextConfig, TransformerConfig};
-
-    #[test]
-    fn bases_have_the_sizes_of_their_models() {
-        let sizes = |config: TransformerConfig| (config.hidden, [config.double_blocks, config.single_blocks]);
-        for (name, config) in [
-            ("FLUX.2 [klein] 4B", TransformerConfig::klein_4b()),
-            ("FLUX.2 [klein] 9B", TransformerConfig::klein_9b()),
-            ("kiln's tiny model", TransformerConfig::tiny()),
-        ] {
-            let base = BASES.iter().find(|base| base.name == name).unwrap();
-            assert_eq!((base.hidden, base.blocks), sizes(config), "{name}");
-        }
-        let encoders = [TextConfig::klein_4b(), TextConfig::klein_9b(), TextConfig::dev()];
-        assert_eq!(TEXT_ENCODERS.map(|(width, _)| width), encoders.map(|config| config.hidden));
-    }
 
     #[test]
     fn widths_and_blocks_tell_the_base() {

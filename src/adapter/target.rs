@@ -2,6 +2,7 @@
 //! dots cannot be taken apart by a rule, so all spellings are made from the model's own names.
 
 use crate::component::Component;
+use crate::config::MODELS;
 use crate::names::{self, LayerId, LayerRole, Layout, Rows, TensorSpec};
 use crate::text::nearest;
 use std::collections::HashMap;
@@ -35,14 +36,7 @@ const TRANSFORMER_PREFIXES: [&str; 6] =
     ["diffusion_model.", "transformer.", "base_model.model.", "model.diffusion_model.", "unet.", "model."];
 const FLAT_TRANSFORMER_PREFIXES: [&str; 5] = ["lora_unet_", "lora_transformer_", "lycoris_", "lora_", ""];
 /// The same of the text encoder, whose names begin with `model.`.
-const TEXT_PREFIXES: [&str; 6] = [
-    "text_encoder.",
-    "base_model.model.",
-    "text_encoders.qwen3_4b.transformer.",
-    "text_encoders.qwen3_8b.transformer.",
-    "qwen3.transformer.",
-    "transformer.",
-];
+const TEXT_PREFIXES: [&str; 4] = ["text_encoder.", "base_model.model.", "qwen3.transformer.", "transformer."];
 const FLAT_TEXT_PREFIXES: [&str; 4] = ["lora_te_", "lora_te1_", "lora_text_encoder_", "lycoris_text_encoder_"];
 
 /// All layers of a model by their spellings.
@@ -118,7 +112,9 @@ impl LayerTargets {
                 flat.iter().filter_map(|prefix| layer.strip_prefix(prefix)).map(str::to_owned).chain([whole.replace('.', "_")]);
             dotted.or_else(|| names.find_map(|name| self.flat.get(&(part, name))))
         };
-        let text = || of(Component::TextEncoder, &TEXT_PREFIXES, &FLAT_TEXT_PREFIXES);
+        let encoders = MODELS.iter().map(|model| model.size.encoder_prefix);
+        let text_prefixes: Vec<&str> = encoders.chain(TEXT_PREFIXES).collect();
+        let text = || of(Component::TextEncoder, &text_prefixes, &FLAT_TEXT_PREFIXES);
         of(Component::Transformer, &TRANSFORMER_PREFIXES, &FLAT_TRANSFORMER_PREFIXES).or_else(text)
     }
 
@@ -147,11 +143,12 @@ fn without<'a>(name: &'a str, prefixes: &[&str]) -> &'a str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{TextConfig, TransformerConfig};
+    use crate::config::Configs;
     use crate::model::{text_manifest, transformer_manifest};
 
     fn targets() -> LayerTargets {
-        let (transformer, text) = (transformer_manifest(&TransformerConfig::klein_4b()), text_manifest(&TextConfig::klein_4b()));
+        let (transformer, text) =
+            (transformer_manifest(&Configs::KLEIN_4B.transformer), text_manifest(&Configs::KLEIN_4B.text_encoder));
         LayerTargets::new(transformer.iter().chain(&text))
     }
 

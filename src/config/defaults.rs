@@ -158,19 +158,19 @@ impl ModelDefaults {
 
     /// The default number of steps. The value of the file applies only to the variant that the file names.
     pub fn steps(&self, variant: Variant) -> usize {
-        self.steps.filter(|_| self.is_for(variant)).unwrap_or(variant.default_steps())
+        self.steps.filter(|_| self.is_for(variant)).unwrap_or(variant.spec().steps)
     }
 
     /// The default guidance scale.
     pub fn guidance(&self, variant: Variant) -> f32 {
-        self.guidance.filter(|_| self.is_for(variant)).unwrap_or(variant.default_guidance())
+        self.guidance.filter(|_| self.is_for(variant)).unwrap_or(variant.spec().guidance)
     }
 
     /// The guidance scale that an image is generated with: the requested one or else the default, and none for a variant that
     /// uses none.
     pub fn guide(&self, variant: Variant, asked: Option<f32>) -> Guidance {
         let own = self.guidance(variant);
-        let chosen = variant.has_guidance().then(|| asked.unwrap_or(own));
+        let chosen = variant.spec().guided_by.map(|_| asked.unwrap_or(own));
         Guidance { chosen, scale: chosen.unwrap_or(own), ignored: asked.is_some() && chosen.is_none() }
     }
 

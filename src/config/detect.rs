@@ -1,6 +1,9 @@
 //! Detects configurations from tensor shapes, and compares them with a `config.json`.
 
-use super::{ConfigFile, HEAD_DIM, ModelDefaults, TextConfig, TextFamily, TransformerConfig, VaeConfig};
+use super::{
+    ConfigFile, Configs, HEAD_DIM, ModelDefaults, SIZES, TextConfig, TextFamily, TransformerConfig, VaeConfig, supported,
+    supported_encoders,
+};
 use crate::checkpoint::Weights;
 use crate::error::{Error, Result};
 use crate::names::{LayerId, LayerRole, block_index, spell};
@@ -12,32 +15,13 @@ const MAX_SIZE: usize = 1 << 20;
 /// Channels of the sinusoidal timestep embedding.
 const TIME_CHANNELS: usize = 256;
 
-impl TextFamily {
-    /// Model types of Hugging Face's `transformers` library that have the layers of the text encoder.
-    const fn model_types(self) -> &'static [&'static str] {
-        match self {
-            Self::Qwen3 => &["qwen3"],
-            Self::Mistral3 => &["mistral3", "mistral"],
-        }
-    }
-
-    /// Their classes.
-    const fn classes(self) -> &'static [&'static str] {
-        match self {
-            Self::Qwen3 => &["Qwen3ForCausalLM", "Qwen3Model"],
-            Self::Mistral3 => &["Mistral3ForConditionalGeneration", "Mistral3Model", "MistralForCausalLM", "MistralModel"],
-        }
-    }
-}
-
 impl TransformerConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>) -> Result<Self> {
         let modulations = [LayerRole::ImageModulation, LayerRole::TextModulation, LayerRole::SingleModulation];
         let extent = |role: LayerRole, dim: usize| weights.shape(&role.only().canonical())?.get(dim).copied();
         let foreign = |detail: String| {
-            Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail)
-                .with_hint("kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]")
+            Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail).with_hint(format!("kiln runs {}", supported()))
         };
         // Modulations that are shared by all blocks distinguish FLUX.2 from FLUX.1, where each block has its own.
         if modulations.iter().all(|role| weights.shape(&role.only().canonical()).is_none()) {
@@ -54,13 +38,13 @@ impl TransformerConfig {
         }
         // Only one tensor shows the text width. If it is missing, the text width of a known model is assumed, and the check of all
         // tensors then reports it.
-        let known = [Self::klein_4b(), Self::klein_9b(), Self::dev(), Self::tiny()];
-        let expected = known.iter().find(|known| known.hidden == hidden).map(|known| known.context);
+        let mut known = SIZES.iter().map(|size| &size.configs.transformer);
+        let expected = known.find(|known| known.hidden == hidden).map(|known| known.context);
         let context = extent(LayerRole::TextIn, 1).or(expected);
         let context = size(weights, "text width", context)?;
 
-        let (double_blocks, single_blocks) = (count(weights, "double_blocks."), count(weights, "single_blocks."));
-        let mut found = Self::sized(hidden, double_blocks, single_blocks, context);
+        let blocks = ["double_blocks.", "single_blocks."].map(|kind| count(weights, kind));
+        let mut found = Self::sized(hidden, blocks, context);
         found.guidance_embed = weights.names().any(|name| name.starts_with("guidance_in."));
         if let Some(config) = config {
             found.compare(config)?;
@@ -107,11 +91,13 @@ impl TextConfig {
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>, defaults: &ModelDefaults) -> Result<Self> {
         let foreign = |detail: String| {
             let error = Error::bad_file(weights.path(), "not a text encoder of FLUX.2", detail);
-            error.with_hint("klein 4B needs Qwen3-4B, klein 9B Qwen3-8B, and [dev] Mistral Small 3")
+            error.with_hint(supported_encoders())
         };
+        let known = || SIZES.iter().map(|size| &size.configs.text_encoder).chain([&Configs::TINY_DEV.text_encoder]);
         // A size is a majority over all layers, so that a tensor that is missing or of a wrong shape is reported by its name later.
         let extent = |layer: LayerId, dim: usize| weights.shape(&layer.canonical())?.get(dim).copied();
-        let layer = |role: LayerRole, dim: usize| majority((0..Self::dev().layers).filter_map(|n| extent(role.of_block(n), dim)));
+        let deepest = known().map(|known| known.layers).max().unwrap_or_default();
+        let layer = |role: LayerRole, dim: usize| majority((0..deepest).filter_map(|n| extent(role.of_block(n), dim)));
         // The configuration of a model that also sees has that of its language model inside.
         let inner = config.map(|config| config.inner("text_config")).transpose()?.flatten();
         let text = inner.as_ref().or(config);
@@ -122,8 +108,8 @@ impl TextConfig {
         let width = layer(LayerRole::EncoderInputNorm, 0);
         let family = match layer(LayerRole::EncoderQueryNorm, 0) {
             Some(_) => TextFamily::Qwen3,
-            None if kind.is_some_and(|kind| TextFamily::Mistral3.model_types().contains(&kind)) => TextFamily::Mistral3,
-            None if kind.is_none() && [Self::dev(), Self::tiny_dev()].iter().any(|own| Some(own.hidden) == width) => {
+            None if kind.is_some_and(|kind| TextFamily::Mistral3.spec().model_types.contains(&kind)) => TextFamily::Mistral3,
+            None if kind.is_none() && known().any(|own| own.family == TextFamily::Mistral3 && Some(own.hidden) == width) => {
                 TextFamily::Mistral3
             }
             None => {
@@ -131,13 +117,13 @@ impl TextConfig {
                 return Err(foreign(kind.filter(|kind| *kind != "qwen3").map_or(missing, says)));
             }
         };
-        if let Some(kind) = [kind, own_kind].into_iter().flatten().find(|kind| !family.model_types().contains(kind)) {
+        if let Some(kind) = [kind, own_kind].into_iter().flatten().find(|kind| !family.spec().model_types.contains(kind)) {
             return Err(foreign(says(kind)));
         }
         // A model with another output head, or with none, has the same encoder layers.
         let list = |config: &ConfigFile| config.take("architectures", "a list of classes", |list| list.as_array().cloned());
         let classes = config.map(list).transpose()?.flatten();
-        let is_known = |class: &serde_json::Value| class.as_str().is_some_and(|class| family.classes().contains(&class));
+        let is_known = |class: &serde_json::Value| class.as_str().is_some_and(|class| family.spec().classes.contains(&class));
         if let Some(class) = classes.into_iter().flatten().find(|class| !is_known(class)) {
             return Err(foreign(format!("its configuration says {class}")));
         }
@@ -146,9 +132,8 @@ impl TextConfig {
         let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
         // Only the embedding shows the size of the vocabulary. A configuration confirms it; without one, encoders of a known width
         // have a known vocabulary, and an embedding of another size is reported as wrong.
-        let known = [Self::klein_4b(), Self::klein_9b(), Self::dev(), Self::tiny(), Self::tiny_dev()];
         let is_known = |known: &&Self| config.is_none() && known.hidden == hidden && known.family == family;
-        let expected = known.iter().find(is_known).map(|known| known.vocab);
+        let expected = known().find(is_known).map(|known| known.vocab);
         let vocab = size(weights, "vocabulary", expected.or(embedding(0)))?;
         let intermediate = size(weights, "MLP width", layer(LayerRole::EncoderDown, 1))?;
         let query = size(weights, "query width", layer(LayerRole::EncoderOut, 1))?;
@@ -160,7 +145,7 @@ impl TextConfig {
         }
         let layers = count(weights, "model.layers.");
         let mut found = Self::sized(family, hidden, layers, [heads, kv_heads], intermediate, vocab);
-        found.text_layers = defaults.text_layers.unwrap_or(family.text_layers());
+        found.text_layers = defaults.text_layers.unwrap_or(family.spec().text_layers);
         found.max_tokens = defaults.max_text_tokens;
         let whole = text.map(|config| config.whole("num_hidden_layers")).transpose()?.flatten();
         defaults.check_depth(found.layers, whole)?;

@@ -21,6 +21,65 @@ pub enum Variant {
     Dev,
 }
 
+/// What follows from how a model was trained.
+#[derive(Debug)]
+pub struct VariantSpec {
+    /// The variant's name.
+    pub name: &'static str,
+    /// The default number of steps.
+    pub steps: usize,
+    /// The default guidance scale; 1 turns guidance off.
+    pub guidance: f32,
+    /// What a guidance scale does, if it makes a difference.
+    pub guided_by: Option<GuidedBy>,
+    /// Where prompts are padded, and with what.
+    pub padding: Padding,
+    /// The names of official transformer files, before and after their size.
+    pub file_name: [&'static str; 2],
+}
+
+/// What a guidance scale does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuidedBy {
+    /// It weighs a pass with the prompt against a pass with the negative prompt.
+    Cfg,
+    /// It is an input of the model.
+    Input,
+}
+
+/// In the order of [`Variant`].
+const SPECS: [VariantSpec; 4] = {
+    use GuidedBy::{Cfg, Input};
+    use Padding::{Left, Right};
+    [
+        VariantSpec {
+            name: "distilled",
+            steps: 4,
+            guidance: 1.0,
+            guided_by: None,
+            padding: Right,
+            file_name: ["flux-2-klein", ""],
+        },
+        VariantSpec {
+            name: "base",
+            steps: 50,
+            guidance: 4.0,
+            guided_by: Some(Cfg),
+            padding: Right,
+            file_name: ["flux-2-klein-base", ""],
+        },
+        VariantSpec { name: "kv", steps: 4, guidance: 1.0, guided_by: None, padding: Right, file_name: ["flux-2-klein", "-kv"] },
+        VariantSpec {
+            name: "dev",
+            steps: 50,
+            guidance: 4.0,
+            guided_by: Some(Input),
+            padding: Left,
+            file_name: ["flux2-dev", ""],
+        },
+    ]
+};
+
 impl Variant {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Distilled, Self::Base, Self::Kv, Self::Dev];
@@ -61,50 +120,21 @@ impl Variant {
         })
     }
 
-    /// The default number of steps.
-    pub const fn default_steps(self) -> usize {
-        match self {
-            Self::Distilled | Self::Kv => 4,
-            Self::Base | Self::Dev => 50,
-        }
-    }
-
     /// Whether classifier-free guidance (CFG) is on at this scale, so that every step runs once with the prompt and once with the
     /// negative prompt. This is the one place where that is decided.
     pub fn uses_cfg(self, scale: f32) -> bool {
-        self == Self::Base && scale > 1.0
+        self.spec().guided_by == Some(GuidedBy::Cfg) && scale > 1.0
     }
 
-    /// The default guidance scale; 1 turns guidance off.
-    pub const fn default_guidance(self) -> f32 {
-        match self {
-            Self::Distilled | Self::Kv => 1.0,
-            Self::Base | Self::Dev => 4.0,
-        }
-    }
-
-    /// Where prompts are padded, and with what.
-    pub const fn default_padding(self) -> Padding {
-        match self {
-            Self::Distilled | Self::Base | Self::Kv => Padding::Right,
-            Self::Dev => Padding::Left,
-        }
-    }
-
-    /// Whether a guidance scale makes a difference.
-    pub const fn has_guidance(self) -> bool {
-        matches!(self, Self::Base | Self::Dev)
+    /// What follows from the training.
+    pub const fn spec(self) -> &'static VariantSpec {
+        &SPECS[self as usize]
     }
 }
 
 impl fmt::Display for Variant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Distilled => "distilled",
-            Self::Base => "base",
-            Self::Kv => "kv",
-            Self::Dev => "dev",
-        })
+        f.write_str(self.spec().name)
     }
 }
 
@@ -112,22 +142,15 @@ impl FromStr for Variant {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|variant| variant.to_string() == text);
+        let found = Self::ALL.into_iter().find(|variant| variant.spec().name == text);
         found.ok_or_else(|| Error::usage(format!("unknown variant `{text}`"), "use distilled, base, kv or dev"))
     }
-}
-
-/// A model's display name, such as `FLUX.2 [klein] 4B (distilled)`, or `FLUX.2 [dev] 32B`.
-pub fn display_name(config: &TransformerConfig, variant: Variant) -> String {
-    if variant == Variant::Dev {
-        return format!("FLUX.2 [dev] {}", config.size());
-    }
-    format!("FLUX.2 [klein] {} ({variant})", config.size())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Configs;
 
     #[test]
     fn variants_are_detected_from_whole_words() {
@@ -140,8 +163,8 @@ mod tests {
             ("/srv/kv/base/klein-4b", Variant::Distilled),
             ("database", Variant::Distilled),
         ] {
-            assert_eq!(Variant::detect(&TransformerConfig::klein_4b(), None, &[name]).unwrap(), variant, "{name}");
-            assert_eq!(Variant::detect(&TransformerConfig::dev(), None, &[name]).unwrap(), Variant::Dev, "{name}");
+            assert_eq!(Variant::detect(&Configs::KLEIN_4B.transformer, None, &[name]).unwrap(), variant, "{name}");
+            assert_eq!(Variant::detect(&Configs::DEV.transformer, None, &[name]).unwrap(), Variant::Dev, "{name}");
         }
     }
 
@@ -151,13 +174,10 @@ mod tests {
             assert_eq!(variant.to_string().parse::<Variant>().unwrap(), variant);
         }
         assert_eq!("turbo".parse::<Variant>().unwrap_err().exit_code(), 2);
-        assert_eq!((Variant::Base.default_steps(), Variant::Base.default_guidance()), (50, 4.0));
+        assert_eq!((Variant::Base.spec().steps, Variant::Base.spec().guidance), (50, 4.0));
         assert!(Variant::Base.uses_cfg(1.5) && !Variant::Base.uses_cfg(1.0) && !Variant::Base.uses_cfg(0.5));
         assert!(!Variant::Distilled.uses_cfg(4.0) && !Variant::Kv.uses_cfg(4.0) && !Variant::Dev.uses_cfg(4.0));
-        assert_eq!((Variant::Dev.default_steps(), Variant::Dev.default_guidance()), (50, 4.0));
-        assert_eq!((Variant::Kv.default_steps(), Variant::Distilled.default_guidance()), (4, 1.0));
-        assert_eq!(display_name(&TransformerConfig::klein_4b(), Variant::Distilled), "FLUX.2 [klein] 4B (distilled)");
-        assert_eq!(display_name(&TransformerConfig::klein_9b(), Variant::Kv), "FLUX.2 [klein] 9B (kv)");
-        assert_eq!(display_name(&TransformerConfig::dev(), Variant::Dev), "FLUX.2 [dev] 32B");
+        assert_eq!((Variant::Dev.spec().steps, Variant::Dev.spec().guidance), (50, 4.0));
+        assert_eq!((Variant::Kv.spec().steps, Variant::Distilled.spec().guidance), (4, 1.0));
     }
 }

@@ -7,7 +7,7 @@
 use super::digest::hex;
 use crate::checkpoint::Weights;
 use crate::component::Component;
-use crate::config::{TextConfig, TransformerConfig, VaeConfig, Variant};
+use crate::config::{Configs, TextConfig, Variant};
 use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorRole, TensorSpec};
 use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
@@ -37,21 +37,18 @@ pub struct KnownFile {
 #[derive(Clone, Copy, Debug)]
 enum Content {
     /// A transformer in BF16.
-    Plain(Sizes, Layout),
+    Plain(&'static Configs, Layout),
     /// A transformer with quantised layers, in BFL's layout.
-    Quantised(Sizes, Variant, DType),
+    Quantised(&'static Configs, Variant, DType),
     /// The same, but which of its layers stay in BF16 was inferred from its size.
-    Inferred(Sizes, Variant, DType),
+    Inferred(&'static Configs, Variant, DType),
     /// A Qwen3 in BF16, with or without the head that predicts tokens.
-    Encoder(fn() -> TextConfig, bool),
+    Encoder(&'static Configs, bool),
     /// A VAE whose values have this dtype.
     Vae(Layout, &'static str),
     /// Formats were chosen layer by layer, by no rule that is known.
     NotKnown,
 }
-
-/// The sizes of a transformer.
-type Sizes = fn() -> TransformerConfig;
 
 const fn known(name: &'static str, part: Component, content: Content) -> KnownFile {
     KnownFile { name, part, bytes: None, fingerprint: None, sha256: None, content }
@@ -83,9 +80,9 @@ pub static KNOWN: [KnownFile; 30] = {
     use DType::{E2m1 as Nvfp4, E4m3 as Fp8};
     use Layout::{Bfl, Diffusers};
     use Variant::{Base, Distilled};
-    const KLEIN_4B: Sizes = TransformerConfig::klein_4b;
-    const KLEIN_9B: Sizes = TransformerConfig::klein_9b;
-    const DEV: Sizes = TransformerConfig::dev;
+    const KLEIN_4B: &Configs = &Configs::KLEIN_4B;
+    const KLEIN_9B: &Configs = &Configs::KLEIN_9B;
+    const DEV: &Configs = &Configs::DEV;
     [
         transformer("flux-2-klein-4b or flux-2-klein-base-4b in bf16", 7_751_105_712, Plain(KLEIN_4B, Bfl))
             .with_sha256("ec3d4e733a771f61c052fb4856c48b336c55eaf2c65487c2a1faeb9bbda7a343"),
@@ -123,8 +120,8 @@ pub static KNOWN: [KnownFile; 30] = {
             .with_sha256("e3467b7d912a234fb929cdf215dc08efdb011810b44bc21081c4234cc75b370e"),
         encoder("mistral_3_small_flux2_fp4_mixed", 12_275_678_071, NotKnown)
             .with_sha256("1ee1ff334d78228d73049ef0ee4fcd21c1700536b5a45c06547af057f92463a7"),
-        encoder("Qwen3-4B in bf16", 8_044_982_048, Encoder(TextConfig::klein_4b, false)),
-        encoder("Qwen3-8B in bf16", 16_381_517_176, Encoder(TextConfig::klein_9b, true)),
+        encoder("Qwen3-4B in bf16", 8_044_982_048, Encoder(KLEIN_4B, false)),
+        encoder("Qwen3-8B in bf16", 16_381_517_176, Encoder(KLEIN_9B, true)),
         encoder("qwen_3_8b_fp8mixed", 8_664_848_742, NotKnown)
             .with_sha256("abad16806e0cbabc54e0325d6565847443fe396d5f0be38bb3cd3fe75a1201d6"),
         encoder("qwen_3_8b_fp4mixed", 6_802_593_327, NotKnown),
@@ -146,12 +143,15 @@ impl KnownFile {
             specs.map(|spec| (spec.name, (dtype, spec.shape))).collect::<Tensors>()
         };
         Some(match self.content {
-            Content::Plain(sizes, layout) => plain(Component::Transformer, layout, &transformer_manifest(&sizes()), "BF16"),
+            Content::Plain(sizes, layout) => {
+                plain(Component::Transformer, layout, &transformer_manifest(&sizes.transformer), "BF16")
+            }
             Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
-                quantised(&sizes(), variant, format)
+                let tensors = layout(sizes, variant, format, &[]).tensors.into_iter();
+                tensors.map(|tensor| (tensor.name, (tensor.dtype, tensor.shape))).collect()
             }
             Content::Encoder(sizes, has_head) => {
-                let config = sizes();
+                let config = sizes.text_encoder.clone();
                 let [first, second, _] = config.text_layers;
                 // The files hold all layers, and not only those that klein reads.
                 let manifest = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config });
@@ -163,7 +163,7 @@ impl KnownFile {
                 tensors
             }
             Content::Vae(layout, dtype) => {
-                let mut tensors = plain(Component::Vae, layout, &vae_manifest(&VaeConfig::klein_4b()), dtype);
+                let mut tensors = plain(Component::Vae, layout, &vae_manifest(&Configs::KLEIN_4B.vae), dtype);
                 // PyTorch's batch norm counts its updates.
                 tensors.insert("bn.num_batches_tracked".into(), ("I64", Vec::new()));
                 tensors
@@ -178,16 +178,15 @@ impl KnownFile {
     }
 }
 
-/// The tensors of an official file: the layers that [`Policy`] knows to be quantised, each with a scale of its input.
-fn quantised(config: &TransformerConfig, variant: Variant, format: DType) -> Tensors {
-    let policy = Policy::transformer(config, variant, format, &[]);
+/// An official file: the layers that [`Policy`] knows to be quantised, each with a scale of its input.
+fn layout(sizes: &Configs, variant: Variant, format: DType, keep: &[String]) -> FileLayout {
+    let policy = Policy::transformer(&sizes.transformer, variant, format, keep);
     let layer = |spec: TensorSpec| {
         let layer = LayerSpec::new(spec.name, spec.layer, spec.shape, &policy);
         LayerSpec { has_input_scale: layer.format.is_some(), ..layer }
     };
-    let layers: Vec<LayerSpec> = transformer_manifest(config).into_iter().map(layer).collect();
-    let layout = FileLayout::new(Component::Transformer, WeightLayout::Comfy, &layers);
-    layout.tensors.into_iter().map(|tensor| (tensor.name, (tensor.dtype, tensor.shape))).collect()
+    let layers: Vec<LayerSpec> = transformer_manifest(&sizes.transformer).into_iter().map(layer).collect();
+    FileLayout::new(Component::Transformer, WeightLayout::Comfy, &layers)
 }
 
 /// The SHA-256 over a line for each tensor in order of name, `name:('DTYPE', (rows, cols))` with the shape as Python prints tuples.
@@ -313,6 +312,20 @@ mod tests {
                 let each = header / tensors.len() as u64;
                 assert!(header.is_multiple_of(8) && (80..130).contains(&each), "{}: {header}", file.name);
             }
+            // A file that would be written has the size and the header's length to the byte, and no gap between tensors.
+            if let Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) = file.content {
+                let layout = layout(sizes, variant, format, &[]);
+                assert_eq!(
+                    (Some(layout.bytes()), layout.bytes() - data),
+                    (file.bytes, layout.header.len() as u64),
+                    "{}",
+                    file.name
+                );
+                assert_eq!(layout.header[..8], (layout.header.len() as u64 - 8).to_le_bytes(), "{}", file.name);
+                let ends = layout.tensors.iter().map(|tensor| tensor.range.end);
+                let starts = layout.tensors.iter().map(|tensor| tensor.range.start).chain([layout.bytes()]);
+                assert!([layout.header.len() as u64].into_iter().chain(ends).eq(starts), "{}", file.name);
+            }
         }
         let published = KNOWN.iter().filter(|file| file.fingerprint.is_some()).count();
         assert_eq!((published, KNOWN.iter().filter(|file| file.sha256.is_some()).count()), (5, 9));
@@ -334,6 +347,18 @@ mod tests {
         assert_eq!((prints.len(), sizes.len()), counts);
         assert_eq!(published_digest(named("flux-2-klein-4b-fp8").sha256.unwrap()).unwrap().name, "flux-2-klein-4b-fp8");
         assert!(published_digest("").is_none());
+    }
+
+    #[test]
+    fn one_more_layer_in_bf16_is_another_file() {
+        let of = |variant, keep: &[String]| {
+            let tensors = layout(&Configs::KLEIN_4B, variant, DType::E4m3, keep).tensors.into_iter();
+            fingerprint(&tensors.map(|tensor| (tensor.name, (tensor.dtype, tensor.shape))).collect())
+        };
+        let kept = of(Variant::Distilled, &["double_blocks.0.*_attn.proj".into()]);
+        assert_ne!(of(Variant::Distilled, &[]), kept);
+        // The base model of the same size keeps those two.
+        assert_eq!(of(Variant::Base, &[]), kept);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! so that four tokens and the layers up to the first tap are all that has to run.
 
 use crate::checkpoint::Weights;
-use crate::config::TextConfig;
+use crate::config::{Configs, TextConfig};
 use crate::tensor::DType;
 
 /// The prompt.
@@ -56,7 +56,7 @@ impl Applicability {
     /// Whether the values are of this text encoder.
     pub fn of(config: &TextConfig, weights: &Weights) -> Self {
         let mut tensors = weights.shards().iter().flat_map(|shard| shard.tensors());
-        if *config != TextConfig::klein_4b() {
+        if *config != Configs::KLEIN_4B.text_encoder {
             Self::OtherEncoder
         } else if tensors.all(|(_, entry)| DType::plain_stored_as(entry.dtype.name).is_some()) {
             Self::Published
@@ -119,8 +119,12 @@ mod tests {
     fn only_the_plain_encoder_is_judged() {
         for dtype in [DType::Bf16, DType::F16, DType::F32] {
             let weights = tiny::model(Layout::Diffusers, dtype).unwrap().weights(Component::TextEncoder).unwrap();
-            assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Published);
-            for config in [TextConfig::klein_9b(), TextConfig::tiny(), TextConfig { eps: 1e-5, ..TextConfig::klein_4b() }] {
+            assert_eq!(Applicability::of(&Configs::KLEIN_4B.text_encoder, &weights), Applicability::Published);
+            for config in [
+                Configs::KLEIN_9B.text_encoder,
+                Configs::TINY.text_encoder,
+                TextConfig { eps: 1e-5, ..Configs::KLEIN_4B.text_encoder },
+            ] {
                 assert_eq!(Applicability::of(&config, &weights), Applicability::OtherEncoder);
             }
         }
@@ -128,7 +132,7 @@ mod tests {
         let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0]].concat();
         let shard = Shard::from_bytes("x", Bytes::new(Arc::new(file))).unwrap();
         let weights = Weights::from_shards(Component::TextEncoder, vec![shard]).unwrap();
-        assert_eq!(Applicability::of(&TextConfig::klein_4b(), &weights), Applicability::Quantised);
+        assert_eq!(Applicability::of(&Configs::KLEIN_4B.text_encoder, &weights), Applicability::Quantised);
     }
 
     #[test]

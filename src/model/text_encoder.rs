@@ -54,7 +54,7 @@ impl TextEncoder {
                 Ok(Layer {
                     input_norm: loader.norm(id(LayerRole::EncoderInputNorm), c.hidden)?,
                     qkv: loader.linear(id(LayerRole::EncoderQkv), &[q, kv, kv], c.hidden)?,
-                    qk_norm: c.family.has_qk_norm().then(|| qk_norm(loader)).transpose()?,
+                    qk_norm: c.family.spec().has_qk_norm.then(|| qk_norm(loader)).transpose()?,
                     out: loader.linear(id(LayerRole::EncoderOut), &[c.hidden], q)?,
                     mlp_norm: loader.norm(id(LayerRole::EncoderMlpNorm), c.hidden)?,
                     gate_up: loader.linear(id(LayerRole::EncoderGateUp), &[mlp, mlp], c.hidden)?,

@@ -549,7 +549,7 @@ mod tests {
 
     #[test]
     fn rows_that_the_last_block_skips_do_not_change_the_canvas() {
-        let config = TransformerConfig::tiny();
+        let config = crate::config::Configs::TINY.transformer;
         let weights = crate::tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Component::Transformer).unwrap();
         let mut be = Cpu::new(0, Arc::new(AtomicBool::new(false))).unwrap();
         let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));

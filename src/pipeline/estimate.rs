@@ -4,13 +4,13 @@ use super::branches::{Branches, adapters_of};
 use super::formats::Formats;
 use super::inputs::Inputs;
 use super::job::{Job, LoadOptions};
-use super::open::{Configs, OpenModel};
+use super::open::OpenModel;
 use super::stages::Stages;
 use crate::adapter::Adapters;
 use crate::backend::{Backend, DryRun, GemmFormats, Observed, Op};
 use crate::checkpoint::Weights;
 use crate::component::PerComponent;
-use crate::config::Variant;
+use crate::config::{Configs, Variant};
 use crate::error::Result;
 use crate::progress::{Phase, Progress};
 use crate::sampler::mu;
@@ -202,7 +202,7 @@ mod tests {
         let (h, text, canvas) = (3072.0, 512.0, 4096.0);
         let plain = 34.82e12 * 4.0;
         let saved = 4.0 * (text * h * (2.0 * h * 7.0 + 2.0 * 4.0 * h) + 4.0 * text * (text + canvas) * h);
-        let at_1024 = of(&Configs::klein_4b(), Variant::Distilled, 1024, 0);
+        let at_1024 = of(&Configs::KLEIN_4B, Variant::Distilled, 1024, 0);
         let context = 2.0 * text * 7680.0 * h;
         let want = (plain - saved - 4.0 * context) / 1e12;
         assert!((tera(&at_1024, Phase::Denoise) - want).abs() < 0.05, "{} {want}", tera(&at_1024, Phase::Denoise));
@@ -214,7 +214,7 @@ mod tests {
         assert!((tera(&at_1024, Phase::Decode) - want).abs() < 0.01, "{} {want}", tera(&at_1024, Phase::Decode));
         assert_eq!((at_1024.text_tokens, at_1024.canvas_tokens), (512, 4096));
         assert!((at_1024.mu - 2.291_180).abs() < 1e-6);
-        let edited = of(&Configs::klein_4b(), Variant::Distilled, 1024, 1);
+        let edited = of(&Configs::KLEIN_4B, Variant::Distilled, 1024, 1);
         assert!((tera(&edited, Phase::References) - 4.89).abs() < 0.02, "{}", tera(&edited, Phase::References));
     }
 
@@ -225,7 +225,7 @@ mod tests {
         let (finest, channels) = (1_u64 << 20, 256 + 256 + 128);
         let options = |vae_tiling| LoadOptions { vae_tiling, ..LoadOptions::DEFAULT };
         let bytes = |side: usize, tiling| {
-            let klein = Configs::klein_4b();
+            let klein = Configs::KLEIN_4B;
             let request = EstimateRequest::new(&klein, Variant::Distilled, options(tiling), GemmFormats::NONE);
             estimate(request, &job(side, 0)).unwrap().arena_bytes
         };
@@ -241,19 +241,19 @@ mod tests {
         let vectors = |bytes: u64| bytes / 500; // norms and biases are held in f32
         // The table of token embeddings is not among them: it stays in host memory.
         for (configs, transformer, layers) in
-            [(Configs::klein_4b(), 7_751_089_152, 5_450_264_064), (Configs::klein_9b(), 18_157_162_496, 10_419_107_328_u64)]
+            [(Configs::KLEIN_4B, 7_751_089_152, 5_450_264_064), (Configs::KLEIN_9B, 18_157_162_496, 10_419_107_328_u64)]
         {
             let got = of(&configs, Variant::Distilled, 256, 0).weight_bytes;
             let want = transformer + layers + 2 * 49_620_259;
             assert!(got.abs_diff(want) < vectors(want), "{got} {want}");
         }
-        let tables = [Configs::klein_4b(), Configs::klein_9b()].map(|c| of(&c, Variant::Distilled, 256, 0).table_bytes);
+        let tables = [Configs::KLEIN_4B, Configs::KLEIN_9B].map(|c| of(&c, Variant::Distilled, 256, 0).table_bytes);
         assert_eq!(tables, [2 * 151_936 * 2560, 2 * 151_936 * 4096]);
     }
 
     #[test]
     fn every_linear_layer_is_of_a_known_kind() {
-        let formats = of(&Configs::klein_4b(), Variant::Distilled, 256, 0).formats;
+        let formats = of(&Configs::KLEIN_4B, Variant::Distilled, 256, 0).formats;
         let layers: Vec<_> = formats.by_kind().iter().map(|row| (row.kind, row.layers)).collect();
         use LayerRole::*;
         let double = [Qkv(Image), AttentionOut(Image), MlpIn(Image), MlpOut(Image)].map(|kind| (kind, 10));
@@ -271,8 +271,8 @@ mod tests {
 
     #[test]
     fn cached_references_cost_one_pass() {
-        let plain = of(&Configs::klein_9b(), Variant::Distilled, 1024, 4);
-        let cached = of(&Configs::klein_9b(), Variant::Kv, 1024, 4);
+        let plain = of(&Configs::KLEIN_9B, Variant::Distilled, 1024, 4);
+        let cached = of(&Configs::KLEIN_9B, Variant::Kv, 1024, 4);
         let (plain, cached) = (tera(&plain, Phase::Denoise), tera(&cached, Phase::Denoise) + tera(&cached, Phase::References));
         assert!(plain > 2000.0 && cached < 900.0, "{plain} {cached}");
     }
@@ -280,7 +280,7 @@ mod tests {
     #[test]
     fn too_many_tokens_are_refused() {
         let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
-        let klein = Configs::klein_4b();
+        let klein = Configs::KLEIN_4B;
         let request = EstimateRequest::new(&klein, Variant::Distilled, options, GemmFormats::NONE);
         assert!(estimate(request, &job(2048, 9)).is_err());
     }

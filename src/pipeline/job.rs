@@ -53,7 +53,7 @@ impl Job {
             sigmas: None,
             negative: String::new(),
             references: Vec::new(),
-            padding: variant.default_padding(),
+            padding: variant.spec().padding,
             guidance: defaults.guide(variant, None).scale,
             seeds: vec![seed],
             noise: Noise::Drawn(NoiseKind::HOPPER),

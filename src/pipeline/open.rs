@@ -4,8 +4,8 @@ use crate::adapter::{Adapters, LayerTargets};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::component::{Component, PerComponent};
 use crate::config::{
-    ConfigFile, ModelDefaults, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit, check_scheduler,
-    display_name,
+    ConfigFile, Configs, ModelDefaults, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant, check_fit,
+    check_scheduler, display_name,
 };
 use crate::error::{Error, Result};
 use crate::locate::{Embedded, Found, ModelFiles};
@@ -18,33 +18,7 @@ use crate::tokenizer::{self, Tokenizer};
 use crate::trace;
 use std::path::{Path, PathBuf};
 
-/// Sizes of a model's parts.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Configs {
-    /// Sizes of the transformer.
-    pub transformer: TransformerConfig,
-    /// Sizes of the text encoder.
-    pub text_encoder: TextConfig,
-    /// Sizes of the VAE.
-    pub vae: VaeConfig,
-}
-
 impl Configs {
-    /// FLUX.2 klein 4B.
-    pub const fn klein_4b() -> Self {
-        Self { transformer: TransformerConfig::klein_4b(), text_encoder: TextConfig::klein_4b(), vae: VaeConfig::klein_4b() }
-    }
-
-    /// FLUX.2 klein 9B.
-    pub const fn klein_9b() -> Self {
-        Self { transformer: TransformerConfig::klein_9b(), text_encoder: TextConfig::klein_9b(), vae: VaeConfig::klein_4b() }
-    }
-
-    /// FLUX.2 \[dev\].
-    pub const fn dev() -> Self {
-        Self { transformer: TransformerConfig::dev(), text_encoder: TextConfig::dev(), vae: VaeConfig::klein_4b() }
-    }
-
     /// The layers that adapters can change.
     pub fn layer_targets(&self) -> LayerTargets {
         let (transformer, text) = (transformer_manifest(&self.transformer), text_manifest(&self.text_encoder));
@@ -173,7 +147,7 @@ impl OpenModel {
 
     fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, defaults: ModelDefaults) -> Result<Self> {
         let CheckedParts { weights, configs, warnings, .. } = parts;
-        let (own, needed) = (tokenizer.format().family, configs.text_encoder.family.name());
+        let (own, needed) = (tokenizer.format().family, configs.text_encoder.family.spec().name);
         if own != needed {
             let detail = format!("it is one of {own}, the text encoder is {needed}");
             return Err(Error::Mismatch { part: "tokenizer", detail, hint: Some(tokenizer::HINT.into()) });

@@ -5,11 +5,11 @@
 
 use super::branches::Branches;
 use super::job::LoadOptions;
-use super::open::Configs;
 use crate::adapter::Adapters;
 use crate::backend::{Backend, DryRun, GemmFormats};
 use crate::checkpoint::{ReadAhead, Weights};
 use crate::component::{Component, PerComponent};
+use crate::config::Configs;
 use crate::error::Result;
 use crate::model::{ContextIn, LayerFormat, Loader, TextEncoder, Transformer, Vae};
 use crate::progress::{Phase, Progress};

@@ -2,45 +2,11 @@
 
 use super::layout::LayerSpec;
 use super::pattern;
-use crate::config::{TransformerConfig, Variant};
+use crate::config::{ModelSpec, TransformerConfig, Variant};
 use crate::error::{Error, Result};
 use crate::names::{LayerId, LayerRole};
 use crate::tensor::{DType, Scale, ScaleKind};
 use crate::text::nearest;
-
-/// The layers that an official file of a model leaves in BF16 though others of their kind are quantised.
-struct Wider {
-    /// Width, double blocks and single blocks of the model.
-    model: [usize; 3],
-    /// The variants and formats that it is about.
-    variants: &'static [Variant],
-    formats: &'static [DType],
-    /// Patterns of the layers.
-    layers: &'static [&'static str],
-}
-
-const KLEIN_4B: [usize; 3] = [3072, 5, 20];
-const KLEIN_9B: [usize; 3] = [4096, 8, 24];
-const DEV: [usize; 3] = [6144, 8, 48];
-
-/// What the headers of the published files show. The list of klein 9B KV is not known; it gets that of the distilled model.
-static WIDER: [Wider; 5] = {
-    use DType::{E2m1 as Nvfp4, E4m3 as Fp8};
-    use Variant::{Base, Distilled, Kv};
-    const ANY: &[Variant] = &Variant::ALL;
-    [
-        Wider { model: KLEIN_4B, variants: &[Base], formats: &[Fp8, Nvfp4], layers: &["double_blocks.0.*_attn.proj"] },
-        Wider { model: KLEIN_9B, variants: &[Distilled, Kv], formats: &[Nvfp4], layers: &["double_blocks.0.*_attn.qkv"] },
-        Wider {
-            model: KLEIN_9B,
-            variants: &[Base],
-            formats: &[Fp8, Nvfp4],
-            layers: &["double_blocks.0.*_attn.qkv", "double_blocks.0.*_attn.proj"],
-        },
-        Wider { model: DEV, variants: ANY, formats: &[Nvfp4], layers: &["double_blocks.*.txt_attn.*"] },
-        Wider { model: DEV, variants: ANY, formats: &[Fp8], layers: &["double_blocks.*_attn.*"] },
-    ]
-};
 
 /// The choice of layers for one part of a model.
 #[derive(Clone, Debug)]
@@ -53,10 +19,8 @@ pub struct Policy {
 impl Policy {
     /// The layers of a transformer that the official files of this size and variant quantise, without those that match `keep`.
     pub fn transformer(config: &TransformerConfig, variant: Variant, format: DType, keep: &[String]) -> Self {
-        let model = [config.hidden, config.double_blocks, config.single_blocks];
-        let is_meant =
-            |wider: &&Wider| wider.model == model && wider.variants.contains(&variant) && wider.formats.contains(&format);
-        let official = WIDER.iter().filter(is_meant).flat_map(|wider| wider.layers).map(|layer| (*layer).to_owned());
+        let kept = ModelSpec::of(config, variant).map_or(&[][..], |model| model.kept).iter();
+        let official = kept.filter(|(kept, _)| *kept == format).map(|(_, pattern)| (*pattern).to_owned());
         Self { format, wider: official.chain(keep.iter().cloned()).collect() }
     }
 

@@ -1,7 +1,7 @@
 //! Writes the tiny model to a folder, in the layouts in which real models are published.
 
 use super::{TOKENIZER, TinyModel, model};
-use crate::config::{HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
+use crate::config::{Configs, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
 use crate::error::{Error, Result};
 use crate::names::Layout;
 use crate::output::save_folder;
@@ -42,9 +42,9 @@ pub fn contents(layout: Layout, dtype: DType) -> Result<Vec<(&'static str, Bytes
     ];
     for (name, value) in [
         ("model_index.json", index()),
-        ("transformer/config.json", transformer_config(&TransformerConfig::tiny())),
-        ("text_encoder/config.json", text_encoder_config(&TextConfig::tiny(), dtype)),
-        ("vae/config.json", vae(&VaeConfig::tiny())),
+        ("transformer/config.json", transformer_config(&Configs::TINY.transformer)),
+        ("text_encoder/config.json", text_encoder_config(&Configs::TINY.text_encoder, dtype)),
+        ("vae/config.json", vae(&Configs::TINY.vae)),
         ("scheduler/scheduler_config.json", scheduler()),
     ] {
         files.push((name, Bytes::new(Arc::new(format!("{value:#}\n").into_bytes()))));

@@ -90,7 +90,7 @@ fn a_plan_opens_no_weights() {
     sandbox.write_png("a.png", 605, 807, |_, _| [1, 2, 3]);
     sandbox.write_png("b.png", 1500, 1000, |_, _| [1, 2, 3]);
     let flags =
-        ["--width", "1024", "--height", "1024", "--reference", "a.png", "--reference", "b.png", "--klein", "9b", "--json"];
+        ["--width", "1024", "--height", "1024", "--reference", "a.png", "--reference", "b.png", "--model", "klein-9b", "--json"];
     let run = sandbox.bare(["plan"].iter().chain(&flags)).good();
     let json = &run.json()[0];
     assert_eq!(json["tokens"]["references"], serde_json::json!([1850, 4056]));
@@ -110,4 +110,34 @@ fn a_plan_opens_no_weights() {
         sandbox.bare(["plan", "--model", "model", "--width", "64", "--height", "64", "--variant", "base", "--steps", "2"]).good();
     assert!(run.text().contains("guidance             4, two passes per step"), "{}", run.text());
     assert_eq!(sandbox.names(), ["a.png", "b.png", "model"]);
+}
+
+/// The name of a published model takes precedence over an environment variable, and over a folder of that name; but only in a plan.
+#[test]
+fn a_plan_takes_the_names_of_published_models() {
+    let sandbox = Sandbox::new();
+    sandbox.tiny("klein-9b", &[]);
+    for (flags, name) in [
+        (&[][..], "FLUX.2 [klein] tiny (distilled), bf16\n"),
+        (&["--model", "klein-9b"], "FLUX.2 [klein] 9B (distilled), bf16\n"),
+        (&["--model", "klein-9b-kv"], "FLUX.2 [klein] 9B (kv), bf16\n"),
+        (&["--model", "klein-base-4b", "--variant", "kv"], "FLUX.2 [klein] 4B (kv), bf16\n"),
+        (&["--model", "dev"], "FLUX.2 [dev] 32B, bf16\n"),
+        (&["--model", "./klein-9b"], "FLUX.2 [klein] tiny (distilled), bf16\n"),
+    ] {
+        let run = sandbox.run(["plan"].iter().chain(flags)).good();
+        assert!(run.text().starts_with(&format!("model                {name}")), "{flags:?}: {}", run.text());
+    }
+    for (line, code, told) in [
+        (
+            "plan --model klein-7b",
+            3,
+            "(klein-7b): the folder does not exist\n\nhint: the names of published models are `klein-4b`",
+        ),
+        ("plan --model dev --vae klein-9b", 2, "error: the model `dev` has no parts to replace\n"),
+        ("x --model klein-4b", 3, "(klein-4b): the folder does not exist\n\nhint: expected transformer/"),
+    ] {
+        let run = sandbox.run(line.split(' '));
+        assert!(run.code == Some(code) && run.stderr.contains(told), "{line}: {}", run.stderr);
+    }
 }

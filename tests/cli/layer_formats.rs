@@ -4,7 +4,7 @@
 use common::quantised::{Content, Form, Layer, Plain, plain_tensors};
 use common::sandbox::{Png, Sandbox, grouped};
 use kiln::internals::component::Component;
-use kiln::internals::config::TransformerConfig;
+use kiln::internals::config::Configs;
 use kiln::internals::names::Layout;
 use kiln::internals::tensor::DType;
 use serde_json::{Value, json};
@@ -136,7 +136,7 @@ fn how_fp8_is_computed_with_is_chosen_told_and_recorded() {
 
     transformer(&Content::of("fp8").changed(too_small));
     let (_, _, run) = run("clamped.png", &[]);
-    let count = 16 * TransformerConfig::tiny().hidden as u64;
+    let count = 16 * Configs::TINY.transformer.hidden as u64;
     let warning = format!("\nwarning: {} activations were beyond the range of FP8 and clamped", grouped(count));
     assert!(run.stderr.contains(&warning), "{}", run.stderr);
     assert_eq!(run.json()[0]["saturated"], count);
@@ -215,7 +215,7 @@ fn what_is_quantised_at_load_is_told_and_recorded() {
     assert!(pixels[0] != pixels[1] && pixels[1] != pixels[2] && pixels[0] != pixels[2]);
     // Published sizes, without files: the blocks and the text encoder take half of what they took, or less.
     let weights = |more: &[&str]| {
-        let plan = sandbox.run(["plan", "--klein", "4b", "--json"].iter().chain(more)).good().json().remove(0);
+        let plan = sandbox.run(["plan", "--model", "klein-4b", "--json"].iter().chain(more)).good().json().remove(0);
         plan["weight_bytes"].as_u64().unwrap() as f64
     };
     let plain = weights(&[]);

@@ -3,7 +3,6 @@
 
 mod command;
 mod diffusers;
-mod official;
 mod resuming;
 mod round_trip;
 

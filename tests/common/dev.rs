@@ -6,7 +6,7 @@ use kiln::internals::adapter::{Adapter, Adapters};
 use kiln::internals::backend::Backend;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::{Component, PerComponent};
-use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig, Variant};
+use kiln::internals::config::{Configs, ModelDefaults, Variant};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::Layout;
@@ -88,7 +88,7 @@ pub fn model() -> OpenModel {
 
 /// The same with other defaults.
 pub fn model_with(defaults: ModelDefaults) -> OpenModel {
-    let manifest = transformer_manifest(&TransformerConfig::tiny_dev());
+    let manifest = transformer_manifest(&Configs::TINY_DEV.transformer);
     model_of(tiny::weights_of(Component::Transformer, &manifest, DType::Bf16).unwrap(), defaults)
 }
 
@@ -96,7 +96,8 @@ pub fn model_with(defaults: ModelDefaults) -> OpenModel {
 pub fn model_of(transformer: Weights, defaults: ModelDefaults) -> OpenModel {
     let weights = PerComponent {
         transformer,
-        text_encoder: tiny::weights_of(Component::TextEncoder, &text_manifest(&TextConfig::tiny_dev()), DType::Bf16).unwrap(),
+        text_encoder: tiny::weights_of(Component::TextEncoder, &text_manifest(&Configs::TINY_DEV.text_encoder), DType::Bf16)
+            .unwrap(),
         vae: tiny::model(Layout::Diffusers, DType::Bf16).unwrap().weights(Component::Vae).unwrap(),
     };
     OpenModel::check(weights, PerComponent::default(), tokenizer(), Variant::Dev, defaults).unwrap()

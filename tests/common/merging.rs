@@ -6,7 +6,7 @@ use half::bf16;
 use kiln::internals::adapter::{AdapterMode, Adapters, Merger};
 use kiln::internals::backend::Backend;
 use kiln::internals::component::Component;
-use kiln::internals::config::TransformerConfig;
+use kiln::internals::config::Configs;
 use kiln::internals::model::{ContextIn, Loader, Transformer, transformer_manifest};
 use kiln::internals::names::Layout;
 use kiln::internals::tensor::{ALIGN, Arena, DType, Precision, Region, WeightSlice};
@@ -21,7 +21,7 @@ const SUM_ERROR: f32 = 1e-6;
 /// where that sum is next to the middle of two values of bf16.
 pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
     assert!(!be.reads_files(), "this backend does not merge");
-    let config = TransformerConfig::tiny();
+    let config = Configs::TINY.transformer;
     let manifest = transformer_manifest(&config);
     let open = model(
         weights(Component::Transformer, written(&plain_tensors(Component::Transformer, Layout::Diffusers), HashMap::new())),

@@ -6,7 +6,7 @@ use super::random::splitmix;
 use super::{Goldens, Make, fixture, opened, relative_l2, run, small_job, tiny_weights, unit_image};
 use kiln::internals::backend::{Backend, StepKey};
 use kiln::internals::component::Component;
-use kiln::internals::config::{HEAD_DIM, ModelDefaults, TransformerConfig, VaeConfig, Variant};
+use kiln::internals::config::{Configs, HEAD_DIM, ModelDefaults, TransformerConfig, VaeConfig, Variant};
 use kiln::internals::dump::Record;
 use kiln::internals::model::{ContextIn, Loader, ReferenceTokens, StepInput, Transformer};
 use kiln::internals::model::{transformer_manifest, vae_manifest};
@@ -115,7 +115,7 @@ impl Case {
         let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
         let mut weights = tiny_weights(&model);
         if self.small_decoder {
-            let config = VaeConfig { decoder: [32, 64, 96, 96], ..VaeConfig::tiny() };
+            let config = VaeConfig { decoder: [32, 64, 96, 96], ..Configs::TINY.vae };
             weights.vae = tiny::weights_of(Component::Vae, &vae_manifest(&config), DType::Bf16).unwrap();
         }
         let variant = match (self.kv, self.distilled) {
@@ -192,7 +192,7 @@ pub fn every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
 /// A transformer with an embedding of the guidance scale.
 pub fn guidance_as_an_input_equals_diffusers(make: Make<'_>) {
     let (case, goldens) = (modes().guidance_embed, Goldens::named("modes.safetensors"));
-    let config = TransformerConfig { guidance_embed: true, ..TransformerConfig::tiny() };
+    let config = TransformerConfig { guidance_embed: true, ..Configs::TINY.transformer };
     let weights = tiny::weights_of(Component::Transformer, &transformer_manifest(&config), DType::Bf16).unwrap();
     assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
     let size = Pixels::new(case.width, case.height).unwrap();

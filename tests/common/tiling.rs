@@ -5,7 +5,7 @@ use super::{Goldens, Make, fixture, relative_l2};
 use kiln::internals::backend::{Backend, DryRun};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::VaeConfig;
+use kiln::internals::config::{Configs, VaeConfig};
 use kiln::internals::model::{Loader, Vae, vae_manifest};
 use kiln::internals::sequence::Grid;
 use kiln::internals::tensor::{Arena, DType, Precision, Region, Tensor};
@@ -101,14 +101,14 @@ impl OnBackend {
 }
 
 fn tiny_weights() -> Weights {
-    tiny::weights_of(Component::Vae, &vae_manifest(&VaeConfig::tiny()), DType::Bf16).unwrap()
+    tiny::weights_of(Component::Vae, &vae_manifest(&Configs::TINY.vae), DType::Bf16).unwrap()
 }
 
 /// In f32 as the reference in f32, in bf16 at most 1.2 times as far from it as the reference in bf16.
 pub fn tiles_equal_those_of_diffusers(make: Make<'_>) {
     let recorded: Tiling = serde_json::from_str(&std::fs::read_to_string(fixture("tiling.json")).unwrap()).unwrap();
     let (goldens, weights) = (Goldens::named("tiling.safetensors"), tiny_weights());
-    let config = VaeConfig { tile: recorded.tile, ..VaeConfig::tiny() };
+    let config = VaeConfig { tile: recorded.tile, ..Configs::TINY.vae };
     for precision in [Precision::F32, Precision::Bf16] {
         let mut vae = OnBackend::new(make(), &weights, &config, precision, true);
         for case in &recorded.cases {
@@ -137,7 +137,7 @@ pub fn tiles_equal_those_of_diffusers(make: Make<'_>) {
 /// An image without a side longer than a tile has no tiles: it is the same with and without tiling, to the bit; a larger one is
 /// not.
 pub fn small_images_have_no_tiles(make: Make<'_>) {
-    let (weights, config) = (tiny_weights(), VaeConfig { tile: 96, ..VaeConfig::tiny() });
+    let (weights, config) = (tiny_weights(), VaeConfig { tile: 96, ..Configs::TINY.vae });
     let values = |count: usize| -> Vec<f32> { (0..count).map(|i| f32::from(hashed("small", i)) / 128.0 - 1.0).collect() };
     let run = |tiling, grid: Grid| {
         let mut vae = OnBackend::new(make(), &weights, &config, Precision::Bf16, tiling);

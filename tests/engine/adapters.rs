@@ -7,7 +7,7 @@ use kiln::error::{Error, Result};
 use kiln::internals::adapter::{AdapterMode, Adapters};
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::component::Component;
-use kiln::internals::config::{TextConfig, TransformerConfig};
+use kiln::internals::config::Configs;
 use kiln::internals::dump::Record;
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{LayerRole, Layout, Stream};
@@ -54,13 +54,13 @@ fn dequantised(quantised: &OpenModel) -> OpenModel {
         }
         Plain { name: spec.name.clone(), dtype: Dtype::F32, shape: spec.shape.clone(), bytes: DType::F32.encoded(&values) }
     };
-    let tensors: Vec<Plain> = transformer_manifest(&TransformerConfig::tiny()).iter().map(tensor).collect();
+    let tensors: Vec<Plain> = transformer_manifest(&Configs::TINY.transformer).iter().map(tensor).collect();
     model(weights(Component::Transformer, written(&tensors, HashMap::new())), None, SHORT)
 }
 
 /// LoRA for all linear layers of the transformer.
 fn of_transformer(rank: usize) -> Vec<Factor> {
-    lora_of_all(&transformer_manifest(&TransformerConfig::tiny()), rank)
+    lora_of_all(&transformer_manifest(&Configs::TINY.transformer), rank)
 }
 
 /// Another one for some of them: queries alone, halves that are stored the other way round, and others.
@@ -98,7 +98,7 @@ fn difference(got: &Record, want: &Record) -> f64 {
 
 #[test]
 fn a_branch_adds_what_is_merged() {
-    let all = [of_transformer(4), lora_of_all(&text_manifest(&TextConfig::tiny()), 3)].concat();
+    let all = [of_transformer(4), lora_of_all(&text_manifest(&Configs::TINY.text_encoder), 3)].concat();
     let given: [(&[Factor], f32); 2] = [(&all, 0.1), (&other(), -0.05)];
     let [merged, beside] =
         [AdapterMode::Merge, AdapterMode::Branch].map(|mode| record(with(plain(), &given), options(Precision::F32, mode)));
@@ -335,7 +335,7 @@ fn memory_is_as_planned() {
         let none = estimate(&without, AdapterMode::Branch, &job);
         let beside = estimate(&with, AdapterMode::Branch, &job);
         // Ranks are padded to 32, and matrices to what memory is aligned to.
-        let linear = transformer_manifest(&TransformerConfig::tiny()).into_iter().filter(|spec| spec.shape.len() == 2);
+        let linear = transformer_manifest(&Configs::TINY.transformer).into_iter().filter(|spec| spec.shape.len() == 2);
         let region: u64 = linear
             .flat_map(|spec| [32 * spec.shape[1], 32 * spec.shape[0]])
             .map(|elements| (elements as u64 * size).next_multiple_of(ALIGN))
@@ -351,7 +351,7 @@ fn memory_is_as_planned() {
         // What is merged has the size of what it replaces, and is copied. In f32 it is no longer bf16. A GPU that merges has both factors of a
         // weight in f32 beside the others, one weight at a time.
         let merged = estimate(&with, AdapterMode::Merge, &job);
-        let linear = transformer_manifest(&TransformerConfig::tiny()).into_iter().filter(|spec| spec.shape.len() == 2);
+        let linear = transformer_manifest(&Configs::TINY.transformer).into_iter().filter(|spec| spec.shape.len() == 2);
         let factors = |spec: kiln::internals::names::TensorSpec| -> u64 {
             spec.shape.iter().map(|side| (4 * 32 * *side as u64).next_multiple_of(ALIGN)).sum()
         };

@@ -6,7 +6,7 @@ use common::{Goldens, cases, cpu, engine_on, relative_l2, run, saving_memory_cha
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Access, Backend, Lockstep, Op};
-use kiln::internals::config::{HEAD_DIM, TextConfig, Variant};
+use kiln::internals::config::{Configs, HEAD_DIM, Variant};
 use kiln::internals::pipeline::{Job, LoadOptions};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::{Arena, DType, Precision, Region, Scale, Stored, Tensor};
@@ -198,7 +198,7 @@ fn non_finite_prompt_embeddings_are_told_from_a_step() {
     let mut job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, guidance: 4.0, record: false, ..cases()[0].job() };
     job.references.clear();
     // Only the text encoder has RMS norms, two in a layer.
-    let norms = 2 * TextConfig::tiny().used_layers();
+    let norms = 2 * Configs::TINY.text_encoder.used_layers();
     for (prompt, want) in [(0, "encoding the prompt"), (1, "encoding the negative prompt")] {
         let seen = AtomicUsize::new(0);
         let wrapped = wrapped::after_op(cpu(), move |_, op, cpu| match op {

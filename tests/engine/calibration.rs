@@ -8,7 +8,7 @@ use kiln::error::{Error, Result};
 use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, Op, RopeStyle};
 use kiln::internals::component::Component;
-use kiln::internals::config::{ModelDefaults, TransformerConfig, Variant};
+use kiln::internals::config::{Configs, ModelDefaults, Variant};
 use kiln::internals::names::Layout;
 use kiln::internals::pipeline::{Job, LoadOptions, OpenModel};
 use kiln::internals::sequence::Pixels;
@@ -42,7 +42,7 @@ fn found(backend: impl Backend + 'static, model: OpenModel, calibration: &Calibr
 /// Reads the inputs of the layers of the tiny model's blocks after each op, and keeps their largest magnitudes. Layers are told by
 /// the order of ops alone.
 fn by_order(found: Rc<RefCell<Found>>) -> impl FnMut(usize, Op<'_>, &mut Cpu) -> Result<()> {
-    let config = TransformerConfig::tiny();
+    let config = Configs::TINY.transformer;
     let (mut block, mut next) = (0_usize, VecDeque::<Vec<String>>::new());
     move |_, op, cpu| {
         let inputs: Vec<Tensor> = match op {
@@ -259,7 +259,7 @@ fn there_are_prompts_of_many_kinds() {
     let quick = Calibration::quick(&klein, Variant::Base).unwrap();
     assert_eq!(quick.to_string(), "2 prompts at 128x128, 2 steps each");
     assert_eq!(quick.prompts, thorough.prompts[..2]);
-    assert_eq!(Calibration::thorough(&klein, Variant::Base).unwrap().steps, Variant::Base.default_steps());
+    assert_eq!(Calibration::thorough(&klein, Variant::Base).unwrap().steps, Variant::Base.spec().steps);
     let mut distinct = thorough.prompts.clone();
     distinct.sort();
     distinct.dedup();

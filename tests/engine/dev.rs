@@ -11,10 +11,10 @@ use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::{Backend, GemmFormats, Op, Projection, Rope, RopeStyle, Softmax};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::{ConfigFile, ModelDefaults, TextConfig, TextFamily, TransformerConfig, Variant};
+use kiln::internals::config::{ConfigFile, Configs, ModelDefaults, TextConfig, TextFamily, TransformerConfig, Variant};
 use kiln::internals::model::{Loader, TextEncoder, text_manifest};
 use kiln::internals::names::{Layout, file_tensors};
-use kiln::internals::pipeline::{Configs, Engine, EstimateRequest, Job, LoadOptions, estimate};
+use kiln::internals::pipeline::{Engine, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::{Arena, DType, Precision, Region, Tensor};
 use kiln::internals::tiny;
@@ -77,11 +77,11 @@ fn padded(ids: &[u32], pad: u32) -> Tokens {
 #[test]
 fn the_residual_stream_is_that_of_transformers() {
     let (Dev { residual, .. }, goldens) = (dev(), Goldens::named("dev.safetensors"));
-    let width = TextConfig::tiny_dev().hidden;
+    let width = Configs::TINY_DEV.text_encoder.hidden;
     for (side, padding) in [("left", Padding::Left), ("right", Padding::Right)] {
         let want = goldens.f32(&format!("residual.{side}"));
         for (text_layers, found) in [([1, 2, 10], [1, 2, 3]), ([2, 10, 30], [2, 3, 4])] {
-            let config = TextConfig { text_layers, ..TextConfig::tiny_dev() };
+            let config = TextConfig { text_layers, ..Configs::TINY_DEV.text_encoder };
             assert_eq!(found.map(|at| residual.layers[at]), text_layers);
             let got = embed(&mut cpu(), &config, &tokens(padding));
             for (tap, at) in found.into_iter().enumerate() {
@@ -99,7 +99,7 @@ fn the_residual_stream_is_that_of_transformers() {
 /// Padding before a prompt depends on nothing: all its rows are the same to the bit, and so are those of another prompt.
 #[test]
 fn padding_before_a_prompt_is_one_constant() {
-    let config = TextConfig::tiny_dev();
+    let config = Configs::TINY_DEV.text_encoder;
     let rows = |prompt: &str| {
         let tokens = tokenizer().encode_padded(prompt, LENGTH, Padding::Left).unwrap();
         let first = tokens.rows().start;
@@ -136,7 +136,7 @@ fn modulo_heads(inner: &mut Cpu, op: Op<'_>) -> kiln::error::Result<()> {
 
 /// The embeddings with the norm that language models have after their last layer, on the last tap of some rows.
 fn with_final_norm(right: &[f32], rows: Range<usize>) -> Vec<f32> {
-    let TextConfig { hidden, eps, .. } = TextConfig::tiny_dev();
+    let TextConfig { hidden, eps, .. } = Configs::TINY_DEV.text_encoder;
     let gain: Vec<f32> = (0..hidden).map(|i| 1.0 + (f32::from(hashed("model.norm.weight", i) & 127) - 64.0) / 128.0).collect();
     let mut all = right.to_vec();
     for row in all.chunks_exact_mut(3 * hidden).skip(rows.start).take(rows.len()) {
@@ -149,7 +149,7 @@ fn with_final_norm(right: &[f32], rows: Range<usize>) -> Vec<f32> {
 
 /// The embeddings with a mistake; `None` if it is not one of the encoder.
 fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
-    let config = TextConfig::tiny_dev();
+    let config = Configs::TINY_DEV.text_encoder;
     let plain = |config: &TextConfig, tokens: &Tokens| Some(embed(&mut cpu(), config, tokens));
     let with = |instead: fn(&mut Cpu, Op<'_>) -> kiln::error::Result<()>| {
         Some(embed(&mut wrapped::instead(cpu(), instead), &config, &tokens(Padding::Left)))
@@ -221,7 +221,7 @@ fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
 
 #[test]
 fn single_mistakes_are_far_beyond_the_limit() {
-    let right = embed(&mut cpu(), &TextConfig::tiny_dev(), &tokens(Padding::Left));
+    let right = embed(&mut cpu(), &Configs::TINY_DEV.text_encoder, &tokens(Padding::Left));
     let mut tested = 0;
     for mistake in dev().mistakes {
         let Some(wrong) = mistaken(&mistake.name, &right) else { continue };
@@ -259,21 +259,21 @@ fn guidance_is_an_input() {
 #[test]
 fn dev_is_told_by_its_tensors() {
     let open = model();
-    assert_eq!(open.configs.transformer, TransformerConfig::tiny_dev());
+    assert_eq!(open.configs.transformer, Configs::TINY_DEV.transformer);
     let text = &open.configs.text_encoder;
     assert_eq!((text.family, text.text_layers, text.eps, text.rope_theta), (TextFamily::Mistral3, [10, 20, 30], 1e-5, 1e9));
     assert_eq!((text.heads, text.kv_heads), (8, 2));
     let detected = |config: &TransformerConfig| Variant::detect(config, None, &["flux2-klein-base-kv"]).unwrap();
-    assert_eq!(detected(&TransformerConfig::dev()), Variant::Dev);
+    assert_eq!(detected(&Configs::DEV.transformer), Variant::Dev);
     let defaults = ModelDefaults::klein();
     assert_eq!((defaults.steps(Variant::Dev), defaults.guide(Variant::Dev, None).chosen), (50, Some(4.0)));
-    assert_eq!(Variant::Dev.default_padding(), Padding::Left);
+    assert_eq!(Variant::Dev.spec().padding, Padding::Left);
 }
 
 /// The configuration of a model that also sees has that of its language model inside; a window shorter than a prompt is refused.
 #[test]
 fn configurations_of_mistral_are_compared() {
-    let config = TextConfig::tiny_dev();
+    let config = Configs::TINY_DEV.text_encoder;
     let weights = weights(&config);
     let of = |window: &str, kind: &str| {
         let json = format!(
@@ -324,10 +324,10 @@ fn all_layers_of_the_turbo_adapter_are_matched() {
     let layers = turbo_layers();
     assert_eq!(layers.len(), 170);
     let factors: Vec<Factor> = layers.iter().flat_map(|(name, shape)| lora(name, PEFT, *shape, 1)).collect();
-    let adapter = read(file(&factors, DType::Bf16, &[]), &Configs::dev().layer_targets()).unwrap();
+    let adapter = read(file(&factors, DType::Bf16, &[]), &Configs::DEV.layer_targets()).unwrap();
     assert_eq!((adapter.layers.len(), adapter.unmatched.len()), (170, 0));
     // klein 9B has blocks of the same names, and another width.
-    let refused = read(file(&factors, DType::Bf16, &[]), &Configs::klein_9b().layer_targets()).unwrap_err();
+    let refused = read(file(&factors, DType::Bf16, &[]), &Configs::KLEIN_9B.layer_targets()).unwrap_err();
     assert!(refused.to_string().contains("FLUX.2 [dev]"), "{refused}");
 }
 
@@ -335,7 +335,7 @@ fn all_layers_of_the_turbo_adapter_are_matched() {
 #[test]
 fn the_plan_has_the_sizes_of_the_published_model() {
     let job = Job { size: Pixels::new(1024, 1024).unwrap(), steps: 50, padding: Padding::Left, ..small_job() };
-    let configs = Configs::dev();
+    let configs = Configs::DEV;
     let estimate = |options| estimate(EstimateRequest::new(&configs, Variant::Dev, options, GemmFormats::ALL), &job).unwrap();
     let plain = estimate(LoadOptions::DEFAULT);
     // Weights of the transformer, 30 layers of the encoder and the VAE's decoder; tensors are aligned.
@@ -358,7 +358,7 @@ fn the_plan_has_the_sizes_of_the_published_model() {
 
 /// The tensors of the tiny text encoder with something before their names, and what real files have besides. Values do not matter.
 fn file_of_encoder(prefix: &str, vocabulary: &[u8]) -> Weights {
-    let config = TextConfig::tiny_dev();
+    let config = Configs::TINY_DEV.text_encoder;
     let [first, second, _] = config.text_layers;
     let plain = |name: String, shape: Vec<usize>| {
         let bytes = vec![0x3f; 2 * shape.iter().product::<usize>()];
@@ -383,7 +383,7 @@ fn file_of_encoder(prefix: &str, vocabulary: &[u8]) -> Weights {
 
 #[test]
 fn every_spelling_of_the_encoder_is_read() {
-    let config = TextConfig::tiny_dev();
+    let config = Configs::TINY_DEV.text_encoder;
     for prefix in ["language_model.model.", "model.language_model.", "model.", "text_encoders.mistral3_24b.transformer.model."] {
         let weights = file_of_encoder(prefix, b"{}   ");
         assert_eq!(TextConfig::detect(&weights, None, &ModelDefaults::klein()).unwrap(), config, "{prefix}");
@@ -396,7 +396,7 @@ fn every_spelling_of_the_encoder_is_read() {
 /// The latents after a step of the tiny model with another transformer.
 fn latents(transformer: &Content, form: Form) -> Vec<f32> {
     let open = model_of(weights_in(Component::Transformer, transformer.file(form)), short());
-    assert_eq!(open.configs.transformer, TransformerConfig::tiny_dev());
+    assert_eq!(open.configs.transformer, Configs::TINY_DEV.transformer);
     let mut engine = Engine::load(Box::new(cpu()), open, LoadOptions::DEFAULT, &Silent).unwrap();
     let job = Job { guidance: 4.0, padding: Padding::Left, record: true, ..small_job() };
     run(&mut engine, &job).unwrap().record.unwrap().latents.pop().unwrap()

@@ -4,8 +4,8 @@
 use common::sandbox::Sandbox;
 use kiln::device::Arch;
 use kiln::internals::backend::GemmFormats;
-use kiln::internals::config::{ModelDefaults, Variant};
-use kiln::internals::pipeline::{Configs, Estimate, EstimateRequest, Job, LoadOptions, estimate};
+use kiln::internals::config::{Configs, ModelDefaults, Variant};
+use kiln::internals::pipeline::{Estimate, EstimateRequest, Job, LoadOptions, estimate};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::DType;
 use kiln::predict::{GPU_SPECS, GpuSpec, Prediction, Predictor};
@@ -16,7 +16,7 @@ use std::fmt::Write as _;
 use std::rc::Rc;
 
 fn models() -> [(&'static str, Configs); 2] {
-    [("klein 4B", Configs::klein_4b()), ("klein 9B", Configs::klein_9b())]
+    [("klein 4B", Configs::KLEIN_4B), ("klein 9B", Configs::KLEIN_9B)]
 }
 
 const FORMATS: [(&str, Option<DType>); 3] = [("bf16", None), ("FP8", Some(DType::E4m3)), ("NVFP4", Some(DType::E2m1))];
@@ -80,7 +80,7 @@ fn no_op_exceeds_the_hardware() {
                     seen.set(seen.get() + 1);
                     seconds
                 });
-                let configs = Configs::klein_4b();
+                let configs = Configs::KLEIN_4B;
                 let request = request(&configs, quantise, gemm_formats(gpu, arch));
                 estimate(EstimateRequest { time: Some(check), ..request }, &job(512)).unwrap();
                 assert!(ops.get() > 500, "only {} ops", ops.get());
@@ -91,7 +91,7 @@ fn no_op_exceeds_the_hardware() {
 
 #[test]
 fn more_work_takes_longer() {
-    let (small, large) = (Configs::klein_4b(), Configs::klein_9b());
+    let (small, large) = (Configs::KLEIN_4B, Configs::KLEIN_9B);
     for gpu in &GPU_SPECS {
         let bf16 = [256, 512, 1024, 2048].map(|side| step(&small, None, side, gpu));
         assert!(bf16.windows(2).all(|pair| pair[0] < pair[1]), "{}: {bf16:?}", gpu.name);
@@ -116,14 +116,14 @@ fn more_work_takes_longer() {
 fn predicting_changes_nothing_of_the_plan() {
     for gpu in &GPU_SPECS {
         for (_, quantise) in FORMATS {
-            let (_, timed) = predict(&Configs::klein_4b(), quantise, 512, gpu, gpu.arch());
+            let (_, timed) = predict(&Configs::KLEIN_4B, quantise, 512, gpu, gpu.arch());
             let gemms = gpu.gemm_formats();
-            let plain = estimate(request(&Configs::klein_4b(), quantise, gemms), &job(512)).unwrap();
+            let plain = estimate(request(&Configs::KLEIN_4B, quantise, gemms), &job(512)).unwrap();
             assert!(plain.seconds.is_empty() && timed.seconds.len() == plain.stages.len());
             assert_eq!(Estimate { seconds: Vec::new(), ..timed }, plain);
         }
     }
-    let none = Prediction::of(&estimate(request(&Configs::klein_4b(), None, GemmFormats::NONE), &job(256)).unwrap());
+    let none = Prediction::of(&estimate(request(&Configs::KLEIN_4B, None, GemmFormats::NONE), &job(256)).unwrap());
     assert_eq!((none.step(), none.stage(Phase::Decode)), (None, None));
 }
 
@@ -210,7 +210,7 @@ fn tables() -> String {
         }
     }
     for side in [512, 1024] {
-        let cells = cards.iter().map(|gpu| predict(&Configs::klein_4b(), None, side, gpu, gpu.arch()).0);
+        let cells = cards.iter().map(|gpu| predict(&Configs::KLEIN_4B, None, side, gpu, gpu.arch()).0);
         let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[2])).collect();
         let _ = writeln!(text, "| decoding {side}x{side} | {} |", cells.join(" | "));
     }
@@ -261,7 +261,7 @@ fn the_documents_have_the_tables() {
 #[test]
 fn plans_name_their_gpu() {
     let sandbox = Sandbox::new();
-    let plan = |args: &[&str]| sandbox.run([&["plan", "--klein", "4b"], args].concat()).good();
+    let plan = |args: &[&str]| sandbox.run([&["plan", "--model", "klein-4b"], args].concat()).good();
     let table = plan(&["--gpu", "rtx 4090"]).text().to_owned();
     assert!(table.contains("\ngpu                  GeForce RTX 4090\n"), "{table}");
     let predicted =

@@ -4,7 +4,7 @@ use common::sandbox::{Png, Sandbox};
 use common::{cpu, tiling};
 use kiln::internals::backend::{DryRun, GemmFormats};
 use kiln::internals::checkpoint::Shard;
-use kiln::internals::config::VaeConfig;
+use kiln::internals::config::Configs;
 use kiln::internals::model::{Loader, Vae};
 use kiln::internals::sequence::Grid;
 use kiln::internals::tensor::{Arena, DType, Precision, Region};
@@ -23,7 +23,7 @@ fn small_images_have_no_tiles() {
 fn working_bytes(side: usize, tiling: bool) -> [u64; 2] {
     let (mut plan, mut region, mut ignore) = (DryRun::new(GemmFormats::NONE), Arena::new(Region::Weights), |_| ());
     let mut loader = Loader::new(&mut plan, &mut region, None, Precision::Bf16, &mut ignore).shapes_only();
-    let vae = Vae::load(&mut loader, &VaeConfig::klein_4b(), true).unwrap().with_tiling(tiling);
+    let vae = Vae::load(&mut loader, &Configs::KLEIN_4B.vae, true).unwrap().with_tiling(tiling);
     let grid = Grid { width: side / 16, height: side / 16 };
     [false, true].map(|encode| {
         let mut ws = Arena::new(Region::Arena);
@@ -76,7 +76,7 @@ fn the_flag_goes_for_images_and_references() {
     // Both at once, and the plan is smaller.
     run("both", "1040", "wide.png", &["--vae-tiling"]);
     let plan = |flags: &[&str]| {
-        let line = ["plan", "--json", "--klein", "4b", "--width", "2048", "--height", "2048"];
+        let line = ["plan", "--json", "--model", "klein-4b", "--width", "2048", "--height", "2048"];
         sandbox.run([&line[..], flags].concat()).good().json()[0]["working_bytes"].as_u64().unwrap()
     };
     assert!(plan(&["--vae-tiling"]) < plan(&[]));

@@ -208,14 +208,6 @@ mod tests {
     }
 
     #[test]
-    fn klein_conflicts_with_named_models() {
-        assert!(parse(&["plan", "--klein", "9b", "--variant", "base", "--steps", "3"]).is_ok());
-        for wrong in ["--model", "--transformer", "--text-encoder", "--vae", "--tokenizer"] {
-            assert_eq!(parse(&["plan", "--klein", "9b", wrong, "x"]).unwrap_err().exit_code(), 2, "{wrong}");
-        }
-    }
-
-    #[test]
     fn bench_measures_images_or_kernels() {
         let bench = |line: &[&str]| -> Result<BenchArgs, clap::Error> {
             match parse(&[&["bench"], line].concat())?.command {

@@ -128,7 +128,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
     fs::write(sandbox.0.join(name(".png")), "text").unwrap();
     for (line, file) in [
         ("x --model", ""),
-        ("plan --model", ""),
+        ("plan --gpu", ""),
         ("doctor --model", ""),
         ("x --model", "none"),
         ("doctor --model", "none"),
@@ -160,8 +160,7 @@ fn no_text_of_a_file_reaches_the_terminal_raw() {
         lines.push([words(&format!("x --{flag}")), vec![hostile.clone()]].concat());
         lines.push([words("x"), vec![format!("--{flag}={HOSTILE}").into()]].concat());
     }
-    for line in ["plan", "plan --klein", "doctor", "tiny a", "tiny a --layout", "bench --runs", "help", "x --json=", "generate x"]
-    {
+    for line in ["plan", "plan --gpu", "doctor", "tiny a", "tiny a --layout", "bench --runs", "help", "x --json=", "generate x"] {
         lines.push([words(line), vec![hostile.clone()]].concat());
     }
     lines.push(vec![format!("--{}", HOSTILE.repeat(1000)).into()]);

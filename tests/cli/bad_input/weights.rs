@@ -2,6 +2,7 @@
 
 use super::*;
 use common::quantised::{Plain, plain_tensors, written};
+use kiln::internals::config::{Configs, supported, supported_encoders};
 use safetensors::Dtype;
 use std::collections::HashMap;
 
@@ -115,16 +116,14 @@ fn parts_of_different_models() {
     let encoder = |name: &str, config: &TextConfig| {
         sparse(&sandbox, name, Component::TextEncoder, Layout::Diffusers, &text_manifest(config));
     };
-    transformer("4b.safetensors", &TransformerConfig::klein_4b());
-    transformer("9b.safetensors", &TransformerConfig::klein_9b());
-    let dev =
-        TransformerConfig { hidden: 6144, heads: 48, context: 15_360, guidance_embed: true, ..TransformerConfig::klein_9b() };
-    transformer("dev.safetensors", &TransformerConfig { single_blocks: 48, ..dev });
-    encoder("qwen4.safetensors", &TextConfig::klein_4b());
-    encoder("qwen8.safetensors", &TextConfig::klein_9b());
-    sparse(&sandbox, "vae.safetensors", Component::Vae, Layout::Bfl, &vae_manifest(&VaeConfig::klein_4b()));
+    transformer("4b.safetensors", &Configs::KLEIN_4B.transformer);
+    transformer("9b.safetensors", &Configs::KLEIN_9B.transformer);
+    transformer("dev.safetensors", &Configs::DEV.transformer);
+    encoder("qwen4.safetensors", &Configs::KLEIN_4B.text_encoder);
+    encoder("qwen8.safetensors", &Configs::KLEIN_9B.text_encoder);
+    sparse(&sandbox, "vae.safetensors", Component::Vae, Layout::Bfl, &vae_manifest(&Configs::KLEIN_4B.vae));
     // FLUX.1 has half as many latent channels, and a modulation in every block.
-    let older = VaeConfig { latent: 16, ..VaeConfig::klein_4b() };
+    let older = VaeConfig { latent: 16, ..Configs::KLEIN_4B.vae };
     sparse(&sandbox, "ae.safetensors", Component::Vae, Layout::Bfl, &vae_manifest(&older));
     let older =
         [TensorSpec::new("img_in.weight", &[3072, 64]), TensorSpec::new("double_blocks.0.img_mod.lin.weight", &[18432, 3072])];
@@ -132,7 +131,7 @@ fn parts_of_different_models() {
 
     let misfit = |detail: &str| format!("text encoder does not fit the transformer: {detail}");
     let no_flux2 = |file: &str, tensor: &str| format!("not a FLUX.2 transformer ({file}.safetensors): it has no `{tensor}`");
-    let runs = "kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]";
+    let runs = &*format!("kiln runs {}", supported()).leak();
     let rows = [
         (
             ["4b", "qwen8", "vae"],
@@ -154,14 +153,14 @@ fn parts_of_different_models() {
             ["4b", "qwen4", "ae"],
             "wrong shape (ae.safetensors): tensor `encoder.conv_out.weight` is [32, 512, 3, 3], this model needs [64, 512, 3, 3]"
                 .into(),
-            "this file is incomplete or belongs to another model; kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]",
+            format!("this file is incomplete or belongs to another model; {runs}").leak(),
         ),
         // The files of two flags are swapped.
         (["vae", "qwen4", "4b"], no_flux2("vae", "double_stream_modulation_img.linear.weight"), runs),
         (
             ["4b", "vae", "qwen4"],
             "not a text encoder of FLUX.2 (vae.safetensors): it has no `model.layers.0.self_attn.q_norm.weight`".into(),
-            "klein 4B needs Qwen3-4B, klein 9B Qwen3-8B, and [dev] Mistral Small 3",
+            supported_encoders().leak(),
         ),
         (
             ["4b", "qwen4", "9b"],

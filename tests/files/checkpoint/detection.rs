@@ -8,11 +8,13 @@ use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
 use kiln::internals::component::PerComponent;
-use kiln::internals::config::{ConfigFile, ModelDefaults, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler};
+use kiln::internals::config::{
+    ConfigFile, Configs, ModelDefaults, TextConfig, TransformerConfig, VaeConfig, Variant, check_scheduler, supported,
+};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::noise::NoiseKind;
-use kiln::internals::pipeline::{Configs, Engine, Job, LoadOptions, Noise, ReferenceInput, estimate};
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, ReferenceInput, estimate};
 use kiln::internals::sequence::{Grid, Pixels};
 use kiln::internals::tensor::{DType, Precision};
 use kiln::internals::tiny;
@@ -39,15 +41,15 @@ fn a_written_model_is_detected_as_what_it_is() {
 
         let weights = open(Component::Transformer, "transformer", "flux-2-klein-tiny.safetensors");
         let found = TransformerConfig::detect(&weights, given(&config("transformer")).as_ref()).unwrap();
-        assert_eq!(found, TransformerConfig::tiny());
+        assert_eq!(found, Configs::TINY.transformer);
         assert!(weights.check(&transformer_manifest(&found)).unwrap().is_empty());
         let weights = open(Component::TextEncoder, "text_encoder", "qwen.safetensors");
         let found = detect_text(&weights, given(&config("text_encoder")).as_ref()).unwrap();
-        assert_eq!(found, TextConfig::tiny());
+        assert_eq!(found, Configs::TINY.text_encoder);
         assert!(weights.check(&text_manifest(&found)).unwrap().is_empty());
         let weights = open(Component::Vae, "vae", "ae.safetensors");
         let found = VaeConfig::detect(&weights, given(&config("vae")).as_ref()).unwrap();
-        assert_eq!(found, VaeConfig::tiny());
+        assert_eq!(found, Configs::TINY.vae);
         assert!(weights.check(&vae_manifest(&found)).unwrap().is_empty());
     }
 }
@@ -63,9 +65,9 @@ fn real_sizes_are_detected_from_shapes_alone() {
             .collect();
         Weights::from_shards(part, vec![shard(zeros(&tensors)).unwrap()]).unwrap()
     };
-    let config = VaeConfig { decoder: [96, 192, 384, 384], ..VaeConfig::klein_4b() };
+    let config = VaeConfig { decoder: [96, 192, 384, 384], ..Configs::KLEIN_4B.vae };
     assert_eq!(VaeConfig::detect(&header(Component::Vae, &vae_manifest(&config)), None).unwrap(), config);
-    let config = TransformerConfig { guidance_embed: true, double_blocks: 1, single_blocks: 3, ..TransformerConfig::tiny() };
+    let config = TransformerConfig { guidance_embed: true, double_blocks: 1, single_blocks: 3, ..Configs::TINY.transformer };
     let weights = header(Component::Transformer, &transformer_manifest(&config));
     assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), config);
 }
@@ -78,7 +80,7 @@ fn unusual() -> Configs {
         double_blocks: 1,
         single_blocks: 3,
         context: 480,
-        ..TransformerConfig::tiny()
+        ..Configs::TINY.transformer
     };
     let text_encoder = TextConfig {
         hidden: 160,
@@ -89,9 +91,9 @@ fn unusual() -> Configs {
         vocab: 300,
         text_layers: [1, 2, 4],
         max_tokens: 48,
-        ..TextConfig::tiny()
+        ..Configs::TINY.text_encoder
     };
-    let vae = VaeConfig { encoder: [32, 96, 64, 32], decoder: [96, 32, 64, 64], ..VaeConfig::tiny() };
+    let vae = VaeConfig { encoder: [32, 96, 64, 32], decoder: [96, 32, 64, 64], ..Configs::TINY.vae };
     Configs { transformer, text_encoder, vae }
 }
 
@@ -146,7 +148,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
 
 #[test]
 fn a_vocabulary_of_another_size_needs_a_configuration() {
-    let text = TextConfig { vocab: 704, ..TextConfig::tiny() };
+    let text = TextConfig { vocab: 704, ..Configs::TINY.text_encoder };
     let weights = tiny::weights_of(Component::TextEncoder, &text_manifest(&text), DType::Bf16).unwrap();
     let config = ConfigFile::parse(Path::new("config.json"), br#"{"vocab_size": 704}"#).unwrap();
     assert_eq!(detect_text(&weights, Some(&config)).unwrap().vocab, 704);
@@ -403,8 +405,10 @@ fn other_models_are_not_mistaken_for_this_one() {
     let error = TransformerConfig::detect(&open(Component::Transformer, &predecessor), None).unwrap_err();
     assert_eq!(
         message(&error),
-        "not a FLUX.2 transformer (x.safetensors): it has no `double_stream_modulation_img.lin.weight` / \
-         kiln runs FLUX.2 [klein] 4B and 9B, and FLUX.2 [dev]"
+        format!(
+            "not a FLUX.2 transformer (x.safetensors): it has no `double_stream_modulation_img.lin.weight` / kiln runs {}",
+            supported()
+        )
     );
     let mistral = [described("model.layers.0.self_attn.q_proj.weight", "BF16", &[128, 128])];
     let error = detect_text(&open(Component::TextEncoder, &mistral), None).unwrap_err();
@@ -429,13 +433,13 @@ fn the_index_of_a_pipeline_tells_the_variant() {
         let path = scratch.write("model_index.json", text);
         // `model_index.json` takes precedence over the name.
         assert_eq!(
-            Variant::detect(&TransformerConfig::klein_4b(), Some(&ConfigFile::read(&path).unwrap()), &["klein-base"]).unwrap(),
+            Variant::detect(&Configs::KLEIN_4B.transformer, Some(&ConfigFile::read(&path).unwrap()), &["klein-base"]).unwrap(),
             variant,
             "{text}"
         );
     }
     let path = scratch.write("model_index.json", r#"{"_class_name":"FluxPipeline"}"#);
-    let error = Variant::detect(&TransformerConfig::klein_4b(), Some(&ConfigFile::read(&path).unwrap()), &["klein"]).unwrap_err();
+    let error = Variant::detect(&Configs::KLEIN_4B.transformer, Some(&ConfigFile::read(&path).unwrap()), &["klein"]).unwrap_err();
     assert!(message(&error).ends_with("`_class_name` is \"FluxPipeline\", needed is a pipeline of FLUX.2"), "{error}");
 }
 

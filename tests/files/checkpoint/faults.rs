@@ -5,7 +5,7 @@ use common::random::one_in;
 use kiln::error::{Error, Result};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig, check_fit};
+use kiln::internals::config::{Configs, TransformerConfig, check_fit};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::tensor::DType;
@@ -19,9 +19,9 @@ fn tensors(part: Component, layout: Layout) -> Vec<Described> {
 
 fn manifest(part: Component) -> Vec<TensorSpec> {
     match part {
-        Component::Transformer => transformer_manifest(&TransformerConfig::tiny()),
-        Component::TextEncoder => text_manifest(&TextConfig::tiny()),
-        Component::Vae => vae_manifest(&VaeConfig::tiny()),
+        Component::Transformer => transformer_manifest(&Configs::TINY.transformer),
+        Component::TextEncoder => text_manifest(&Configs::TINY.text_encoder),
+        Component::Vae => vae_manifest(&Configs::TINY.vae),
     }
 }
 
@@ -34,7 +34,7 @@ fn accept(tensors: &[Described]) -> Result<()> {
     let weights = open(Component::Transformer, tensors)?;
     let config = TransformerConfig::detect(&weights, None)?;
     weights.check(&transformer_manifest(&config))?;
-    check_fit(&config, &TextConfig::tiny())
+    check_fit(&config, &Configs::TINY.text_encoder)
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn rows_are_stacked_and_swapped_as_the_layouts_say() {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     let weights = model.weights(Component::Transformer).unwrap();
     let file = |name: &str| weights.shards()[0].bytes(name).unwrap();
-    let h = TransformerConfig::tiny().hidden;
+    let h = Configs::TINY.transformer.hidden;
     let parts = weights.weight(&TensorSpec::new("final_layer.adaLN_modulation.1.weight", &[2 * h, h])).unwrap().parts;
     let stored = file("norm_out.linear.weight");
     let (scale, shift) = stored.split_at(stored.len() / 2);

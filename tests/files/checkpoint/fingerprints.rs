@@ -7,7 +7,7 @@ use common::scratch::Scratch;
 use common::sha256;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::TransformerConfig;
+use kiln::internals::config::{Configs, TransformerConfig};
 use kiln::internals::model::transformer_manifest;
 use kiln::internals::names::{Layout, file_tensors};
 use kiln::internals::tensor::DType;
@@ -112,14 +112,14 @@ fn published_files_are_rebuilt_to_the_byte() {
     let first_attention = |layer: &str| is_first(layer, &["_attn.qkv", "_attn.proj"]);
     let text_attention = |layer: &str| layer.contains(".txt_attn.");
     let attention = |layer: &str| layer.contains("_attn.");
-    let (small, large) = (TransformerConfig::klein_4b(), TransformerConfig::klein_9b());
+    let (small, large) = (Configs::KLEIN_4B.transformer, Configs::KLEIN_9B.transformer);
     let dev = TransformerConfig {
         hidden: 6144,
         heads: 48,
         single_blocks: 48,
         context: 15_360,
         guidance_embed: true,
-        ..TransformerConfig::klein_9b()
+        ..Configs::KLEIN_9B.transformer
     };
     type Row<'a> = (&'a TransformerConfig, &'a str, &'a dyn Fn(&str) -> bool, [usize; 4], &'a str);
     let (fp8, nvfp4) = ("float8_e4m3fn", "nvfp4");

@@ -1,7 +1,7 @@
 //! Manifests of the real models: counts, bytes, and the exact sizes of the published files.
 
 use kiln::internals::component::Component;
-use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
+use kiln::internals::config::{Configs, TextConfig, TransformerConfig, VaeConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 
@@ -34,8 +34,8 @@ fn header_length(mut specs: Vec<TensorSpec>) -> u64 {
 #[test]
 fn transformers_match_the_published_files() {
     for (config, original, diffusers, bytes, header, file) in [
-        (TransformerConfig::klein_4b(), 149, 169, 7_751_089_152u64, 16_552, 7_751_105_712u64),
-        (TransformerConfig::klein_9b(), 201, 233, 18_157_162_496, 22_664, 18_157_185_168),
+        (Configs::KLEIN_4B.transformer, 149, 169, 7_751_089_152u64, 16_552, 7_751_105_712u64),
+        (Configs::KLEIN_9B.transformer, 201, 233, 18_157_162_496, 22_664, 18_157_185_168),
     ] {
         let manifest = transformer_manifest(&config);
         assert_eq!(2 * elements(&manifest), bytes);
@@ -51,8 +51,8 @@ fn transformers_match_the_published_files() {
 #[test]
 fn text_encoders_match_the_published_files() {
     for (config, layers, embedding, head, file) in [
-        (TextConfig::klein_4b(), 5_450_264_064u64, 777_912_320, false, 8_044_982_048u64),
-        (TextConfig::klein_9b(), 10_419_107_328, 1_244_659_712, true, 16_381_517_176),
+        (Configs::KLEIN_4B.text_encoder, 5_450_264_064u64, 777_912_320, false, 8_044_982_048u64),
+        (Configs::KLEIN_9B.text_encoder, 10_419_107_328, 1_244_659_712, true, 16_381_517_176),
     ] {
         let used = text_manifest(&config);
         assert_eq!(used.len(), 1 + 27 * 8);
@@ -72,13 +72,13 @@ fn text_encoders_match_the_published_files() {
 
 #[test]
 fn autoencoders_match_the_published_counts() {
-    let full = vae_manifest(&VaeConfig::klein_4b());
+    let full = vae_manifest(&Configs::KLEIN_4B.vae);
     // The 251st is a counter that nothing reads.
     assert_eq!(full.len(), 250);
     assert_eq!(elements(&full), 84_046_371);
-    let small = VaeConfig { decoder: [96, 192, 384, 384], ..VaeConfig::klein_4b() };
+    let small = VaeConfig { decoder: [96, 192, 384, 384], ..Configs::KLEIN_4B.vae };
     assert_eq!(elements(&vae_manifest(&small)), 62_373_347);
-    for (config, expected) in [(VaeConfig::klein_4b(), 49_620_259), (small, 27_947_235)] {
+    for (config, expected) in [(Configs::KLEIN_4B.vae, 49_620_259), (small, 27_947_235)] {
         let is_decoder = |spec: &TensorSpec| spec.name.starts_with("decoder.") || spec.name.starts_with("post_quant_conv.");
         let decoder: Vec<TensorSpec> = vae_manifest(&config).into_iter().filter(is_decoder).collect();
         assert_eq!(elements(&decoder), expected);
@@ -101,9 +101,9 @@ fn autoencoders_match_the_published_counts() {
 
 #[test]
 fn tensors_are_listed_in_the_order_in_which_missing_ones_are_named() {
-    let config = TransformerConfig { guidance_embed: true, ..TransformerConfig::tiny() };
+    let config = TransformerConfig { guidance_embed: true, ..Configs::TINY.transformer };
     let transformer = transformer_manifest(&config);
-    let vae = vae_manifest(&VaeConfig::tiny());
+    let vae = vae_manifest(&Configs::TINY.vae);
     let names = |specs: &[TensorSpec]| specs.iter().map(|spec| spec.name.clone()).collect::<Vec<_>>().join(" ");
     assert_eq!(
         names(&transformer[..12]),

@@ -8,7 +8,7 @@ use common::random::Random;
 use common::scratch::Scratch;
 use kiln::internals::checkpoint::{StoredWeight, Weights};
 use kiln::internals::component::Component;
-use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig};
+use kiln::internals::config::{Configs, ModelDefaults, TextConfig, TransformerConfig};
 use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::tensor::{DType, Nvfp4Layout, Scale, Stored};
@@ -184,14 +184,14 @@ fn rows_may_have_scales_of_their_own() {
 
 #[test]
 fn all_tensors_may_be_fp8_without_scales() {
-    let manifest = transformer_manifest(&TransformerConfig::tiny());
+    let manifest = transformer_manifest(&Configs::TINY.transformer);
     for (element, dtype) in [("F8_E4M3", DType::E4m3), ("F8_E5M2", DType::E5m2)] {
         let mut file = Written::default();
         for (i, spec) in manifest.iter().flat_map(|spec| file_tensors(Component::Transformer, Layout::Bfl, spec)).enumerate() {
             file.add(&spec.name, element, &spec.shape, codes(i as u64, spec.shape.iter().product()));
         }
         let weights = file.open(Component::Transformer).unwrap();
-        assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), TransformerConfig::tiny());
+        assert_eq!(TransformerConfig::detect(&weights, None).unwrap(), Configs::TINY.transformer);
         assert!(weights.check(&manifest).unwrap().is_empty());
         for spec in &manifest {
             let found = weights.weight(spec).unwrap();
@@ -409,7 +409,7 @@ fn weights_at_odd_offsets_and_scales_in_another_file() {
 /// A whole transformer of the tiny model in BFL's layout, with its block layers in NVFP4 and FP8 by turns.
 fn mixed_transformer() -> Written {
     let mut file = Written::default();
-    let manifest = transformer_manifest(&TransformerConfig::tiny());
+    let manifest = transformer_manifest(&Configs::TINY.transformer);
     for (i, spec) in manifest.iter().flat_map(|spec| file_tensors(Component::Transformer, Layout::Bfl, spec)).enumerate() {
         let layer = spec.name.trim_end_matches(".weight").to_owned();
         match spec.shape[..] {
@@ -433,7 +433,7 @@ fn a_mixed_transformer_is_detected_and_complete() {
     let file = mixed_transformer();
     let weights = file.open(Component::Transformer).unwrap();
     let config = TransformerConfig::detect(&weights, None).unwrap();
-    assert_eq!(config, TransformerConfig::tiny());
+    assert_eq!(config, Configs::TINY.transformer);
     assert!(weights.check(&transformer_manifest(&config)).unwrap().is_empty());
     for name in weights.names().map(str::to_owned).collect::<Vec<_>>() {
         weights.check_scales(&name).unwrap();
@@ -448,7 +448,7 @@ fn a_mixed_transformer_is_detected_and_complete() {
 
 #[test]
 fn layers_of_an_encoder_that_no_run_reads_may_have_any_scales() {
-    let config = TextConfig::tiny();
+    let config = Configs::TINY.text_encoder;
     let manifest = text_manifest(&config);
     let tensors: Vec<_> =
         manifest.iter().flat_map(|spec| file_tensors(Component::TextEncoder, Layout::Diffusers, spec)).collect();

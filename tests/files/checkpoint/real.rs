@@ -7,10 +7,9 @@ use common::scratch::Scratch;
 use kiln::error::{Error, Result};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::{ModelDefaults, TextConfig, TransformerConfig, VaeConfig, check_fit};
+use kiln::internals::config::Configs;
+use kiln::internals::config::{Configs, ModelDefaults, TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
-use kiln::internals::names::{Layout, file_tensors};
-use kiln::internals::pipeline::Configs;
 use rayon::prelude::*;
 use std::path::Path;
 
@@ -120,7 +119,7 @@ fn faults(model: &Model<'_>, part: Component, whole: &[Described]) -> usize {
 
 #[test]
 fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
-    let configs = [Configs::klein_4b(), Configs::klein_9b()];
+    let configs = [Configs::KLEIN_4B, Configs::KLEIN_9B];
     let layouts = [Layout::Diffusers, Layout::Bfl];
     let parts = configs.iter().flat_map(|configs| Component::ALL.map(|part| (configs, part)));
     let jobs: Vec<_> = parts.flat_map(|(configs, part)| layouts.map(|layout| (configs, part, layout))).collect();
@@ -137,7 +136,7 @@ fn every_fault_in_every_tensor_of_the_real_models_is_refused_by_name() {
 
 #[test]
 fn the_encoder_of_the_other_size_is_refused_by_name() {
-    let [small, large] = [Configs::klein_4b(), Configs::klein_9b()];
+    let [small, large] = [Configs::KLEIN_4B, Configs::KLEIN_9B];
     for (configs, other, expected) in [
         (&small, &large, "klein 4B needs Qwen3-4B (hidden 2560), found hidden 4096"),
         (&large, &small, "klein 9B needs Qwen3-8B (hidden 4096), found hidden 2560"),

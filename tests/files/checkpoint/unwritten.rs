@@ -5,7 +5,7 @@ use common::random::one_in;
 use kiln::error::Result;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::{TextConfig, TransformerConfig, VaeConfig};
+use kiln::internals::config::Configs;
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{self, Layout, TensorRole, TensorSpec};
 use kiln::internals::tensor::DType;
@@ -17,9 +17,9 @@ use std::path::Path;
 fn parts() -> [(Component, Vec<u8>, Vec<TensorSpec>); 3] {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     [
-        (Component::Transformer, model.transformer.to_vec(), transformer_manifest(&TransformerConfig::tiny())),
-        (Component::TextEncoder, model.text_encoder.to_vec(), text_manifest(&TextConfig::tiny())),
-        (Component::Vae, model.vae.to_vec(), vae_manifest(&VaeConfig::tiny())),
+        (Component::Transformer, model.transformer.to_vec(), transformer_manifest(&Configs::TINY.transformer)),
+        (Component::TextEncoder, model.text_encoder.to_vec(), text_manifest(&Configs::TINY.text_encoder)),
+        (Component::Vae, model.vae.to_vec(), vae_manifest(&Configs::TINY.vae)),
     ]
 }
 

@@ -7,7 +7,7 @@ use common::lora::{File, Tensor, pair, targets_of};
 use common::random::long;
 use common::scratch::Scratch;
 use kiln::internals::adapter::{Adapter, LayerTargets};
-use kiln::internals::config::{TextConfig, TransformerConfig};
+use kiln::internals::config::Configs;
 use kiln::internals::tensor::DType;
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ const FLAT: &str = "lora_unet_double_blocks_0_img_attn_qkv";
 const QUERY: &str = "transformer.transformer_blocks.0.attn.to_q";
 
 pub fn tiny() -> LayerTargets {
-    targets_of(&TransformerConfig::tiny(), &TextConfig::tiny())
+    targets_of(&Configs::TINY.transformer, &Configs::TINY.text_encoder)
 }
 
 fn f32s(name: &str, shape: &[usize], value: f32) -> Tensor {
@@ -173,7 +173,7 @@ fn layers_that_are_there_twice_are_refused() {
 
 #[test]
 fn adapters_of_other_models_are_refused_by_name() {
-    let klein = targets_of(&TransformerConfig::klein_4b(), &TextConfig::klein_4b());
+    let klein = targets_of(&Configs::KLEIN_4B.transformer, &Configs::KLEIN_4B.text_encoder);
     let one = |layer: &str, shape| File::of(pair(layer, KOHYA, shape, 1, DType::Bf16));
     let qkv = |h: usize| one(FLAT, [3 * h, h]);
     assert!(read(qkv(3072).bytes(), &klein).is_ok());

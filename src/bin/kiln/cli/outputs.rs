@@ -98,7 +98,7 @@ pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)>
     ]);
     text.extend(settings.job.sigmas.iter().map(|sigmas| ("sigmas", sigmas.to_string())));
     // Programs disagree on what is usual for [dev].
-    if settings.variant == Variant::Dev || settings.job.padding != settings.variant.default_padding() {
+    if settings.variant == Variant::Dev || settings.job.padding != settings.variant.spec().padding {
         text.push(("padding", settings.job.padding.to_string()));
     }
     text.extend(settings.quantised_flags.iter().cloned());

@@ -1,7 +1,7 @@
 //! `kiln plan`: what an image would cost, estimated without reading weights.
 
 use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
-use super::args::{KleinArg, PlanArgs};
+use super::args::PlanArgs;
 use super::formats::{format_lines, heads_reason, input_reason, kind_name, words};
 use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
@@ -10,19 +10,20 @@ use super::stdout::{json_line, print};
 use super::{Process, Subcommand};
 use crate::terminal::{Terminal, Verbosity};
 use kiln::device::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
-use kiln::error::Result;
-use kiln::locate::{Environment, Found, locate};
+use kiln::error::{Error, Remedy, Result};
+use kiln::locate::{Environment, locate};
 use kiln::lora::Adapters;
 use kiln::predict::{GpuSpec, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
 use kiln::{
-    AttentionFormatCount, Configs, Estimate, EstimateRequest, Job, KindFormat, LoadOptions, ModelDefaults, OpenModel, Precision,
-    Variant, display_name, estimate,
+    AttentionFormatCount, Configs, Estimate, EstimateRequest, GuidedBy, Job, KindFormat, LoadOptions, MODELS, ModelDefaults,
+    ModelSpec, OpenModel, Precision, Variant, display_name, estimate,
 };
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::Write;
+use std::path::Path;
 
 /// The estimate of a job and the settings that it is for.
 #[derive(Serialize)]
@@ -43,6 +44,9 @@ struct Report {
     /// Whether classifier-free guidance runs each step twice.
     #[serde(skip)]
     guided: bool,
+    /// What the guidance scale does.
+    #[serde(skip)]
+    guided_by: Option<GuidedBy>,
     tokens: TokenReport,
     mu: f64,
     sigmas: Vec<f32>,
@@ -171,20 +175,29 @@ enum Source {
     /// The headers of its files.
     Files(Box<OpenModel>),
     /// The configuration of a model as it was published; no files are needed. Adapters are checked against it.
-    Published(Box<Configs>, Adapters),
+    Published(&'static Configs, Adapters),
 }
 
 impl PlannedModel {
-    /// Opens the files of the model that was named; without one, takes one as it was published. `--klein` and `--dev` override a model
-    /// that only the environment names.
+    /// Opens the files of the model that was named, unless the name is that of a published model. Without one it is the first of these.
+    /// A name of a published model counts only here: elsewhere it is a path.
     fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
         let m = &args.model;
         let adapters = AdapterFiles::locate(&args.lora, &environment)?;
-        let parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer];
-        let named = m.is_named(&environment) || parts.iter().any(|part| part.is_some());
+        let has_parts = [&m.transformer, &m.text_encoder, &m.vae, &m.tokenizer].iter().any(|part| part.is_some());
         let variant = m.variant.map(Variant::from);
-        if named && args.klein.is_none() && !args.dev {
-            let found: Found = locate(&m.request(environment))?;
+        let name = m.model.as_deref().and_then(Path::to_str);
+        let published = name.and_then(ModelSpec::named);
+        if let Some(spec) = published.filter(|_| has_parts) {
+            return Err(Error::usage(format!("the model `{}` has no parts to replace", spec.name), Remedy::NameModel));
+        }
+        if published.is_none() && (m.is_named(&environment) || has_parts) {
+            let found = locate(&m.request(environment)).map_err(|error| match error.remedy() {
+                Some(Remedy::CompleteFolder) if name.is_some_and(|name| !Path::new(name).exists()) => {
+                    error.with_hint(names_hint())
+                }
+                _ => error,
+            })?;
             let mut model = OpenModel::open(&found, variant)?;
             model.adapters = adapters.open(|| model.layer_targets())?;
             return Ok(Self {
@@ -195,19 +208,15 @@ impl PlannedModel {
                 source: Source::Files(Box::new(model)),
             });
         }
-        let (configs, usual) = match args.klein.unwrap_or(KleinArg::FourB) {
-            _ if args.dev => (Configs::dev(), Variant::Dev),
-            KleinArg::FourB => (Configs::klein_4b(), Variant::Distilled),
-            KleinArg::NineB => (Configs::klein_9b(), Variant::Distilled),
-        };
-        let variant = variant.unwrap_or(usual);
-        let adapters = adapters.open(|| configs.layer_targets())?;
+        let ModelSpec { size, variant: usual, .. } = published.unwrap_or(&MODELS[0]);
+        let variant = variant.unwrap_or(*usual);
+        let adapters = adapters.open(|| size.configs.layer_targets())?;
         Ok(Self {
-            name: display_name(&configs.transformer, variant),
+            name: display_name(&size.configs.transformer, variant),
             variant,
             defaults: ModelDefaults::klein(),
             warnings: Vec::new(),
-            source: Source::Published(Box::new(configs), adapters),
+            source: Source::Published(&size.configs, adapters),
         })
     }
 
@@ -244,6 +253,12 @@ impl PlannedModel {
         };
         estimate(EstimateRequest { time, ..request }, job)
     }
+}
+
+/// What `--model` may be if there is no such folder.
+fn names_hint() -> String {
+    let names: Vec<String> = MODELS.iter().map(|model| format!("`{}`", model.name)).collect();
+    format!("the names of published models are {}; anything else is a folder", names.join(", "))
 }
 
 /// The GPU that a plan is for.
@@ -310,6 +325,7 @@ impl Report {
             lora: adapters,
             lora_lines: Vec::new(),
             guided,
+            guided_by: variant.spec().guided_by,
             tokens: TokenReport { text: e.text_tokens, canvas: e.canvas_tokens, references: e.reference_tokens, total },
             mu: e.mu,
             sigmas: e.sigmas,
@@ -346,7 +362,7 @@ impl Report {
         if let Some(guidance) = self.guidance {
             let passes = match self.guided {
                 true => "two passes per step",
-                false if self.variant == Variant::Dev.to_string() => "an input of the model",
+                false if self.guided_by == Some(GuidedBy::Input) => "an input of the model",
                 false => "one pass per step: only above 1 there is a second",
             };
             row("guidance", format!("{guidance}, {passes}"));

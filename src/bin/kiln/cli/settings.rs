@@ -62,7 +62,7 @@ impl Settings {
             size: request.size,
             steps: options.sigmas.as_ref().map(Sigmas::steps).or(options.steps).unwrap_or(model.defaults.steps(model.variant)),
             sigmas: options.sigmas,
-            padding: options.padding.map_or(model.variant.default_padding(), Into::into),
+            padding: options.padding.map_or(model.variant.spec().padding, Into::into),
             negative: request.negative.clone().unwrap_or_default(),
             references: request.references.iter().map(input).collect(),
             guidance: guidance.scale,

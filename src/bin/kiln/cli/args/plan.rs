@@ -1,41 +1,24 @@
 //! The flags of `kiln plan`.
 
 use super::values::gpu;
-use super::{ImageOptions, KleinArg, LoraArgs, ModelArgs, QuantisedArgs};
-use clap::Args;
+use super::{ImageOptions, LoraArgs, ModelArgs, QuantisedArgs};
+use clap::{Arg, Args};
+use kiln::MODELS;
 use kiln::predict::GpuSpec;
 
 /// Print what a picture would take, without computing anything
 ///
-/// For klein 4B, or for the model that is named, by its files' headers: tokens of each part, the schedule, floating-point
+/// For klein 4B, or for the model that is named, as it was published or by its files' headers: tokens of each part, the schedule, floating-point
 /// operations of each stage, the formats of its layers, bytes of weights and of workspace. Formats and bytes are those on a
 /// GPU: quantised weights that it has no kernels for are counted as they are expanded.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln plan [OPTIONS]")]
 #[command(allow_negative_numbers = true)]
+#[command(mut_arg("model", with_names))]
 pub struct PlanArgs {
     /// Which model
     #[command(flatten)]
     pub model: ModelArgs,
-
-    /// Size of klein, whatever KILN_MODEL names [default: 4b]
-    #[arg(
-        long,
-        value_enum,
-        value_name = "SIZE",
-        conflicts_with_all = ["model", "transformer", "text_encoder", "vae", "tokenizer"],
-        help_heading = "Model"
-    )]
-    pub klein: Option<KleinArg>,
-
-    /// FLUX.2 [dev] instead of klein, whatever KILN_MODEL names
-    #[allow(rustdoc::broken_intra_doc_links)] // the comment is a help text, and FLUX.2 [dev] a name
-    #[arg(
-        long,
-        conflicts_with_all = ["klein", "model", "transformer", "text_encoder", "vae", "tokenizer"],
-        help_heading = "Model"
-    )]
-    pub dev: bool,
 
     /// Adapters of the model
     #[command(flatten)]
@@ -59,4 +42,15 @@ pub struct PlanArgs {
     /// Print a JSON object instead of a table
     #[arg(long, help_heading = "Run")]
     pub json: bool,
+}
+
+/// The flag `--model`, where it also takes the names of published models.
+fn with_names(model: Arg) -> Arg {
+    let names: Vec<&str> = MODELS.iter().map(|model| model.name).collect();
+    let more =
+        "Of a published model no files are needed. A folder of such a name is `./klein-9b`. Without this option kiln looks at";
+    let help =
+        format!("Name of a published model, model folder, or repository id in the Hugging Face cache [default: {}]", names[0]);
+    let long = format!("{help}\n\nThe names are {}. {more} KILN_MODEL.", names.join(", "));
+    model.help(help).long_help(long).value_name("NAME|PATH|ID")
 }

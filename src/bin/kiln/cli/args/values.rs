@@ -171,17 +171,6 @@ choice! {
     }
 }
 
-/// Values of `--klein`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum KleinArg {
-    /// klein 4B
-    #[value(name = "4b")]
-    FourB,
-    /// klein 9B
-    #[value(name = "9b")]
-    NineB,
-}
-
 choice! {
     /// Values of `--layout`.
     LayoutArg for Layout {
