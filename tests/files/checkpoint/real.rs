@@ -7,9 +7,9 @@ use common::scratch::Scratch;
 use kiln::error::{Error, Result};
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
-use kiln::internals::config::Configs;
 use kiln::internals::config::{Configs, ModelDefaults, TextConfig, TransformerConfig, VaeConfig, check_fit};
 use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
+use kiln::internals::names::{Layout, file_tensors};
 use rayon::prelude::*;
 use std::path::Path;
 
