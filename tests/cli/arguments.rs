@@ -185,7 +185,6 @@ fn random_arguments_never_panic() {
     // Every outcome occurs: help, success, and each kind of refusal.
     let [help, fine, usage, file, _, output] = counts.map(AtomicUsize::into_inner);
     let least = (help + fine + usage + file + output) / 2000;
-
     assert!([help, fine, usage, file, output].iter().all(|count| *count > least), "{help} {fine} {usage} {file} {output}");
     assert_eq!(std::fs::read_dir(&*FOLDER).unwrap().count(), 0, "nothing was written");
     std::fs::remove_dir(&*FOLDER).unwrap();
