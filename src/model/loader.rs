@@ -13,7 +13,7 @@ use crate::error::{Error, Remedy, Result};
 use crate::names::{LayerId, TensorSpec};
 use crate::tensor::formats::Format;
 use crate::tensor::quantise::largest_magnitude;
-use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scales, Scaling, Stored, Tensor, WeightSlice};
+use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scaling, Stored, Tensor, WeightSlice};
 use std::sync::Arc;
 
 /// Hands a model the tensors that its `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
@@ -394,16 +394,10 @@ impl Upload<'_> {
         let merges = self.merges(spec, true)?;
         let own = if merges && !self.shapes_only { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
         let stored = |part: &[WeightSlice]| {
-            let scales = match scales {
-                ScaleKind::None => Scales::Unscaled,
-                ScaleKind::TensorOrRows => Scales::Rows,
-                ScaleKind::Blocks if self.shapes_only => Scales::Blocks16(Scale::ONE),
-                ScaleKind::Blocks => {
-                    let scale = format.scale_for(largest_magnitude(part));
-                    Scales::Blocks16(scale.ok_or_else(|| refused(format!("`{}` has values that are not finite", spec.name)))?)
-                }
-            };
-            Ok(Stored { dtype: format, scales })
+            let has_tensor_scale = *scales == ScaleKind::Blocks && !self.shapes_only;
+            let scale = if has_tensor_scale { format.scale_for(largest_magnitude(part)) } else { Some(Scale::ONE) };
+            let scale = scale.ok_or_else(|| refused(format!("`{}` has values that are not finite", spec.name)))?;
+            Ok(Stored::by_rows(format, scale))
         };
         let parts_of = match &own[..] {
             [] => vec![(rows, &own[..])],

@@ -67,7 +67,7 @@ pub fn attention(cuda: &mut Cuda, heads: DType, size: Size) -> Result<Outcome> {
         return Ok(Outcome::NotHere);
     }
     let (mut arena, cols) = (Arena::new(Region::Arena), size.heads * HEAD_DIM);
-    let stored = if heads == DType::E4m3 { Stored::fp8(Scale::ONE) } else { Stored::plain(heads) };
+    let stored = Stored::scaled(heads, Scale::ONE);
     let [q, k] = [arena.alloc_stored(size.tokens, cols, stored)?, arena.alloc_stored(size.tokens, cols, stored)?];
     let v = arena.alloc(size.tokens, cols, DType::Bf16)?;
     let out = [arena.alloc(size.tokens, cols, DType::Bf16)?, arena.alloc(size.tokens, cols, DType::Bf16)?];

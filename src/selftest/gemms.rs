@@ -74,12 +74,7 @@ impl Format {
 
     /// How a matrix with a scale of 2^exponent is stored.
     const fn stored(self, exponent: i8) -> Stored {
-        let scale = Scale::power_of_two(exponent);
-        match self {
-            Self::Bf16 => Stored::plain(DType::Bf16),
-            Self::W8A8 => Stored::fp8(scale),
-            Self::W4A4 => Stored::nvfp4(scale),
-        }
+        Stored::scaled(self.dtype(), Scale::power_of_two(exponent))
     }
 
     /// The exponent of the weight's scale with which results are about one.

@@ -1,5 +1,5 @@
-//! How a tensor stores its values. The elements of each format are a row of a table, whose file has all that is particular to the format:
-//! a new one is a file and a line of `formats!`. Scales that elements are multiplied by are apart.
+//! How a tensor stores its values. The elements of each format are a row of a table, and the row's file has all that is particular to the
+//! format: a new one is a file and a line of `formats!`. Scales that elements are multiplied by are apart.
 
 mod e4m3;
 mod e5m2;
@@ -335,6 +335,15 @@ impl Stored {
             ScaleKind::Blocks => Scales::Blocks16(scale),
         };
         Self { dtype, scales }
+    }
+
+    /// Quantised elements with a scale for each row, with those of blocks and this one of the tensor, or with none, as the format has
+    /// them: how weights are stored that are quantised when they are loaded.
+    pub const fn by_rows(dtype: DType, tensor: Scale) -> Self {
+        match dtype.format().scales {
+            ScaleKind::TensorOrRows => Self { dtype, scales: Scales::Rows },
+            ScaleKind::None | ScaleKind::Blocks => Self::scaled(dtype, tensor),
+        }
     }
 
     /// e4m3 with one scale.

@@ -3,8 +3,10 @@
 //! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
 //! would change one code in a thousand, so that files would not be those of other programs.
 
-use super::{Bytes, DType, Scale, ScaleKind, Scales, SliceScaling, Stored, WeightSlice, nvfp4};
+use super::formats::Format;
+use super::{Bytes, DType, Scale, Scales, SliceScaling, Stored, WeightSlice, nvfp4};
 use rayon::prelude::*;
+use std::mem::discriminant;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -89,15 +91,11 @@ pub fn encode_nvfp4(part: &WeightSlice, rows: Range<usize>, tensor: Scale, codes
 }
 
 /// Whether [`encode`] makes rows of this format from a part: plain elements in rows of whole blocks become a format that weights are
-/// quantised to. Of the two kinds of scales that a format without blocks may have it is one for each row.
+/// quantised to, with the scales of [`Stored::by_rows`].
 pub fn encodes(part: &WeightSlice, to: Stored) -> bool {
-    let has_scales = match to.dtype.format().scales {
-        ScaleKind::None => to.scales == Scales::Unscaled,
-        ScaleKind::TensorOrRows => to.scales == Scales::Rows,
-        ScaleKind::Blocks => matches!(to.scales, Scales::Blocks16(_)),
-    };
-    let is_target = to.dtype.format().target.is_some();
-    is_target && has_scales && is_plain(part) && part.cols().is_multiple_of(to.dtype.format().block)
+    let Format { block, target, .. } = to.dtype.format();
+    let has_scales = discriminant(&Stored::by_rows(to.dtype, Scale::ONE).scales) == discriminant(&to.scales);
+    target.is_some() && has_scales && is_plain(part) && part.cols().is_multiple_of(*block)
 }
 
 /// Quantises rows of plain weights in parallel, with a scale of each row, as a little-endian f32, with those of blocks, in tiles, or with none.

@@ -2,9 +2,11 @@
 
 use super::nvfp4::{input, scales_in_rows};
 use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantised, scale, shape};
+use common::relative_l2;
+use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role};
 use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes};
 use kiln::internals::tensor::quantise::{encode, encode_nvfp4, encode_scaled, largest_magnitude};
-use kiln::internals::tensor::{DType, Scale, Scales, Stored, WeightSlice};
+use kiln::internals::tensor::{Arena, DType, Region, Scale, Scales, Stored, WeightSlice};
 
 const PLAIN: [DType; 3] = [DType::Bf16, DType::F32, DType::F16];
 
@@ -125,5 +127,32 @@ fn scales_that_there_are_not() {
                 assert!(largest_magnitude(&parts.each_ref().map(|values| plain(values, dtype, 16))).is_nan(), "{value}");
             }
         }
+    }
+}
+
+/// Weights are quantised when they are uploaded. The CPU then multiplies by their values in f32.
+#[test]
+fn the_cpu_multiplies_by_weights_in_every_format() {
+    let (rows, cols) = (130, 96);
+    for (dtype, _) in DType::targets() {
+        let (mut cpu, mut weights, mut arena) = (common::cpu(), Arena::new(Region::Weights), Arena::new(Region::Arena));
+        let quantised = weights.alloc_stored(rows, cols, Stored::by_rows(dtype, Scale::ONE)).unwrap();
+        let expanded = weights.alloc(rows, cols, DType::F32).unwrap();
+        let [x, by_quantised, by_expanded] = [cols, rows, rows].map(|cols| arena.alloc(3, cols, DType::F32).unwrap());
+        cpu.reserve(Region::Arena, arena.peak()).unwrap();
+        cpu.write(x, &values(x.len())).unwrap();
+
+        let (exact, mut rounded) = (values(rows * cols), vec![0.0; rows * cols]);
+        cpu.upload(quantised, Role::Linear, &[plain(&exact, DType::F32, rows)]).unwrap();
+        cpu.read(quantised, &mut rounded).unwrap();
+        assert!(rounded != exact && relative_l2(&rounded, &exact) < 0.2, "{dtype:?}");
+        cpu.upload(expanded, Role::Linear, &[plain(&rounded, DType::F32, rows)]).unwrap();
+        let results = [(quantised, by_quantised), (expanded, by_expanded)].map(|(weight, out)| {
+            cpu.run(Op::Linear(&[Gemm { out, x, w: &Linear::new(weight, None) }])).unwrap();
+            let mut values = vec![0.0; out.len()];
+            cpu.read(out, &mut values).unwrap();
+            values
+        });
+        assert_eq!(results[0], results[1], "{dtype:?}");
     }
 }
