@@ -172,6 +172,16 @@ impl KnownFile {
         })
     }
 
+    /// The sizes of its model and its layout, if it is a transformer with quantised layers that are known.
+    pub fn quantised(&self) -> Option<(&'static Configs, FileLayout)> {
+        match self.content {
+            Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
+                Some((sizes, layout(sizes, variant, format, &[])))
+            }
+            _ => None,
+        }
+    }
+
     /// Whether which of its layers are quantised was inferred from its size.
     pub fn is_inferred(&self) -> bool {
         matches!(self.content, Content::Inferred(..))
@@ -313,8 +323,7 @@ mod tests {
                 assert!(header.is_multiple_of(8) && (80..130).contains(&each), "{}: {header}", file.name);
             }
             // A file that would be written has the size and the header's length to the byte, and no gap between tensors.
-            if let Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) = file.content {
-                let layout = layout(sizes, variant, format, &[]);
+            if let Some((_, layout)) = file.quantised() {
                 assert_eq!(
                     (Some(layout.bytes()), layout.bytes() - data),
                     (file.bytes, layout.header.len() as u64),
