@@ -16,7 +16,7 @@ mod vae;
 pub use attention::{AttentionFormat, BlockFormat, PlainHeads};
 pub use formats::{LayerFormat, PartFormat, PlainInput};
 pub use loader::Loader;
-pub use manifest::{text_manifest, transformer_manifest, vae_manifest};
+pub use manifest::{text_file_manifest, text_manifest, transformer_manifest, vae_manifest};
 pub use nvfp4_math::Nvfp4Math;
 pub use text_encoder::TextEncoder;
 #[cfg(feature = "internals")]

@@ -10,9 +10,9 @@ pub use files::{contents, write_to};
 
 use crate::checkpoint::{Shard, Weights};
 use crate::component::Component;
-use crate::config::{Configs, TextConfig};
+use crate::config::Configs;
 use crate::error::{Error, Result};
-use crate::model::{text_manifest, transformer_manifest, vae_manifest};
+use crate::model::text_file_manifest;
 use crate::names::{self, Layout, TensorSpec};
 use crate::tensor::{Bytes, DType};
 use kiln_numerics::hashed::values;
@@ -53,10 +53,11 @@ impl TinyModel {
 
 /// Generates the model. Weights are stored as `dtype`, which has to be a floating-point type.
 pub fn model(layout: Layout, dtype: DType) -> Result<TinyModel> {
+    let written = |part| file(part, &manifest(part), dtype);
     let diffusers = TinyModel {
-        transformer: file(Component::Transformer, &manifest(Component::Transformer), dtype)?,
-        text_encoder: file(Component::TextEncoder, &manifest(Component::TextEncoder), dtype)?,
-        vae: file(Component::Vae, &manifest(Component::Vae), dtype)?,
+        transformer: written(Component::Transformer)?,
+        text_encoder: written(Component::TextEncoder)?,
+        vae: written(Component::Vae)?,
     };
     match layout {
         Layout::Diffusers => Ok(diffusers),
@@ -71,16 +72,9 @@ pub fn model(layout: Layout, dtype: DType) -> Result<TinyModel> {
 /// Every canonical tensor that the files hold.
 fn manifest(part: Component) -> Vec<TensorSpec> {
     match part {
-        Component::Transformer => transformer_manifest(&Configs::TINY.transformer),
         // All layers are written, as in a real checkpoint; the output of the last one is not used.
-        Component::TextEncoder => {
-            let config = Configs::TINY.text_encoder;
-            let [first, second, _] = config.text_layers;
-            let mut list = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config });
-            list.push(TensorSpec::new("model.norm.weight", &[config.hidden]));
-            list
-        }
-        Component::Vae => vae_manifest(&Configs::TINY.vae),
+        Component::TextEncoder => text_file_manifest(&Configs::TINY.text_encoder),
+        _ => Configs::TINY.manifest(part),
     }
 }
 

@@ -142,19 +142,11 @@ fn without<'a>(name: &'a str, prefixes: &[&str]) -> &'a str {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::config::Configs;
-    use crate::model::{text_manifest, transformer_manifest};
-
-    fn targets() -> LayerTargets {
-        let (transformer, text) =
-            (transformer_manifest(&Configs::KLEIN_4B.transformer), text_manifest(&Configs::KLEIN_4B.text_encoder));
-        LayerTargets::new(transformer.iter().chain(&text))
-    }
 
     #[test]
     fn every_spelling_is_found() {
-        let targets = targets();
+        let targets = Configs::KLEIN_4B.layer_targets();
         let h = 3072;
         let qkv = "double_blocks.0.img_attn.qkv.weight";
         let linear1 = "single_blocks.7.linear1.weight";
@@ -202,7 +194,7 @@ mod tests {
 
     #[test]
     fn underscored_names_are_unambiguous() {
-        let targets = targets();
+        let targets = Configs::KLEIN_4B.layer_targets();
         for ((part, name), target) in &targets.dotted {
             assert_eq!(targets.flat.get(&(*part, name.replace('.', "_"))), Some(target), "{name}");
         }

@@ -7,8 +7,8 @@
 use super::digest::hex;
 use crate::checkpoint::Weights;
 use crate::component::Component;
-use crate::config::{Configs, TextConfig, Variant};
-use crate::model::{text_manifest, transformer_manifest, vae_manifest};
+use crate::config::{Configs, Variant};
+use crate::model::text_file_manifest;
 use crate::names::{self, Layout, TensorRole, TensorSpec};
 use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
 use crate::tensor::DType;
@@ -144,26 +144,22 @@ impl KnownFile {
         };
         Some(match self.content {
             Content::Plain(sizes, layout) => {
-                plain(Component::Transformer, layout, &transformer_manifest(&sizes.transformer), "BF16")
+                plain(Component::Transformer, layout, &sizes.manifest(Component::Transformer), "BF16")
             }
             Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
                 let tensors = layout(sizes, variant, format, &[]).tensors.into_iter();
                 tensors.map(|tensor| (tensor.name, (tensor.dtype, tensor.shape))).collect()
             }
             Content::Encoder(sizes, has_head) => {
-                let config = sizes.text_encoder.clone();
-                let [first, second, _] = config.text_layers;
-                // The files hold all layers, and not only those that klein reads.
-                let manifest = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config });
-                let mut tensors = plain(Component::TextEncoder, Layout::Diffusers, &manifest, "BF16");
-                tensors.insert("model.norm.weight".into(), ("BF16", vec![config.hidden]));
+                let config = &sizes.text_encoder;
+                let mut tensors = plain(Component::TextEncoder, Layout::Diffusers, &text_file_manifest(config), "BF16");
                 if has_head {
                     tensors.insert("lm_head.weight".into(), ("BF16", vec![config.vocab, config.hidden]));
                 }
                 tensors
             }
             Content::Vae(layout, dtype) => {
-                let mut tensors = plain(Component::Vae, layout, &vae_manifest(&Configs::KLEIN_4B.vae), dtype);
+                let mut tensors = plain(Component::Vae, layout, &Configs::KLEIN_4B.manifest(Component::Vae), dtype);
                 // PyTorch's batch norm counts its updates.
                 tensors.insert("bn.num_batches_tracked".into(), ("I64", Vec::new()));
                 tensors
@@ -195,7 +191,7 @@ fn layout(sizes: &Configs, variant: Variant, format: DType, keep: &[String]) -> 
         let layer = LayerSpec::new(spec.name, spec.layer, spec.shape, &policy);
         LayerSpec { has_input_scale: layer.format.is_some(), ..layer }
     };
-    let layers: Vec<LayerSpec> = transformer_manifest(&sizes.transformer).into_iter().map(layer).collect();
+    let layers: Vec<LayerSpec> = sizes.manifest(Component::Transformer).into_iter().map(layer).collect();
     FileLayout::new(Component::Transformer, WeightLayout::Comfy, &layers)
 }
 

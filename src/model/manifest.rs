@@ -7,8 +7,20 @@
 use super::transformer::{ContextIn, Transformer};
 use super::vae::{Decoder, Encoder, latent_stats};
 use super::{Loader, TextEncoder};
-use crate::config::{TextConfig, TransformerConfig, VaeConfig};
+use crate::component::Component;
+use crate::config::{Configs, TextConfig, TransformerConfig, VaeConfig};
 use crate::names::TensorSpec;
+
+impl Configs {
+    /// The tensors of a part.
+    pub fn manifest(&self, part: Component) -> Vec<TensorSpec> {
+        match part {
+            Component::Transformer => transformer_manifest(&self.transformer),
+            Component::TextEncoder => text_manifest(&self.text_encoder),
+            Component::Vae => vae_manifest(&self.vae),
+        }
+    }
+}
 
 /// The transformer's tensors.
 pub fn transformer_manifest(config: &TransformerConfig) -> Vec<TensorSpec> {
@@ -21,6 +33,14 @@ pub fn transformer_manifest(config: &TransformerConfig) -> Vec<TensorSpec> {
 /// The text encoder's tensors, up to the last layer that is read.
 pub fn text_manifest(config: &TextConfig) -> Vec<TensorSpec> {
     Loader::record(|loader| TextEncoder::load(loader, config))
+}
+
+/// The text encoder's tensors in files as they were published, with all layers.
+pub fn text_file_manifest(config: &TextConfig) -> Vec<TensorSpec> {
+    let [first, second, _] = config.text_layers;
+    let mut list = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config.clone() });
+    list.push(TensorSpec::new("model.norm.weight", &[config.hidden]));
+    list
 }
 
 /// The VAE's tensors, encoder and decoder, with the statistics of the latents.

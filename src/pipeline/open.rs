@@ -10,7 +10,6 @@ use crate::config::{
 use crate::error::{Error, Result};
 use crate::locate::{Embedded, Found, ModelFiles};
 use crate::memory;
-use crate::model::{text_manifest, transformer_manifest, vae_manifest};
 use crate::names::{LayerRole, Layout, TensorSpec};
 use crate::tensor::DType;
 use crate::tiny;
@@ -21,7 +20,7 @@ use std::path::{Path, PathBuf};
 impl Configs {
     /// The layers that adapters can change.
     pub fn layer_targets(&self) -> LayerTargets {
-        let (transformer, text) = (transformer_manifest(&self.transformer), text_manifest(&self.text_encoder));
+        let [transformer, text] = [Component::Transformer, Component::TextEncoder].map(|part| self.manifest(part));
         LayerTargets::new(transformer.iter().chain(&text))
     }
 }
@@ -193,11 +192,7 @@ impl CheckedParts {
             let detail = format!("image tokens have {channels} channels there and {patched} here");
             return Err(Error::Mismatch { part: "VAE", detail, hint: None });
         }
-        let manifests = PerComponent {
-            transformer: transformer_manifest(&configs.transformer),
-            text_encoder: text_manifest(&configs.text_encoder),
-            vae: vae_manifest(&configs.vae),
-        };
+        let manifests = PerComponent::from_fn(|part| configs.manifest(part));
         let mut warnings = Vec::new();
         for (part, weights) in weights.iter() {
             let extra = weights.check(&manifests[part])?;

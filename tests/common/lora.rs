@@ -3,9 +3,6 @@
 use crate::fnv::fnv1a;
 use crate::header::safetensors;
 use crate::random::splitmix;
-use kiln::internals::adapter::LayerTargets;
-use kiln::internals::config::{TextConfig, TransformerConfig};
-use kiln::internals::model::{text_manifest, transformer_manifest};
 use kiln::internals::tensor::DType;
 
 /// A tensor of a file.
@@ -91,12 +88,6 @@ impl File {
     pub fn bytes(&self) -> Vec<u8> {
         safetensors(self.header(), &self.data())
     }
-}
-
-/// The layers of a model of these sizes.
-pub fn targets_of(transformer: &TransformerConfig, text: &TextConfig) -> LayerTargets {
-    let (transformer, text) = (transformer_manifest(transformer), text_manifest(text));
-    LayerTargets::new(transformer.iter().chain(&text))
 }
 
 /// Both factors of a layer.

@@ -98,12 +98,7 @@ fn unusual() -> Configs {
 }
 
 fn hashed(configs: &Configs) -> PerComponent<Weights> {
-    let manifests = PerComponent {
-        transformer: transformer_manifest(&configs.transformer),
-        text_encoder: text_manifest(&configs.text_encoder),
-        vae: vae_manifest(&configs.vae),
-    };
-    PerComponent::from_fn(|part| tiny::weights_of(part, &manifests[part], DType::Bf16).unwrap())
+    PerComponent::from_fn(|part| tiny::weights_of(part, &configs.manifest(part), DType::Bf16).unwrap())
 }
 
 #[test]

@@ -6,7 +6,6 @@ use kiln::error::Result;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
 use kiln::internals::config::Configs;
-use kiln::internals::model::{text_manifest, transformer_manifest, vae_manifest};
 use kiln::internals::names::{self, Layout, TensorRole, TensorSpec};
 use kiln::internals::tensor::DType;
 use kiln::internals::tiny;
@@ -16,11 +15,7 @@ use std::path::Path;
 /// The files of the tiny model, each with the tensors that a run reads.
 fn parts() -> [(Component, Vec<u8>, Vec<TensorSpec>); 3] {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
-    [
-        (Component::Transformer, model.transformer.to_vec(), transformer_manifest(&Configs::TINY.transformer)),
-        (Component::TextEncoder, model.text_encoder.to_vec(), text_manifest(&Configs::TINY.text_encoder)),
-        (Component::Vae, model.vae.to_vec(), vae_manifest(&Configs::TINY.vae)),
-    ]
+    Component::ALL.map(|part| (part, model.file(part).to_vec(), Configs::TINY.manifest(part)))
 }
 
 fn opened(part: Component, bytes: &[u8]) -> Weights {

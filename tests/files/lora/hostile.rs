@@ -3,7 +3,7 @@
 use crate::checkpoint::message;
 use common::adapter_files::{KOHYA, PEFT, read};
 use common::header::safetensors;
-use common::lora::{File, Tensor, pair, targets_of};
+use common::lora::{File, Tensor, pair};
 use common::random::long;
 use common::scratch::Scratch;
 use kiln::internals::adapter::{Adapter, LayerTargets};
@@ -17,7 +17,7 @@ const FLAT: &str = "lora_unet_double_blocks_0_img_attn_qkv";
 const QUERY: &str = "transformer.transformer_blocks.0.attn.to_q";
 
 pub fn tiny() -> LayerTargets {
-    targets_of(&Configs::TINY.transformer, &Configs::TINY.text_encoder)
+    Configs::TINY.layer_targets()
 }
 
 fn f32s(name: &str, shape: &[usize], value: f32) -> Tensor {
@@ -173,7 +173,7 @@ fn layers_that_are_there_twice_are_refused() {
 
 #[test]
 fn adapters_of_other_models_are_refused_by_name() {
-    let klein = targets_of(&Configs::KLEIN_4B.transformer, &Configs::KLEIN_4B.text_encoder);
+    let klein = Configs::KLEIN_4B.layer_targets();
     let one = |layer: &str, shape| File::of(pair(layer, KOHYA, shape, 1, DType::Bf16));
     let qkv = |h: usize| one(FLAT, [3 * h, h]);
     assert!(read(qkv(3072).bytes(), &klein).is_ok());
