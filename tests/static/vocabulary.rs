@@ -64,6 +64,7 @@ const REPLACED: &[(&str, &str)] = &[
     ("PartSource", "ComponentSource"),
     ("first_tap", "first_text_layer"),
     ("Conventions", "ModelDefaults"),
+    ("--klein", "--model klein-9b"),
 ];
 
 /// Folders with text of the project; recorded results and fixtures are data.
