@@ -323,7 +323,7 @@ pub extern "C" fn kiln_peers_abi() -> u64 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kiln_peers_open(device: u32, stream: u64, error: *mut c_char, error_len: usize) -> *mut Handle {
     let open = || {
-        let cuda = Cuda::borrowing(device as usize, stream)?;
+        let cuda = Cuda::on_external_memory(device as usize, stream)?;
         Ok(Box::into_raw(Box::new(Handle { cuda, launched: HashMap::new() })))
     };
     guarded(Message { text: error, len: error_len }, open).unwrap_or(null_mut())

@@ -153,15 +153,15 @@ struct AdapterFile<'a> {
     /// Layers of methods that are not supported: the method, and a tensor of it.
     unsupported: BTreeMap<&'a str, (&'static str, &'a str)>,
     /// Tensors that belong to no layer.
-    strange: Vec<String>,
+    unrecognized: Vec<String>,
     scales: PeftScales,
 }
 
 impl<'a> AdapterFile<'a> {
     fn new(shard: &'a Shard) -> Result<Self> {
         let scales = PeftScales::read(shard)?;
-        let (layers, unsupported, strange) = Default::default();
-        let mut file = Self { shard, layers, unsupported, strange, scales };
+        let (layers, unsupported, unrecognized) = Default::default();
+        let mut file = Self { shard, layers, unsupported, unrecognized, scales };
         for (name, entry) in shard.tensors() {
             match key::split(name) {
                 Some((layer, Role::Factor(factor))) => {
@@ -173,7 +173,7 @@ impl<'a> AdapterFile<'a> {
                 Some((layer, Role::Unsupported(method))) => {
                     file.unsupported.entry(layer).or_insert((method, name));
                 }
-                None => file.strange.push(name.to_owned()),
+                None => file.unrecognized.push(name.to_owned()),
             }
         }
         Ok(file)
@@ -184,9 +184,11 @@ impl<'a> AdapterFile<'a> {
         if let Some((layer, (method, tensor))) = self.unsupported.first_key_value() {
             return Err(self.refused(format!("it is {method}, which is not supported: `{layer}` has `{tensor}`")));
         }
-        match (self.layers.is_empty(), self.strange.is_empty()) {
+        match (self.layers.is_empty(), self.unrecognized.is_empty()) {
             (true, _) => Err(self.refused("it has no factors of LoRA or LoKr".into())),
-            (false, false) => Err(self.refused(format!("it has tensors besides an adapter's: {}", first_three(&self.strange)))),
+            (false, false) => {
+                Err(self.refused(format!("it has tensors besides an adapter's: {}", first_three(&self.unrecognized))))
+            }
             (false, true) => Ok(self),
         }
     }

@@ -1,6 +1,6 @@
 // Attention on tensor cores, portable (sm_80 and newer): softmax(q k^T * scale) v, with online softmax (attention/kernel_mma.cuh).
 //
-//   kl_attention_bf16_sm80_4warps     heads of 128; several KV segments, grouped-query attention (GQA), optional causal mask
+//   kl_attention_bf16_sm80_4warps   heads of 128; several KV segments, grouped-query attention (GQA), optional causal mask
 //   kl_attention_bf16_sm80_8warps   the same with eight warps
 //
 // Four warps have 32 queries each and take blocks of 64 keys. Tensor cores have work while one of two CTAs on an SM computes its softmax.

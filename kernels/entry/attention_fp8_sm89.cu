@@ -1,8 +1,8 @@
 // Attention on tensor cores with queries and keys in FP8 (sm_89 and newer): attention_bf16_sm80.cu on operands of e4m3, values of bf16.
 //
-//   kl_attention_fp8_sm89           max-free softmax: 2^(q k^T) v divided by the row sum, where logits are known to be bounded
-//                                   (see attention/kernel_sm90.cuh)
-//   kl_attention_fp8_sm89_running   softmax(q k^T * scale) v for any logits, and for keys with scales of their own in every segment
+//   kl_attention_fp8_sm89_max_free         2^(q k^T) v divided by the row sum, where logits are known to be bounded (see
+//                                          attention/kernel_sm90.cuh)
+//   kl_attention_fp8_sm89_online_softmax   softmax(q k^T * scale) v for any logits, and for keys with scales of their own in every segment
 //
 // Queries and keys have half the bytes, and blocks of 32 keys half the keys of attention_bf16_sm80.cu, so that two CTAs of four warps have room
 // on every SM: one multiplies while the other computes its softmax. sm_89 keeps thirteen binary places of a sum of e4m3 products; of 128 of

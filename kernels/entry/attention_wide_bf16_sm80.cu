@@ -1,6 +1,6 @@
 // Attention with a wide head, up to 512, on tensor cores, portable (sm_80 and newer): the VAE's single head over all pixels of its latent.
 //
-//   kl_attention_wide_64, kl_attention_wide_32   softmax(q k^T * scale) v, one KV segment; 64 or 32 queries per CTA
+//   kl_attention_wide_bf16_sm80_64x512, _32x512   softmax(q k^T * scale) v, one KV segment; named by the queries of a CTA and the head
 //
 // Bound: tensor cores. 4 * queries * keys * 512 FLOP: 0.55 TFLOP for 1024x1024. The smaller tile is for GPUs with less than 132 KiB of
 // shared memory per CTA.

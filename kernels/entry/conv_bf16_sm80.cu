@@ -1,9 +1,10 @@
 // 3x3 convolution on tensor cores, portable (sm_80 and newer): implicit GEMM over the mainloop of gemm/mma_tile.cuh.
 //
-//   kl_conv_mma_256, _128   out = conv(x) + bias + residual over an NHWC image: same size, after nearest-neighbor upsampling by two (in
-//                           phase form), or with stride two and zero padding at the right and bottom edge only; named by the pixels of a
-//                           tile
-//   kl_conv_stats           mean and variance of each group of channels, from the partial moments of the tiles (for group norm)
+//   kl_conv_bf16_sm80_256x128, ...   out = conv(x) + bias + residual over an NHWC image: same size, after nearest-neighbor upsampling by two
+//                                    (in phase form), or with stride two and zero padding at the right and bottom edge only
+//   kl_conv_stats                    mean and variance of each group of channels, from the partial moments of the tiles (for group norm)
+//
+// Named by the tile, pixels x output channels.
 //
 // Bound: tensor cores; decoding 1024x1024 is 8.9 TFLOP.
 // Needs: bf16, input channels a multiple of 8, 16-byte aligned addresses, sides of at most KL_CONV_SIDE; for statistics full tiles of

@@ -1,8 +1,8 @@
 // 3x3 convolution on Hopper: what kl_conv_bf16_sm80 computes, as an implicit GEMM with TMA, wgmma and thread-block clusters.
 //
-//   kl_conv_sm90_128x256, ...   out = conv(x) + bias + residual, or + a 1x1 convolution of another image, over NHWC images of bf16: same
-//                               size, after nearest-neighbor upsampling by two, or with stride two; and the moments of groups of
-//                               channels for kl_conv_stats. Named by the tile, pixels x output channels
+//   kl_conv_bf16_sm90_128x256, ...   out = conv(x) + bias + residual, or + a 1x1 convolution of another image, over NHWC images of bf16: same
+//                                    size, after nearest-neighbor upsampling by two, or with stride two; and the moments of groups of
+//                                    channels for kl_conv_stats. Named by the tile, pixels x output channels
 //
 // Bound: tensor cores and the power they draw, as gemm_bf16_sm90.cu, whose main loop this is; conv/policies_sm90.cuh has what differs.
 // A pixel is loaded once for all nine taps, so that L2 gives fewer bytes for a multiply-accumulate than for a GEMM of the same tile.

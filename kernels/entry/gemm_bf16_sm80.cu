@@ -1,7 +1,7 @@
 // GEMM on tensor cores, portable (sm_80 and newer), with a fused epilogue.
 //
-//   kl_gemm_bf16_sm80_256x128, _128, _64   out = epilogue(alpha x w^T + bias), bf16 operands, f32 accumulators; named by the rows of a
-//                                tile, which has 128 columns; alpha is the scale of weights that expand.cu has expanded
+//   kl_gemm_bf16_sm80_256x128, ...   out = epilogue(alpha x w^T + bias), bf16 operands, f32 accumulators; named by the tile, rows x columns;
+//                                    alpha is the scale of weights that expand.cu has expanded
 //     store           out
 //     swiglu          silu(gate) * up; w is all gate rows, then all up rows; a tile has 64 columns of each, interleaved
 //     gate_residual   out += gate * (...)

@@ -1,7 +1,7 @@
 // GEMM on tensor cores in FP8 (sm_89 and newer), with a fused epilogue: the portable GEMM of gemm_bf16_sm80.cu on operands of e4m3.
 //
-//   kl_gemm_fp8_sm89_128   out = epilogue(alpha x w^T + bias), e4m3 operands, sums of 128 products promoted to f32 accumulators; a tile has
-//                          128 rows and 128 columns; epilogues as in gemm_bf16_sm80.cu, SwiGLU also into e4m3
+//   kl_gemm_fp8_sm89_128x128   out = epilogue(alpha x w^T + bias), e4m3 operands, sums of 128 products promoted to f32 accumulators;
+//                              epilogues as in gemm_bf16_sm80.cu, SwiGLU also into e4m3
 //
 // Promotion is for sm_89, which keeps thirteen binary places of a sum (MMA-Sim, arXiv 2511.10909). It takes two accumulators an
 // output, so a warp has half of the rows that it has in bf16.

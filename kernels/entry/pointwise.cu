@@ -1,13 +1,13 @@
 // Memory-bound element-wise kernels: each value is read once, transformed, and written once. Only kl_count_non_finite has a reduction.
 //
-//   kl_map         out = f(x), f being copy or SiLU; may change the dtype
-//   kl_patchify    tokens[t, 4 c + p] = (pixels[4 t's pixel p, c] - mean) / sqrt(var + eps), 2x2 pixels to a token
-//   kl_unpatchify  its inverse
-//   kl_euler       latents += dt * velocity, in f32
-//   kl_guidance    out = uncond + scale * (cond - uncond), classifier-free guidance
-//   kl_blend       into = (1 - t) from + t into, t rising from row to row or from pixel to pixel, over the overlap of two tiles
-//   kl_pixels      8-bit values of an image in -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
-//   kl_count_non_finite       the number of values of a matrix that are not finite, as f32
+//   kl_map                out = f(x), f being copy or SiLU; may change the dtype
+//   kl_patchify           tokens[t, 4 c + p] = (pixels[4 t's pixel p, c] - mean) / sqrt(var + eps), 2x2 pixels to a token
+//   kl_unpatchify         its inverse
+//   kl_euler              latents += dt * velocity, in f32
+//   kl_guidance           out = uncond + scale * (cond - uncond), classifier-free guidance
+//   kl_blend              into = (1 - t) from + t into, t rising from row to row or from pixel to pixel, over the overlap of two tiles
+//   kl_pixels             8-bit values of an image in -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
+//   kl_count_non_finite   the number of values of a matrix that are not finite, as f32
 //
 // Bound: HBM for the large ones; kernels on latents (1 to 2 MB at 1024 x 1024) are bound by launch latency.
 // A thread takes kVector consecutive values of a row where every matrix allows 16-byte accesses, one value elsewhere. kl_count_non_finite tests

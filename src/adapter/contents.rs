@@ -75,7 +75,7 @@ impl Contents {
             bytes: shard.contents().len() as u64,
             digest: shard.sha256(),
             dtypes: dtypes.into_iter().collect(),
-            others: file.strange.clone(),
+            others: file.unrecognized.clone(),
             base: base::likely(layers.iter().filter_map(|layer| Some((layer.name.as_str(), layer.shape?)))),
             notes: Notes::read(shard.metadata()),
             metadata: shard.metadata().clone(),

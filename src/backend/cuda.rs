@@ -136,7 +136,7 @@ impl Cuda {
 
     /// A backend for tensors in the caller's memory, on the caller's stream of the same GPU: a tensor's offset is its address.
     /// This is for measuring beside another library.
-    pub fn borrowing(device: usize, stream: u64) -> Result<Self> {
+    pub fn on_external_memory(device: usize, stream: u64) -> Result<Self> {
         let driver: Rc<dyn Driver> = Rc::new(System::open(device)?);
         let mut cuda = Self::on_stream(driver, &launch::built_in, Arc::default(), StreamGuard(None, Stream(stream)))?;
         // The scratch is the only memory of its own.

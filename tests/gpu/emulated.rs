@@ -33,7 +33,7 @@ pub fn cuda(folder: &Path, sms: Option<u32>) -> Cuda {
         let path = folder.join(format!("{file}.fatbin"));
         std::fs::read(&path).map(Cow::Owned).map_err(|e| Error::read(&path, e))
     };
-    let mut cuda = Cuda::new(Rc::new(system.posing_as(device)), &images, Arc::default()).unwrap();
+    let mut cuda = Cuda::new(Rc::new(system.with_capability(device)), &images, Arc::default()).unwrap();
     cuda.enable_gated(true);
     cuda
 }

@@ -158,7 +158,7 @@ impl System {
 
     /// The same GPU that claims to be another one, for tests of kernels that were compiled for it but are for that one.
     #[cfg(feature = "internals")]
-    pub fn posing_as(self, device: DeviceInfo) -> Self {
+    pub fn with_capability(self, device: DeviceInfo) -> Self {
         // What is left of `self` must not release the context.
         let this = std::mem::ManuallyDrop::new(self);
         Self { device, handle: this.handle }
