@@ -2,25 +2,16 @@
 //! macros. For the build script and tests/static/kernels.rs.
 
 use super::arch::Arch;
-use std::collections::{BTreeMap, HashMap};
-use std::fmt::Write as _;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+type Result<T> = std::result::Result<T, String>;
 
 /// How the CTAs of a cluster cooperate, as `ClusterMode` of src/backend/cuda/select/tile.rs names it.
 const CLUSTER_MODES: [&str; 3] = ["MulticastA", "MulticastB", "SplitK"];
 
-type Result<T> = std::result::Result<T, String>;
-
-/// An entry point as Rust source.
-struct Kernel {
-    symbol: String,
-    file: String,
-    /// What its row is instantiated from: a kernel file, or a norm.
-    template: String,
-    /// Its row of the host's table.
-    row: String,
-    /// The tile that plans choose by cost, if it has one.
-    tile: Option<String>,
-}
+/// The columns of words, and of numbers that may be zero. All others are of positive numbers or constants of `abi.h`.
+const WORDS: [&str; 6] = ["family", "arch", "file", "name", "parameters", "cluster mode"];
+const MAYBE_ZERO: [&str; 2] = ["mixed", "promotion interval"];
 
 /// A row of the table, with the heading of its columns.
 struct Row<'a> {
@@ -30,19 +21,36 @@ struct Row<'a> {
     arch: Arch,
 }
 
+/// A kernel of a row.
+struct Instance<'a> {
+    /// What it is instantiated from, a family or a norm; empty for a single entry point.
+    template: &'a str,
+    /// Its symbol, without `kl_`.
+    symbol: String,
+    file: &'a str,
+    /// Its parameter struct.
+    params: &'a str,
+}
+
 impl<'a> Row<'a> {
     /// The row on a line of the table, below a heading.
     fn parse(line: &'a str, heading: &'a str) -> Result<Self> {
         let arguments = line.strip_prefix("KL_KERNEL(").and_then(|rest| rest.strip_suffix(')'));
-        let arguments: Vec<_> =
-            arguments.ok_or("expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive")?.split(", ").collect();
-        let columns: Vec<_> = heading.split(", ").collect();
+        let arguments = arguments.ok_or("expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive")?;
+        let (arguments, columns): (Vec<_>, Vec<_>) = (arguments.split(", ").collect(), heading.split(", ").collect());
         if arguments.len() != columns.len() {
             return Err(format!("{} columns, expected {}: {heading}", arguments.len(), columns.len()));
         }
-        let is_word = |argument: &&str| !argument.is_empty() && argument.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
-        if let Some(wrong) = arguments.iter().position(|argument| !is_word(argument)) {
-            return Err(format!("{} is `{}`, expected a number or an identifier", columns[wrong], arguments[wrong]));
+        for (column, argument) in columns.iter().zip(&arguments) {
+            let is_word = !argument.is_empty() && argument.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+            let is_number = argument.parse().is_ok_and(|n: u32| n > 0 || MAYBE_ZERO.contains(column));
+            match WORDS.contains(column) {
+                true if !is_word => return Err(format!("{column} is `{argument}`, expected an identifier")),
+                false if !is_number && !(is_word && argument.starts_with("KL_")) => {
+                    return Err(format!("{column} is `{argument}`, expected a positive number"));
+                }
+                _ => {}
+            }
         }
         let arch = Arch::ALL.into_iter().find(|arch| arch.name() == arguments[1]);
         let arch = arch.ok_or_else(|| format!("no kernels are made for `{}`", arguments[1]))?;
@@ -53,23 +61,8 @@ impl<'a> Row<'a> {
         self.columns.iter().position(|name| *name == column).map(|place| self.arguments[place])
     }
 
-    fn text(&self, column: &str) -> Result<&'a str> {
+    fn get(&self, column: &str) -> Result<&'a str> {
         self.find(column).ok_or_else(|| format!("rows of {} need a column `{column}`", self.family))
-    }
-
-    fn number(&self, column: &str) -> Result<u32> {
-        let text = self.text(column)?;
-        match text.parse() {
-            Ok(0) if column != "promotion interval" => Err(format!("{column} is `0`, expected more")),
-            Ok(number) => Ok(number),
-            Err(_) => Err(format!("{column} is `{text}`, expected a number")),
-        }
-    }
-
-    /// The argument of a column that is a number or a constant of `abi.h`.
-    fn constant(&self, column: &str) -> Result<String> {
-        let text = self.text(column)?;
-        Ok(if text.starts_with(|c: char| c.is_ascii_digit()) { text.into() } else { format!("abi::{text}") })
     }
 
     /// Whether it is a persistent kernel with TMA, which has an SM for itself.
@@ -77,74 +70,64 @@ impl<'a> Row<'a> {
         self.find("stages").is_some() && self.find("warps").is_none()
     }
 
-    fn is_attention(&self) -> bool {
-        self.family.starts_with("attention")
-    }
-
     /// The columns of a norm, or of a head of the wide attention on Hopper.
-    fn width(&self) -> Result<Option<u32>> {
-        let wide = self.is_persistent() && self.family.starts_with("attention_wide");
-        Ok(match self.find("columns") {
-            Some(_) => Some(self.number("columns")?),
-            None if wide => Some(self.number("n")?),
-            None => None,
-        })
+    fn width(&self) -> Option<u32> {
+        let head = self.find("n").filter(|_| self.is_persistent() && self.family.starts_with("attention"));
+        self.find("columns").or(head)?.parse().ok()
     }
 
-    fn threads(&self) -> Result<String> {
-        Ok(match (self.find("threads"), self.find("columns")) {
-            (Some(_), _) => self.constant("threads")?,
-            (_, Some(_)) => (self.number("columns")? / (8 * self.number("vectors per thread")?)).to_string(),
-            // The producer is a warpgroup as well. Attention has two that consume.
-            _ if self.is_persistent() && self.is_attention() => (128 * 3).to_string(),
-            _ if self.is_persistent() => (128 * (1 + self.number("consumer warpgroups")?)).to_string(),
-            _ => format!("32 * {}", self.constant("warps")?),
-        })
-    }
-
-    /// Bytes of dynamic shared memory: what an SM has for a persistent kernel, and what `kSharedBytes` of the template says elsewhere.
-    fn shared(&self) -> Result<String> {
-        if self.is_persistent() {
-            return Ok(format!("abi::KL_{}_SHARED_LIMIT", self.arch.name().to_uppercase()));
-        }
-        let element = if self.family.contains("_fp8_") { 1 } else { 2 };
-        Ok(match (self.find("block k"), self.find("keys per block")) {
-            (Some(k), _) => {
-                let rows = self.number("m")? + self.number("n")?;
-                format!("{} * {rows} * {k} * {element}", self.number("stages")?)
-            }
-            // 128 queries, and two stages of keys and values with heads of 128.
-            (_, Some(keys)) => format!("128 * 128 * {element} + 2 * {keys} * 128 * ({element} + 2)"),
-            // Queries, 32 keys and values, probabilities, and three f32 a query.
-            _ if self.is_attention() => {
-                let (m, n) = (self.number("m")?, self.number("n")?);
-                format!("2 * {n} * ({m} + 2 * 32) + {m} * (2 * 32 + 3 * 4)")
-            }
-            _ if self.find("shared bytes").is_some() => self.constant("shared bytes")?,
-            _ => "0".into(),
-        })
-    }
-
-    /// The CTAs of a cluster; none for a kernel that waits for its predecessor to end.
-    fn cluster(&self) -> Result<String> {
-        Ok(match self.find("CTAs per cluster") {
-            Some(_) => format!("Some({})", self.constant("CTAs per cluster")?),
-            None if !self.is_persistent() => "None".into(),
-            None if self.arch == Arch::Sm90 => "Some(abi::KL_SM90_CLUSTER)".into(),
-            None => "Some(1)".into(),
-        })
-    }
-
-    /// Its kernels: their template, the rest of their symbols, their file and their parameter struct.
-    fn symbols(&self) -> Result<Vec<(&'a str, String, &'a str, &'a str)>> {
-        let family = self.family;
-        if family == "entry" {
-            return Ok(vec![("", self.text("name")?.into(), self.text("file")?, self.text("parameters")?)]);
+    /// Threads, and bytes of dynamic shared memory: what an SM has for a persistent kernel, and elsewhere what `kSharedBytes` of the
+    /// template says. The emulator compares both with what templates compute.
+    fn threads_and_shared(&self) -> Result<(String, String)> {
+        if let Some(threads) = self.find("threads") {
+            return Ok((threads.into(), self.find("shared bytes").unwrap_or("0").into()));
         }
         if let Some(columns) = self.find("columns") {
-            let norm = |name, params| (name, format!("{name}_{columns}"), family, params);
-            let layer_norms = ["layer_norm", "layer_norm_e4m3", "layer_norm_e2m1"].map(|name| norm(name, "KlLayerNorm"));
-            return Ok(layer_norms.into_iter().chain([norm("rms_norm", "KlRmsNorm")]).collect());
+            return Ok((format!("{columns} / (8 * {})", self.get("vectors per thread")?), "0".into()));
+        }
+        if self.is_persistent() {
+            // The producer is a warpgroup as well. Attention has two that consume.
+            let consumers = if self.family.starts_with("attention") { "2" } else { self.get("consumer warpgroups")? };
+            return Ok((format!("128 * (1 + {consumers})"), format!("KL_{}_SHARED_LIMIT", self.arch.name().to_uppercase())));
+        }
+        let bytes = if self.family.contains("_fp8_") { 1 } else { 2 };
+        let shared = match (self.find("m").zip(self.find("n")), self.find("block k"), self.find("keys per block")) {
+            (Some((m, n)), Some(k), _) => format!("{} * ({m} + {n}) * {k} * {bytes}", self.get("stages")?),
+            // Queries, 32 keys and values, probabilities, and three f32 a query.
+            (Some((m, n)), None, _) => format!("2 * {n} * ({m} + 2 * 32) + {m} * (2 * 32 + 3 * 4)"),
+            // 128 queries, and two stages of keys and values, with heads of 128.
+            (None, _, Some(keys)) => format!("128 * 128 * {bytes} + 2 * {keys} * 128 * ({bytes} + 2)"),
+            _ => "0".into(),
+        };
+        Ok((format!("32 * {}", self.get("warps")?), shared))
+    }
+
+    /// The fields of its kernels in the host's table but symbol, file and parameters.
+    fn fields(&self) -> Result<String> {
+        let (threads, shared) = self.threads_and_shared()?;
+        // A kernel with none waits for its predecessor to end.
+        let cluster = match (self.find("CTAs per cluster"), self.is_persistent()) {
+            (Some(ctas), _) => format!("Some({ctas})"),
+            (None, false) => "None".into(),
+            (None, true) if self.arch == Arch::Sm90 => "Some(KL_SM90_CLUSTER)".into(),
+            (None, true) => "Some(1)".into(),
+        };
+        let (m, n) = (self.find("m").unwrap_or("0"), self.find("n").or(self.find("columns")).unwrap_or("0"));
+        Ok(format!("arch: Arch::{:?}, threads: {threads}, shared: {shared}, cluster: {cluster}, tile: [{m}, {n}]", self.arch))
+    }
+
+    fn instances(&self) -> Result<Vec<Instance<'a>>> {
+        let family = self.family;
+        if family == "entry" {
+            let symbol = self.get("name")?.into();
+            return Ok(vec![Instance { template: "", symbol, file: self.get("file")?, params: self.get("parameters")? }]);
+        }
+        if let Some(columns) = self.find("columns") {
+            let norms = [("layer_norm", "KlLayerNorm"), ("layer_norm_e4m3", "KlLayerNorm"), ("layer_norm_e2m1", "KlLayerNorm")];
+            let norms = norms.into_iter().chain([("rms_norm", "KlRmsNorm")]);
+            let instance =
+                |(template, params)| Instance { template, symbol: format!("{template}_{columns}"), file: family, params };
+            return Ok(norms.map(instance).collect());
         }
         let params = match (family.split('_').next(), self.is_persistent()) {
             (Some("gemm"), true) => "KlGemmTma",
@@ -154,79 +137,49 @@ impl<'a> Row<'a> {
             (_, true) => "KlAttentionSm90",
             (_, false) => "KlAttention",
         };
-        let instance = match (self.find("name"), self.find("promotion interval")) {
-            (Some(name), _) => name.to_owned(),
-            (None, promotion) => {
-                let suffix = match promotion {
-                    None | Some("0") => String::new(),
-                    Some("1") => "_promoted".into(),
-                    Some(many) => format!("_promoted_{many}"),
-                };
-                format!("{}x{}{suffix}", self.number("m")?, self.number("n")?)
-            }
+        let promoted = match self.find("promotion interval") {
+            None | Some("0") => String::new(),
+            Some("1") => "_promoted".into(),
+            Some(many) => format!("_promoted_{many}"),
         };
-        let mixed = (self.find("mixed") == Some("1")).then_some("gemm_mixed_sm90");
-        Ok([family].into_iter().chain(mixed).map(|file| (file, format!("{file}_{instance}"), file, params)).collect())
+        let name = match self.find("name") {
+            Some(name) => name.into(),
+            None => format!("{}x{}{promoted}", self.get("m")?, self.get("n")?),
+        };
+        let mixed = self.find("mixed").filter(|mixed| *mixed != "0").map(|_| "gemm_mixed_sm90");
+        let instance = |file| Instance { template: file, symbol: format!("{file}_{name}"), file, params };
+        Ok([family].into_iter().chain(mixed).map(instance).collect())
     }
 
-    /// Its kernels as Rust source.
-    fn kernels(&self) -> Result<Vec<Kernel>> {
-        let (arch, threads, shared, cluster) = (self.arch, self.threads()?, self.shared()?, self.cluster()?);
-        let size = match self.find("columns") {
-            Some(columns) => format!("[1, {columns}]"),
-            None if self.find("m").is_some() => format!("[{}, {}]", self.number("m")?, self.number("n")?),
-            None => "[0, 0]".into(),
-        };
-        let tile = self.tile()?;
-        let kernel = |(template, symbol, file, params): (&str, String, &str, &str)| Kernel {
-            row: format!(
-                "symbol: \"kl_{symbol}\", file: {file:?}, arch: Arch::{arch:?}, params: size_of::<abi::{params}>(), \
-                 threads: {threads}, shared: {shared}, cluster: {cluster}, tile: {size}"
-            ),
-            tile: tile
-                .as_ref()
-                .map(|tile| format!("{tile}, operands: GemmOperands::{}, kernel: Kernel::{}", operands(file), variant(&symbol))),
-            symbol,
-            file: file.into(),
-            template: template.into(),
-        };
-        Ok(self.symbols()?.into_iter().map(kernel).collect())
-    }
-
-    /// The tile of a GEMM or a convolution that a plan chooses by cost, without its kernel and what that multiplies.
+    /// The tile of a GEMM or a convolution that plans choose by cost, without what differs between its kernels.
     fn tile(&self) -> Result<Option<String>> {
-        if self.find("relative cost").is_none() {
-            return Ok(None);
-        }
-        let (m, n, k) = (self.number("m")?, self.number("n")?, self.number("block k")?);
-        let consumers = if self.is_persistent() { self.number("consumer warpgroups")? } else { 0 };
+        let Some(cost) = self.find("relative cost") else { return Ok(None) };
+        let (m, n, k) = (self.get("m")?, self.get("n")?, self.get("block k")?);
+        let (consumers, ctas) =
+            if self.is_persistent() { (self.get("consumer warpgroups")?, "1") } else { ("0", self.get("CTAs per SM")?) };
         let cluster = match self.find("cluster mode") {
-            Some(mode) if !CLUSTER_MODES.contains(&mode) => {
-                return Err(format!("cluster mode is `{mode}`, expected one of {}", CLUSTER_MODES.join(", ")));
-            }
-            Some(mode) => format!("Some(ClusterMode::{mode})"),
+            Some(mode) if CLUSTER_MODES.contains(&mode) => format!("Some(ClusterMode::{mode})"),
+            Some(mode) => return Err(format!("cluster mode is `{mode}`, expected one of {}", CLUSTER_MODES.join(", "))),
             None if self.is_persistent() => "Some(ClusterMode::Single)".into(),
             None => "None".into(),
         };
         // A wgmma has 64 rows.
-        if consumers > 0 && !m.is_multiple_of(64 * consumers) {
-            let unit = 64 * consumers;
-            return Err(format!(
-                "{m} rows cannot be divided among {consumers} consumer warpgroups, expected a multiple of {unit}"
-            ));
+        if let (Ok(rows), Ok(groups)) = (m.parse(), consumers.parse::<u32>())
+            && let unit @ 1.. = 64 * groups
+            && !u32::is_multiple_of(rows, unit)
+        {
+            return Err(format!("{m} rows cannot be divided among {groups} consumer warpgroups, expected a multiple of {unit}"));
         }
         // Tensor cores of compute capability 12.x keep all of a sum; the portable kernel promotes each k-block of e4m3.
         let longest_sum = match (self.find("promotion interval"), self.arch) {
-            (Some(_), _) => Some(self.number("promotion interval")? * k).filter(|&sum| sum > 0),
-            (None, Arch::Sm89 | Arch::Sm120) => Some(k),
-            _ => None,
+            (Some("0"), _) | (None, Arch::Portable | Arch::Sm90 | Arch::Sm100) => "None".into(),
+            (Some(interval), _) => format!("Some({interval} * {k})"),
+            (None, Arch::Sm89 | Arch::Sm120) => format!("Some({k})"),
         };
-        let ctas = if self.is_persistent() { 1 } else { self.number("CTAs per SM")? };
         Ok(Some(format!(
             "arch: Arch::{:?}, block_m: {m}, block_n: {n}, block_k: {k}, ctas_per_sm: {ctas}, consumers: {consumers}, \
-             cluster: {cluster}, longest_sum: {longest_sum:?}, relative_cost: {}",
-            self.arch,
-            self.number("relative cost")?
+             cluster: {cluster}, longest_sum: {longest_sum}, relative_cost: {cost}",
+            self.arch
         )))
     }
 }
@@ -244,14 +197,12 @@ fn operands(file: &str) -> &'static str {
 
 /// A symbol as a variant of an enum: `GemmBf16Sm90_256x192` of `gemm_bf16_sm90_256x192`.
 fn variant(symbol: &str) -> String {
-    let mut name = String::new();
-    for word in symbol.split('_') {
-        if name.ends_with(|c: char| c.is_ascii_digit()) && word.starts_with(|c: char| c.is_ascii_digit()) {
-            name.push('_');
-        }
-        name.extend(word.chars().take(1).map(|c| c.to_ascii_uppercase()).chain(word.chars().skip(1)));
-    }
-    name
+    symbol.split('_').fold(String::new(), |name, word| {
+        let is_digit = |c: char| c.is_ascii_digit();
+        let between = if name.ends_with(is_digit) && word.starts_with(is_digit) { "_" } else { "" };
+        let (first, rest) = word.split_at(word.len().min(1));
+        name + between + &first.to_uppercase() + rest
+    })
 }
 
 /// The table as the build uses it.
@@ -266,8 +217,9 @@ pub struct Table {
 
 /// Reads the text of the table at `path`; `files` are the names of the kernel files. A fault is reported with its line.
 pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
-    let (mut archs, mut seen) = (HashMap::new(), HashMap::new());
-    let (mut heading, mut widths, mut kernels) = ("", HashMap::new(), Vec::new());
+    let (mut archs, mut lines, mut widths, mut heading) = (HashMap::new(), HashMap::new(), HashMap::new(), "");
+    let (mut names, mut all, mut rows, mut tiles) = <(String, String, String, String)>::default();
+    let (mut templates, mut structs) = (BTreeMap::<String, String>::new(), BTreeSet::new());
     for (number, line) in text.lines().enumerate().map(|(i, line)| (i + 1, line)) {
         heading = line.strip_prefix("//   ").unwrap_or(heading);
         if line.trim().is_empty() || line.starts_with("//") || line.starts_with('#') {
@@ -275,57 +227,48 @@ pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
         }
         let at = |what: String| format!("{path}:{number}: {what}");
         let row = Row::parse(line, heading).map_err(at)?;
+        let (tile, fields) = (row.tile().map_err(at)?, row.fields().map_err(at)?);
         // The host takes the first that is wide enough.
-        if let Some(columns) = row.width().map_err(at)?
-            && let Some(last) = widths.insert(row.family, columns).filter(|&last| last >= columns)
+        if let Some(width) = row.width()
+            && let Some(last) = widths.insert(row.family, width).filter(|&last| last >= width)
         {
-            return Err(at(format!("{columns} columns after {last}, expected more")));
+            return Err(at(format!("{width} columns after {last}, expected more")));
         }
-        for kernel in row.kernels().map_err(at)? {
-            let Kernel { symbol, file, .. } = &kernel;
-            if !files.contains(file) {
+        for Instance { template, symbol, file, params } in row.instances().map_err(at)? {
+            if !files.iter().any(|name| name == file) {
                 return Err(at(format!("there is no kernels/entry/{file}.cu")));
             }
-            if archs.insert(file.clone(), row.arch).is_some_and(|other| other != row.arch) {
+            if archs.insert(file.to_owned(), row.arch).is_some_and(|other| other != row.arch) {
                 return Err(at(format!("another row says that {file}.cu is for another architecture")));
             }
-            if let Some(other) = seen.insert(symbol.clone(), number) {
+            if let Some(other) = lines.insert(symbol.clone(), number) {
                 return Err(at(format!("`kl_{symbol}` is already in line {other}")));
             }
-            kernels.push(kernel);
+            let name = variant(&symbol);
+            names += &format!("    {name},\n");
+            all += &format!("        Self::{name},\n");
+            rows += &format!("    Row {{ symbol: \"kl_{symbol}\", file: {file:?}, params: size_of::<{params}>(), {fields} }},\n");
+            if let Some(tile) = &tile {
+                tiles += &format!("    Tile {{ {tile}, operands: GemmOperands::{}, kernel: Kernel::{name} }},\n", operands(file));
+            }
+            *templates.entry(template.to_uppercase()).or_default() += &format!("Kernel::{name}, ");
+            structs.insert(params);
         }
     }
-    match files.iter().find(|file| !archs.contains_key(*file)) {
-        Some(file) => Err(format!("{path}: there is no row of kernels/entry/{file}.cu")),
-        None => Ok(source(archs, &kernels)),
+    if let Some(file) = files.iter().find(|file| !archs.contains_key(*file)) {
+        return Err(format!("{path}: there is no row of kernels/entry/{file}.cu"));
     }
-}
-
-fn source(archs: HashMap<String, Arch>, kernels: &[Kernel]) -> Table {
-    let (mut names, mut all, mut rows, mut tiles, mut templates) = <(String, String, String, String, String)>::default();
-    for Kernel { symbol, row, tile, .. } in kernels {
-        let name = variant(symbol);
-        let _ = writeln!(names, "    {name},");
-        let _ = writeln!(all, "        Self::{name},");
-        let _ = writeln!(rows, "    Row {{ {row} }},");
-        if let Some(tile) = tile {
-            let _ = writeln!(tiles, "    Tile {{ {tile} }},");
-        }
-    }
-    let instances = kernels.iter().filter(|kernel| !kernel.template.is_empty());
-    let by_template = instances.fold(BTreeMap::<_, String>::new(), |mut found, kernel| {
-        *found.entry(kernel.template.to_uppercase()).or_default() += &format!("Kernel::{}, ", variant(&kernel.symbol));
-        found
-    });
-    for (template, kernels) in by_template {
-        let _ = writeln!(templates, "    pub const {template}: &[Kernel] = &[{kernels}];");
-    }
+    let templates = templates.iter().filter(|(template, _)| !template.is_empty());
+    let templates: String =
+        templates.map(|(template, kernels)| format!("    pub const {template}: &[Kernel] = &[{kernels}];\n")).collect();
+    let safety = "// SAFETY: `abi.h` fills every gap with a field of its own.";
+    let params: String = structs.iter().map(|params| format!("{safety}\nunsafe impl Params for abi::{params} {{}}\n")).collect();
     let kernels = format!(
         "/// A kernel.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n#[allow(missing_docs)]\npub enum Kernel {{\n{names}}}\n\n\
          impl Kernel {{\n    /// All kernels.\n    pub const ALL: &[Self] = &[\n{all}    ];\n}}\n\n\
-         /// The rows of the kernels, in the order of the enum.\nstatic ROWS: &[Row] = &[\n{rows}];\n\n\
+         /// The rows of the kernels, in the order of the enum.\nstatic ROWS: &[Row] = {{\n    use abi::*;\n    &[\n{rows}]}};\n\n\
          /// The kernels of each template, in the order of their rows.\n#[allow(dead_code, missing_docs)]\npub mod templates {{\n    \
-         use super::Kernel;\n{templates}}}\n"
+         use super::Kernel;\n{templates}}}\n\n{params}"
     );
-    Table { archs, kernels, tiles: format!("const TILES: &[Tile] = &[\n{tiles}];\n") }
+    Ok(Table { archs, kernels, tiles: format!("const TILES: &[Tile] = &[\n{tiles}];\n") })
 }

@@ -18,11 +18,11 @@ using namespace kl::attention::portable;
 
 KL_DYNAMIC_SHARED(128);
 
-using max_free = Exp2MaxFree;
-using online_softmax = Exp2Scaled;
+using Exp2_max_free = Exp2MaxFree;
+using Exp2_online_softmax = Exp2Scaled;
 
 #define KL_FAMILY_attention_fp8_sm89 ~,
 #define KL_ROW(family, softmax, keys, warps, ctas_per_sm)                                    \
-  using Config_##softmax = AttentionConfig<warps, keys, E4m3Mma, softmax, /*causal*/ false>; \
+  using Config_##softmax = AttentionConfig<warps, keys, E4m3Mma, Exp2_##softmax, /*causal*/ false>; \
   KL_TILE_ENTRY(kl_##family##_##softmax, KlAttention, Config_##softmax, ctas_per_sm) { attention<Config_##softmax>(p, dynamic_shared); }
 #include <kernels.def>

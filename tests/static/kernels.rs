@@ -4,6 +4,7 @@
 
 #![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
 
+use arch::Arch;
 use kiln::internals::backend::cuda::Kernel;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -69,14 +70,11 @@ impl Table {
 }
 
 /// The files whose kernels use `wgmma`.
-const SM90_FILES: [&str; 6] = [
-    "gemm_bf16_sm90",
-    "gemm_fp8_sm90",
-    "gemm_mixed_sm90",
-    "attention_bf16_sm90",
-    "attention_fp8_sm90",
-    "attention_wide_bf16_sm90",
-];
+fn sm90_files() -> BTreeSet<&'static str> {
+    let files = Kernel::ALL.iter().filter(|kernel| kernel.arch() == Arch::Sm90).map(|kernel| kernel.file());
+    files.filter(|file| !file.starts_with("selftest")).collect()
+}
+
 /// The GEMMs of compute capability 12.x, and their MMA.
 const SM120_GEMMS: [(&str, &str); 3] = [
     ("gemm_nvfp4_sm120", "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X"),
@@ -85,7 +83,7 @@ const SM120_GEMMS: [(&str, &str); 3] = [
 ];
 
 fn persistent_files() -> impl Iterator<Item = &'static str> {
-    SM90_FILES.into_iter().chain(SM120_GEMMS.into_iter().map(|(file, _)| file))
+    sm90_files().into_iter().chain(SM120_GEMMS.into_iter().map(|(file, _)| file))
 }
 
 /// Where a build exceeds the table.
@@ -236,7 +234,7 @@ fn sm90_kernels_use_wgmma() {
     }
     let built = Table::parse(&std::fs::read_to_string(env!("KILN_KERNEL_RESOURCES")).unwrap());
 
-    for file in SM90_FILES {
+    for file in sm90_files() {
         let listing = listing(file, "sm_90a");
         let kernels = opcodes(&listing);
         assert!(kernels.keys().copied().eq(built.of_file(file).iter().map(|(kernel, _)| *kernel)), "{:?}", kernels.keys());
@@ -464,123 +462,107 @@ fn every_kernel_is_in_the_table_of_resources() {
 }
 
 /// The committed table, with a row and its heading at the end.
-fn with_row(row: &str) -> Result<table::Table, String> {
+fn with_row(heading: &str, row: &str) -> Result<table::Table, String> {
     let folder = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/entry")).unwrap();
     let stem = |path: PathBuf| Some(path.file_stem()?.to_str()?.to_owned());
     let files: Vec<_> = folder.filter_map(|entry| stem(entry.unwrap().path())).collect();
-    table::read("kernels.def", &format!("{}{row}\n", include_str!("../../kernels/kernels.def")), &files)
+    table::read("kernels.def", &format!("{TABLE}//   family, arch, {heading}\n{row}\n"), &files)
 }
 
-/// The headings of the rows of a Hopper GEMM, and of a portable one.
-const SM90_GEMM: &str =
-    "//   family, arch, m, n, block k, consumer warpgroups, stages, cluster mode, promotion interval, relative cost";
-const SM80_GEMM: &str = "//   family, arch, m, n, block k, warps, stages, CTAs per SM, relative cost";
+const TABLE: &str = include_str!("../../kernels/kernels.def");
+/// The heading of rows of a Hopper GEMM, and a row.
+const SM90: &str = "m, n, block k, consumer warpgroups, stages, cluster mode, promotion interval, relative cost";
 const SM90_ROW: &str = "KL_KERNEL(gemm_bf16_sm90, sm90, 64, 16, 64, 1, 8, MulticastB, 0, 110)";
+/// The heading of rows of a portable GEMM.
+const SM80: &str = "m, n, block k, warps, stages, CTAs per SM, relative cost";
 
 #[test]
 fn a_row_is_all_that_a_new_tile_takes() {
-    let before = with_row("").unwrap();
-    let after = with_row(&format!("{SM90_GEMM}\n{SM90_ROW}")).unwrap();
-    let added = |before: &str, after: &str| {
-        after.lines().filter(|line| !before.lines().any(|old| old == *line)).map(str::trim).collect::<Vec<_>>().join("\n")
-    };
-    assert_eq!(
-        added(&before.tiles, &after.tiles),
-        "Tile { arch: Arch::Sm90, block_m: 64, block_n: 16, block_k: 64, ctas_per_sm: 1, consumers: 1, \
-         cluster: Some(ClusterMode::MulticastB), longest_sum: None, relative_cost: 110, operands: GemmOperands::Bf16, \
-         kernel: Kernel::GemmBf16Sm90_64x16 },"
-    );
-    let kernels = added(&before.kernels, &after.kernels);
-    let row = "Row { symbol: \"kl_gemm_bf16_sm90_64x16\", file: \"gemm_bf16_sm90\", arch: Arch::Sm90, \
-               params: size_of::<abi::KlGemmTma>(), threads: 256, shared: abi::KL_SM90_SHARED_LIMIT, \
-               cluster: Some(abi::KL_SM90_CLUSTER), tile: [64, 16] },";
-    assert!(kernels.starts_with("GemmBf16Sm90_64x16,\nSelf::GemmBf16Sm90_64x16,\n") && kernels.contains(row), "{kernels}");
-    assert_eq!(["naive", "gemm_fp8_sm89"].map(|file| before.archs[file]), [arch::Arch::Portable, arch::Arch::Sm89]);
-    // Rows of other families.
+    let table::Table { archs, kernels, tiles } = with_row("", "").unwrap();
+    let before = kernels + &tiles;
+    assert_eq!(["naive", "gemm_fp8_sm89"].map(|file| archs[file]), [Arch::Portable, Arch::Sm89]);
     let has = |heading: &str, row: &str, parts: &[&str]| {
-        let after = with_row(&format!("//   family, arch, {heading}\nKL_KERNEL({row})")).unwrap();
-        let added = added(&before.kernels, &after.kernels) + &added(&before.tiles, &after.tiles);
-        parts.iter().for_each(|part| assert!(added.contains(part), "{row}: no {part} in {added}"));
+        let table = with_row(heading, &format!("KL_KERNEL({row})")).unwrap();
+        let after = table.kernels + &table.tiles;
+        parts.iter().for_each(|part| assert!(!before.contains(part) && after.contains(part), "{row}: no {part}"));
     };
-    let gemm = SM90_GEMM.strip_prefix("//   family, arch, ").unwrap();
     has(
-        gemm,
-        "gemm_fp8_sm90, sm90, 64, 16, 128, 1, 8, MulticastB, 1, 110",
-        &["kl_gemm_fp8_sm90_64x16_promoted", "longest_sum: Some(128)", "Kernel::GemmFp8Sm90_64x16Promoted }"],
+        SM90,
+        "gemm_bf16_sm90, sm90, 64, 16, 64, 1, 8, MulticastB, 0, 110",
+        &[
+            "    GemmBf16Sm90_64x16,\n",
+            "        Self::GemmBf16Sm90_64x16,\n",
+            "Row { symbol: \"kl_gemm_bf16_sm90_64x16\", file: \"gemm_bf16_sm90\", params: size_of::<KlGemmTma>(), arch: Arch::Sm90, \
+             threads: 128 * (1 + 1), shared: KL_SM90_SHARED_LIMIT, cluster: Some(KL_SM90_CLUSTER), tile: [64, 16] },",
+            "Tile { arch: Arch::Sm90, block_m: 64, block_n: 16, block_k: 64, ctas_per_sm: 1, consumers: 1, \
+             cluster: Some(ClusterMode::MulticastB), longest_sum: None, relative_cost: 110, operands: GemmOperands::Bf16, \
+             kernel: Kernel::GemmBf16Sm90_64x16 },",
+        ],
     );
     has(
-        &gemm.replace("promotion interval", "mixed"),
+        SM90,
+        "gemm_fp8_sm90, sm90, 64, 16, 128, 1, 8, MulticastB, 1, 110",
+        &["kl_gemm_fp8_sm90_64x16_promoted", "block_n: 16, block_k: 128", "Kernel::GemmFp8Sm90_64x16Promoted }"],
+    );
+    has(
+        &SM90.replace("promotion interval", "mixed"),
         "gemm_bf16_sm90, sm90, 64, 16, 64, 1, 8, SplitK, 1, 110",
         &["kl_gemm_bf16_sm90_64x16", "operands: GemmOperands::MixedInput, kernel: Kernel::GemmMixedSm90_64x16 }"],
     );
     has(
-        SM80_GEMM.strip_prefix("//   family, arch, ").unwrap(),
+        SM80,
         "gemm_bf16_sm80, sm80, 32, 128, 64, 4, 3, 5, 500",
-        &["kl_gemm_bf16_sm80_32x128", "threads: 32 * 4, shared: 3 * 160 * 64 * 2, cluster: None", "ctas_per_sm: 5, consumers: 0"],
+        &[
+            "kl_gemm_bf16_sm80_32x128",
+            "threads: 32 * 4, shared: 3 * (32 + 128) * 64 * 2, cluster: None",
+            "ctas_per_sm: 5, consumers: 0",
+        ],
     );
-    has(
-        "m, n, block k, warps, stages, CTAs per SM",
-        "conv_bf16_sm80, sm80, 64, 128, 64, 4, 3, 3",
-        &["Kernel::ConvBf16Sm80_64x128, ]"],
-    );
+    has("m, n, block k, warps, stages", "conv_bf16_sm80, sm80, 64, 128, 64, 4, 3", &["Kernel::ConvBf16Sm80_64x128, ]"]);
     has(
         "name, stages, CTAs per cluster",
         "attention_bf16_sm90, sm90, alone, 3, 4",
-        &["AttentionBf16Sm90Alone", "threads: 384, shared: abi::KL_SM90_SHARED_LIMIT, cluster: Some(4)"],
+        &["AttentionBf16Sm90Alone", "cluster: Some(4)"],
     );
     has("m, n, warps, CTAs per SM", "attention_wide_bf16_sm80, sm80, 16, 512, 2, 3", &["tile: [16, 512]"]);
-    has(
-        "columns, vectors per thread",
-        "norm_rows, sm80, 16384, 4",
-        &[
-            "kl_layer_norm_16384",
-            "LayerNormE4m3_16384",
-            "LayerNormE2m1_16384",
-            "kl_rms_norm_16384",
-            "threads: 512",
-            "tile: [1, 16384]",
-        ],
-    );
+    let norms = ["kl_layer_norm_16384", "LayerNormE4m3_16384", "LayerNormE2m1_16384", "kl_rms_norm_16384", "tile: [0, 16384]"];
+    has("columns, vectors per thread", "norm_rows, sm80, 16384, 4", &norms);
 }
 
 #[test]
 fn faults_of_the_table_are_named() {
-    let table = include_str!("../../kernels/kernels.def");
-    let line = table.lines().count() + 2;
     let fault = |heading: &str, row: &str| {
-        let error = with_row(&format!("{heading}\n{row}")).err().unwrap();
-        error.strip_prefix(&format!("kernels.def:{line}: ")).unwrap().to_owned()
+        let line = TABLE.lines().count() + 2;
+        with_row(heading, row).err().unwrap().strip_prefix(&format!("kernels.def:{line}: ")).unwrap().to_owned()
     };
     let sm90 = |changed: &str, to: &str| {
         assert!(SM90_ROW.contains(changed));
-        fault(SM90_GEMM, &SM90_ROW.replace(changed, to))
+        fault(SM90, &SM90_ROW.replace(changed, to))
     };
-    let columns = &SM90_GEMM[5..];
-    assert_eq!(sm90(", 110", ""), format!("9 columns, expected 10: {columns}"));
-    assert_eq!(sm90("MulticastB", "Both"), "cluster mode is `Both`, expected one of MulticastA, MulticastB, SplitK");
-    assert_eq!(sm90("64, 16", "128, 192"), {
-        let other = table.lines().position(|line| line.contains("(gemm_bf16_sm90, sm90, 128, 192,")).unwrap() + 1;
-        format!("`kl_gemm_bf16_sm90_128x192` is already in line {other}")
-    });
-    assert_eq!(sm90("gemm_bf16_sm90", "gemm_f16_sm90"), "there is no kernels/entry/gemm_f16_sm90.cu");
-    assert_eq!(sm90(", sm90", ", sm91"), "no kernels are made for `sm91`");
-    assert_eq!(sm90(", sm90", ", sm80"), "another row says that gemm_bf16_sm90.cu is for another architecture");
-    assert_eq!(sm90(" 8,", " 2 * 4,"), "stages is `2 * 4`, expected a number or an identifier");
-    assert_eq!(sm90("64, 16", "64, sixteen"), "n is `sixteen`, expected a number");
-    assert_eq!(sm90("MulticastB", ""), "cluster mode is ``, expected a number or an identifier");
-    assert_eq!(sm90("64, 1,", "64, 3,"), "64 rows cannot be divided among 3 consumer warpgroups, expected a multiple of 192");
-    assert_eq!(sm90(")", ""), "expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive");
-    assert_eq!(sm90("KL_KERNEL", "KL_TILE"), "expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive");
+    let other = TABLE.lines().position(|line| line.contains("(gemm_bf16_sm90, sm90, 128, 192,")).unwrap() + 1;
+    let no_row = "expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive";
+    for (changed, to, what) in [
+        (", 110", "", &format!("9 columns, expected 10: family, arch, {SM90}")[..]),
+        ("MulticastB", "Both", "cluster mode is `Both`, expected one of MulticastA, MulticastB, SplitK"),
+        ("64, 16", "128, 192", &format!("`kl_gemm_bf16_sm90_128x192` is already in line {other}")),
+        ("gemm_bf16_sm90", "gemm_f16_sm90", "there is no kernels/entry/gemm_f16_sm90.cu"),
+        (", sm90", ", sm91", "no kernels are made for `sm91`"),
+        (", sm90", ", sm80", "another row says that gemm_bf16_sm90.cu is for another architecture"),
+        (" 8,", " 0,", "stages is `0`, expected a positive number"),
+        (" 8,", " 2 * 4,", "stages is `2 * 4`, expected a positive number"),
+        ("MulticastB", "", "cluster mode is ``, expected an identifier"),
+        ("64, 1,", "64, 3,", "64 rows cannot be divided among 3 consumer warpgroups, expected a multiple of 192"),
+        (")", "", no_row),
+        ("KL_KERNEL", "KL_TILE", no_row),
+    ] {
+        assert_eq!(sm90(changed, to), what);
+    }
+    let lacking = fault("m, n, block k, stages, relative cost", "KL_KERNEL(gemm_bf16_sm90, sm90, 64, 16, 64, 8, 100)");
+    assert_eq!(lacking, "rows of gemm_bf16_sm90 need a column `consumer warpgroups`");
+    let narrow = fault("columns, vectors per thread", "KL_KERNEL(norm_rows, sm80, 8000, 2)");
+    assert_eq!(narrow, "8000 columns after 8192, expected more");
     assert_eq!(
-        fault(SM80_GEMM, "KL_KERNEL(gemm_bf16_sm80, sm80, 32, 128, 64, 4, 3, 0, 500)"),
-        "CTAs per SM is `0`, expected more"
+        table::read("kernels.def", "", &["naive".into()]).err().unwrap(),
+        "kernels.def: there is no row of kernels/entry/naive.cu"
     );
-    assert_eq!(
-        fault("//   family, arch, m, n, stages", "KL_KERNEL(gemm_bf16_sm90, sm90, 64, 16, 8)"),
-        "rows of gemm_bf16_sm90 need a column `consumer warpgroups`"
-    );
-    let norms = "//   family, arch, columns, vectors per thread";
-    assert_eq!(fault(norms, "KL_KERNEL(norm_rows, sm80, 8000, 2)"), "8000 columns after 8192, expected more");
-    let missing = |files: &[&str]| table::read("kernels.def", "", &files.iter().map(|&file| file.into()).collect::<Vec<_>>());
-    assert_eq!(missing(&["naive"]).err().unwrap(), "kernels.def: there is no row of kernels/entry/naive.cu");
 }

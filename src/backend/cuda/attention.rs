@@ -303,6 +303,7 @@ fn hopper_kernel(dtype: u32, operands: f32, args: &AttentionArgs<'_>, wide: bool
 #[cfg(test)]
 mod tests {
     use super::*;
+    use Kernel::*;
 
     fn segment(data: u64, rows: u32) -> abi::KlKeyValues {
         let m = KlMat { data, stride: 256, rows, cols: 256, dtype: abi::KL_BF16, ..NONE };
@@ -338,7 +339,7 @@ mod tests {
         // GeForce cards, A100, Hopper.
         assert_eq!(
             [101_376, 166_912, 232_448].map(kernel),
-            [Kernel::AttentionBf16Sm80_8warps, Kernel::AttentionBf16Sm80_8warps, Kernel::AttentionBf16Sm80_4warps]
+            [AttentionBf16Sm80_8warps, AttentionBf16Sm80_8warps, AttentionBf16Sm80_4warps]
         );
     }
 
@@ -348,22 +349,19 @@ mod tests {
         let args = |causal, softmax| AttentionArgs { kv: &[], head_dim: 128, causal, softmax };
         let kernel = |dtype, scale, causal, softmax| hopper_kernel(dtype, scale, &args(causal, softmax), false);
         let (bounded, unbounded) = (Softmax::Base2 { bound: 100.0 }, Softmax::Base2 { bound: f32::INFINITY });
-        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, bounded), Some(Kernel::AttentionFp8Sm90MaxFree));
-        assert_eq!(kernel(abi::KL_E4M3, 0.5, false, bounded), Some(Kernel::AttentionFp8Sm90OnlineSoftmax));
-        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, unbounded), Some(Kernel::AttentionFp8Sm90OnlineSoftmax));
+        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, bounded), Some(AttentionFp8Sm90MaxFree));
+        assert_eq!(kernel(abi::KL_E4M3, 0.5, false, bounded), Some(AttentionFp8Sm90OnlineSoftmax));
+        assert_eq!(kernel(abi::KL_E4M3, 1.0, false, unbounded), Some(AttentionFp8Sm90OnlineSoftmax));
         assert_eq!(kernel(abi::KL_E4M3, 1.0, true, bounded), None);
-        assert_eq!(kernel(abi::KL_BF16, 1.0, false, bounded), Some(Kernel::AttentionBf16Sm90MaxFree));
-        assert_eq!(
-            kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }),
-            Some(Kernel::AttentionBf16Sm90OnlineSoftmax)
-        );
-        assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(Kernel::AttentionBf16Sm90Causal));
+        assert_eq!(kernel(abi::KL_BF16, 1.0, false, bounded), Some(AttentionBf16Sm90MaxFree));
+        assert_eq!(kernel(abi::KL_BF16, 1.0, false, Softmax::Natural { scale: 0.1 }), Some(AttentionBf16Sm90OnlineSoftmax));
+        assert_eq!(kernel(abi::KL_BF16, 1.0, true, bounded), Some(AttentionBf16Sm90Causal));
         assert_eq!(kernel(abi::KL_F32, 1.0, false, bounded), None);
         let other = |head_dim: usize| {
             let args = AttentionArgs { head_dim, ..args(false, bounded) };
             hopper_kernel(abi::KL_BF16, 1.0, &args, has_wide_head(&args, head_dim as u32, head_dim as u32))
         };
-        let (narrow, wide) = (Some(Kernel::AttentionWideBf16Sm90_128x384), Some(Kernel::AttentionWideBf16Sm90_128x512));
+        let (narrow, wide) = (Some(AttentionWideBf16Sm90_128x384), Some(AttentionWideBf16Sm90_128x512));
         assert_eq!([64, 256, 384, 392, 512, 520].map(other), [None, narrow, narrow, wide, wide, None]);
         let portable = |scales: &[f32], causal, softmax| fp8_kernels(scales.iter().copied(), &args(causal, softmax));
         assert_eq!(portable(&[1.0, 1.0], false, bounded), FP8_MAX_FREE);

@@ -8,25 +8,23 @@ use super::gemm::{self, EpilogueGemm};
 use super::launch::{Kernel, templates};
 use super::norm::group_stats;
 use super::params::{NONE, is_async_copyable, is_pair_aligned, naive_grid};
-use super::select::{GemmOperands, Tile};
 use crate::backend::{Conv, Sampling, Shortcut};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
 /// The kernels of a convolution, of the statistics of its result, and of the GEMM of its shortcut.
 pub fn kernels() -> Vec<Kernel> {
-    const OTHERS: [Kernel; 6] = [
-        Kernel::ConvStats,
-        Kernel::ConvNarrowIn,
-        Kernel::NaiveConv,
-        Kernel::GroupStats8,
-        Kernel::GroupStatsAny,
-        Kernel::GroupStatsFinish,
-    ];
-    // Shortcuts are plain.
-    let shortcuts = Tile::ALL.iter().filter(|tile| tile.operands == GemmOperands::Bf16).map(|tile| tile.kernel);
-    let hopper = Tile::ALL.iter().filter(|tile| tile.operands == GemmOperands::Conv3x3).map(|tile| tile.kernel);
-    hopper.chain(templates::CONV_BF16_SM80.iter().copied()).chain(OTHERS).chain(shortcuts).collect()
+    [
+        templates::CONV_BF16_SM90,
+        templates::CONV_BF16_SM80,
+        &[Kernel::ConvStats, Kernel::ConvNarrowIn, Kernel::NaiveConv],
+        &[Kernel::GroupStats8, Kernel::GroupStatsAny, Kernel::GroupStatsFinish],
+        // Shortcuts are plain.
+        templates::GEMM_BF16_SM90,
+        templates::GEMM_BF16_SM120,
+        templates::GEMM_BF16_SM80,
+    ]
+    .concat()
 }
 
 /// Operands of [`Op::Conv`](crate::backend::Op::Conv).

@@ -34,19 +34,6 @@ struct Row {
     tile: [u32; 2],
 }
 
-macro_rules! params {
-    ($($name:ident)*) => {$(
-        // SAFETY: `abi.h` fills every gap with a field of its own.
-        unsafe impl Params for abi::$name {}
-    )*};
-}
-
-params! {
-    KlMap KlPatch KlEuler KlGuidance KlPixels KlCount KlLargest KlRmsNorm KlLayerNorm KlQkNormRope KlGroupStats KlGroupNorm
-    KlNaiveGemm KlConv KlNormConv KlAttention KlGemm KlLoraDown KlExpand KlGemmTma KlConvSm90 KlAttentionSm90 KlTestCopy KlFragments
-    KlConversions KlBlend
-}
-
 impl Kernel {
     const fn row(self) -> &'static Row {
         &ROWS[self as usize]

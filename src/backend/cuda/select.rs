@@ -158,7 +158,7 @@ impl GroupedGemm<'_> {
 mod tests {
     use super::*;
     use crate::backend::cuda::arch::Arch;
-    use crate::backend::cuda::launch::Kernel;
+    use crate::backend::cuda::launch::Kernel::{self, *};
 
     fn shape(m: u32, parts: &[u32]) -> GemmShape {
         GemmShape { m, parts: parts.to_vec() }
@@ -178,19 +178,19 @@ mod tests {
     fn portable_tiles_fit_the_shape() {
         let portable = |shapes: &[GemmShape], k| tile_of(shapes, k, |tile| !tile.is_persistent());
         // A single block of klein 4B at 1024x1024 and its output projection; both streams of a double block.
-        assert_eq!(portable(&[shape(4608, &[27648])], 3072), Kernel::GemmBf16Sm80_256x128);
-        assert_eq!(portable(&[shape(4608, &[3072])], 12288), Kernel::GemmBf16Sm80_256x128);
-        assert_eq!(portable(&[shape(512, &[9216]), shape(4096, &[9216])], 3072), Kernel::GemmBf16Sm80_256x128);
+        assert_eq!(portable(&[shape(4608, &[27648])], 3072), GemmBf16Sm80_256x128);
+        assert_eq!(portable(&[shape(4608, &[3072])], 12288), GemmBf16Sm80_256x128);
+        assert_eq!(portable(&[shape(512, &[9216]), shape(4096, &[9216])], 3072), GemmBf16Sm80_256x128);
         // The text encoder's 512 rows give few tiles, but a large K to share.
-        assert_eq!(portable(&[shape(512, &[2560])], 9728), Kernel::GemmBf16Sm80_256x128);
+        assert_eq!(portable(&[shape(512, &[2560])], 9728), GemmBf16Sm80_256x128);
         // The last layer is so narrow that the fix-up would take longer than the main loop.
-        assert_eq!(portable(&[shape(4608, &[128])], 3072), Kernel::GemmBf16Sm80_64x128);
+        assert_eq!(portable(&[shape(4608, &[128])], 3072), GemmBf16Sm80_64x128);
         // Modulations have a handful of rows.
-        assert_eq!(portable(&[shape(5, &[18432])], 3072), Kernel::GemmBf16Sm80_64x128);
-        assert_eq!(portable(&[], 0), Kernel::GemmBf16Sm80_256x128);
+        assert_eq!(portable(&[shape(5, &[18432])], 3072), GemmBf16Sm80_64x128);
+        assert_eq!(portable(&[], 0), GemmBf16Sm80_256x128);
         // Without enough shared memory for the large tile.
-        let small = |tile: Tile| !tile.is_persistent() && tile.kernel != Kernel::GemmBf16Sm80_256x128;
-        assert_eq!(plan(&[shape(4608, &[27648])], 3072, 128, small).tile.kernel, Kernel::GemmBf16Sm80_128x128);
+        let small = |tile: Tile| !tile.is_persistent() && tile.kernel != GemmBf16Sm80_256x128;
+        assert_eq!(plan(&[shape(4608, &[27648])], 3072, 128, small).tile.kernel, GemmBf16Sm80_128x128);
         assert_eq!(GroupedGemm { shapes: &[shape(4608, &[27648])], k: 3072, same_k: true }.plan(0, |_| false), None);
     }
 
@@ -208,29 +208,26 @@ mod tests {
             (4608, 4096, 16384),
             (16896, 3072, 12288),
         ] {
-            assert_eq!(tile_and_data_parallel(all(m, n, k)), (Kernel::GemmBf16Sm90_256x192, true), "{m}x{n}x{k}");
+            assert_eq!(tile_and_data_parallel(all(m, n, k)), (GemmBf16Sm90_256x192, true), "{m}x{n}x{k}");
         }
-        assert_eq!(tile_and_data_parallel(all(4608, 36864, 4096)), (Kernel::GemmBf16Sm90_256x192, false));
-        assert_eq!(tile_and_data_parallel(all(4608, 3072, 12288)), (Kernel::GemmBf16Sm90_192x192, true));
+        assert_eq!(tile_and_data_parallel(all(4608, 36864, 4096)), (GemmBf16Sm90_256x192, false));
+        assert_eq!(tile_and_data_parallel(all(4608, 3072, 12288)), (GemmBf16Sm90_192x192, true));
         // The text encoder.
-        assert_eq!(tile_and_data_parallel(all(512, 6144, 2560)), (Kernel::GemmBf16Sm90_128x192, true));
-        assert_eq!(tile_and_data_parallel(all(512, 19456, 2560)), (Kernel::GemmBf16Sm90_128x208, true));
+        assert_eq!(tile_and_data_parallel(all(512, 6144, 2560)), (GemmBf16Sm90_128x192, true));
+        assert_eq!(tile_and_data_parallel(all(512, 19456, 2560)), (GemmBf16Sm90_128x208, true));
         for k in [4096, 9728] {
-            assert_eq!(tile_and_data_parallel(all(512, 2560, k)), (Kernel::GemmBf16Sm90_128x160, true));
+            assert_eq!(tile_and_data_parallel(all(512, 2560, k)), (GemmBf16Sm90_128x160, true));
         }
         // SwiGLU stores half of a tile's columns, which for 208 is not a multiple of sixteen.
-        let swiglu = |tile: Tile| tile.kernel != Kernel::GemmBf16Sm90_128x208;
-        assert_eq!(
-            tile_and_data_parallel(plan(&[shape(512, &[19456])], 2560, 132, swiglu)),
-            (Kernel::GemmBf16Sm90_128x192, false)
-        );
+        let swiglu = |tile: Tile| tile.kernel != GemmBf16Sm90_128x208;
+        assert_eq!(tile_and_data_parallel(plan(&[shape(512, &[19456])], 2560, 132, swiglu)), (GemmBf16Sm90_128x192, false));
         // The qk-norm needs whole heads of 128 columns.
         let whole_heads = |tile: Tile| tile.block_n.is_multiple_of(128);
-        assert_eq!(tile_of(&[shape(4608, &[3072, 3072, 3072, 18432])], 3072, whole_heads), Kernel::GemmBf16Sm90_128x256);
+        assert_eq!(tile_of(&[shape(4608, &[3072, 3072, 3072, 18432])], 3072, whole_heads), GemmBf16Sm90_128x256);
         // A handful of rows would leave most of a large tile empty.
-        assert_eq!(all(5, 18432, 3072).tile.kernel, Kernel::GemmBf16Sm90_128x160);
+        assert_eq!(all(5, 18432, 3072).tile.kernel, GemmBf16Sm90_128x160);
         // The last layer was not in the sweep.
-        assert_eq!(all(4608, 128, 3072).tile.kernel, Kernel::GemmBf16Sm90_128x160);
+        assert_eq!(all(4608, 128, 3072).tile.kernel, GemmBf16Sm90_128x160);
     }
 
     /// Few pixels are divided into small tiles, so that all SMs have some.
@@ -241,24 +238,24 @@ mod tests {
             let gemm = GroupedGemm { shapes: &shapes, k: 9 * channels, same_k: true };
             gemm.plan(132, |tile| tile.operands == GemmOperands::Conv3x3).unwrap().tile.kernel
         };
-        assert_eq!([32, 64].map(|side| tile(side, 512)), [Kernel::ConvBf16Sm90_128x128; 2]);
-        assert_eq!([128, 256, 512].map(|side| tile(side, 512)), [Kernel::ConvBf16Sm90_128x256; 3]);
-        assert_eq!([tile(512, 256), tile(1024, 128)], [Kernel::ConvBf16Sm90_128x256, Kernel::ConvBf16Sm90_256x128]);
-        assert_eq!([tile(512, 192), tile(1024, 96)], [Kernel::ConvBf16Sm90_256x192, Kernel::ConvBf16Sm90_256x96]);
+        assert_eq!([32, 64].map(|side| tile(side, 512)), [ConvBf16Sm90_128x128; 2]);
+        assert_eq!([128, 256, 512].map(|side| tile(side, 512)), [ConvBf16Sm90_128x256; 3]);
+        assert_eq!([tile(512, 256), tile(1024, 128)], [ConvBf16Sm90_128x256, ConvBf16Sm90_256x128]);
+        assert_eq!([tile(512, 192), tile(1024, 96)], [ConvBf16Sm90_256x192, ConvBf16Sm90_256x96]);
     }
 
     #[test]
     fn groups_of_row_tiles_have_nearly_the_same_size() {
         // 204 row tiles are 17 groups of 12; 19 are not a group of twelve and one of seven.
         let group = |kernel, row_tiles, col_tiles| group_m(Tile::of(kernel).unwrap(), row_tiles, col_tiles, 132);
-        assert_eq!(group(Kernel::GemmBf16Sm90_256x192, 204, 72), 12);
-        assert_eq!(group(Kernel::GemmBf16Sm90_256x192, 19, 72), 10);
-        assert_eq!(group(Kernel::GemmBf16Sm90_128x256, 18, 108), 9);
+        assert_eq!(group(GemmBf16Sm90_256x192, 204, 72), 12);
+        assert_eq!(group(GemmBf16Sm90_256x192, 19, 72), 10);
+        assert_eq!(group(GemmBf16Sm90_128x256, 18, 108), 9);
         // One wave covers all columns: six rows of tiles are all clusters, eight and a bit are not.
-        assert_eq!(group(Kernel::GemmBf16Sm90_256x192, 18, 11), 6);
-        assert_eq!(group(Kernel::GemmBf16Sm90_256x192, 204, 8), 1);
-        assert_eq!(group(Kernel::GemmBf16Sm90_192x192, 24, 8), 12);
-        assert_eq!(group(Kernel::GemmBf16Sm90_192x192, 1, 0), 1);
-        assert_eq!(group(Kernel::GemmBf16Sm90_192x192, 0, 0), 1);
+        assert_eq!(group(GemmBf16Sm90_256x192, 18, 11), 6);
+        assert_eq!(group(GemmBf16Sm90_256x192, 204, 8), 1);
+        assert_eq!(group(GemmBf16Sm90_192x192, 24, 8), 12);
+        assert_eq!(group(GemmBf16Sm90_192x192, 1, 0), 1);
+        assert_eq!(group(GemmBf16Sm90_192x192, 0, 0), 1);
     }
 }

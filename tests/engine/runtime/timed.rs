@@ -42,25 +42,21 @@ fn large_shapes_take_the_fast_kernels() {
         row.prepare(&mut cuda, 1).unwrap().warm_up(&mut cuda).unwrap();
     }
     let launched = |kernel: Kernel| cuda.launched().any(|(k, times)| k == kernel && times > 0);
+    use Kernel::*;
     let fast = [
-        Kernel::GemmBf16Sm90_256x192,
-        Kernel::GemmBf16Sm90_128x256,
-        Kernel::AttentionBf16Sm90MaxFree,
-        Kernel::AttentionBf16Sm90Causal,
-        Kernel::AttentionWideBf16Sm90_128x512,
-        Kernel::ConvBf16Sm90_128x256,
-        Kernel::ConvBf16Sm90_256x128,
-        Kernel::NormConvNarrow,
-        Kernel::ConvNarrowIn,
+        GemmBf16Sm90_256x192,
+        GemmBf16Sm90_128x256,
+        AttentionBf16Sm90MaxFree,
+        AttentionBf16Sm90Causal,
+        AttentionWideBf16Sm90_128x512,
+        ConvBf16Sm90_128x256,
+        ConvBf16Sm90_256x128,
+        NormConvNarrow,
+        ConvNarrowIn,
     ];
     assert!(fast.into_iter().all(launched));
-    let portable = [
-        Kernel::GemmBf16Sm80_256x128,
-        Kernel::AttentionBf16Sm80_4warps,
-        Kernel::AttentionWideBf16Sm80_64x512,
-        Kernel::ConvBf16Sm80_256x128,
-        Kernel::QkNormRope,
-    ];
+    let portable =
+        [GemmBf16Sm80_256x128, AttentionBf16Sm80_4warps, AttentionWideBf16Sm80_64x512, ConvBf16Sm80_256x128, QkNormRope];
     assert!(!portable.into_iter().any(launched));
     assert!(!cuda.launched().any(|(kernel, times)| kernel.symbol().starts_with("kl_naive") && times > 0));
 }
