@@ -75,7 +75,7 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
         DType::Bf16 => bf16::from_f32(value).to_f32(),
         DType::F16 => f16::from_f32(value).to_f32(),
         DType::U8 => value.clamp(0.0, 255.0).round_ties_even(),
-        DType::E4m3 | DType::E5m2 | DType::E2m1 => panic!("rounded with their scales"),
+        _ => panic!("{dtype:?} is rounded with its scales"),
     }
 }
 

@@ -61,9 +61,9 @@ pub const fn kind_name(kind: LayerRole) -> (&'static str, &'static str) {
 /// The formats of attention: with the number of blocks if they differ.
 fn attention_words(rows: &[AttentionFormatCount]) -> String {
     let words = |row: &AttentionFormatCount| match (heads_reason(row.why), row.heads == row.values) {
-        (Some(reason), _) => format!("{} ({reason})", row.heads.format().label),
-        (None, true) => row.heads.format().label.into(),
-        (None, false) => format!("q and k {}, v {}", row.heads.format().label, row.values.format().label),
+        (Some(reason), _) => format!("{} ({reason})", row.heads.label()),
+        (None, true) => row.heads.label().into(),
+        (None, false) => format!("q and k {}, v {}", row.heads.label(), row.values.label()),
     };
     match rows {
         [only] => words(only),
@@ -99,40 +99,43 @@ fn kind_words(rows: &[KindFormat]) -> String {
 /// Formats in words: what the files store and, if the backend holds that as it is, the GEMM by the bits of weight and activation;
 /// otherwise what it is turned to. `row` says what they are multiplied by.
 fn type_words(types: &BTreeSet<(DType, DType)>, row: &KindFormat) -> String {
-    let reason = input_reason(row.why);
-    let gemm = |weight: DType, input: DType| format!("w{}a{}", weight.bits(), input.bits());
-    let quantised = |held: DType| {
-        let accumulation = row.sums.map_or(String::new(), |name| format!(", {name} sums"));
-        let reason = reason.map_or(String::new(), |reason| format!(": {reason}"));
-        format!(" ({}{accumulation}{reason})", gemm(held, row.input))
+    let multiplied = |held: DType| {
+        let sums = row.sums.map_or(String::new(), |name| format!(", {name} sums"));
+        let reason = input_reason(row.why).map_or(String::new(), |reason| format!(": {reason}"));
+        format!(" ({}{sums}{reason})", gemm(held, row.input))
     };
     let treated = |(stored, held): (DType, DType)| {
-        let treatment = match stored == held {
-            true if held.is_quantised() => quantised(held),
-            true => String::new(),
-            false if held.is_quantised() && stored.is_quantised() => format!(" as {}{}", held.format().label, quantised(held)),
-            false if held.is_quantised() => format!(" quantised at load to {}{}", held.format().label, quantised(held)),
-            false if stored.is_quantised() => {
-                let cause = match (row.why, reason) {
-                    (Some(PlainInput::Adapter), Some(reason)) => reason.into(),
-                    _ if stored.format().is_expanded => "no GEMM takes it".into(),
-                    (Some(PlainInput::File | PlainInput::Parts | PlainInput::Asked), Some(reason)) => {
-                        format!("{reason}, no {} GEMM here", gemm(stored, row.input))
-                    }
-                    (Some(PlainInput::Device), _) => {
-                        format!("no {} or {} GEMM here", gemm(stored, stored), gemm(stored, row.input))
-                    }
-                    _ => format!("no {} GEMM here", gemm(stored, row.input)),
-                };
-                format!(" expanded to {} ({cause})", held.format().label)
-            }
-            false if held.bits() > stored.bits() => format!(" expanded to {}", held.format().label),
-            false => format!(" rounded to {}", held.format().label),
+        let label = held.label();
+        let treatment = match (stored.is_quantised(), held.is_quantised()) {
+            (true, true) if stored == held => multiplied(held),
+            (true, true) => format!(" as {label}{}", multiplied(held)),
+            (false, true) => format!(" quantised at load to {label}{}", multiplied(held)),
+            (true, false) => format!(" expanded to {label} ({})", why_expanded(stored, row)),
+            (false, false) if stored == held => String::new(),
+            (false, false) if held.bits() > stored.bits() => format!(" expanded to {label}"),
+            (false, false) => format!(" rounded to {label}"),
         };
-        (treatment, stored.format().label)
+        (treatment, stored.label())
     };
     let alike = grouped(types.iter().copied().map(treated));
     alike.iter().map(|(treatment, stored)| stored.join(" + ") + treatment).collect::<Vec<_>>().join(" + ")
+}
+
+/// Names a GEMM by the bits of weight and activation.
+fn gemm(weight: DType, input: DType) -> String {
+    format!("w{}a{}", weight.bits(), input.bits())
+}
+
+/// Why weights that the files store in this format are expanded.
+fn why_expanded(stored: DType, row: &KindFormat) -> String {
+    let by_input = gemm(stored, row.input);
+    match (row.why, input_reason(row.why)) {
+        (Some(PlainInput::Adapter), Some(reason)) => reason.into(),
+        _ if stored.format().is_expanded => "no GEMM takes it".into(),
+        (Some(PlainInput::Device), _) => format!("no {} or {by_input} GEMM here", gemm(stored, stored)),
+        (_, Some(reason)) => format!("{reason}, no {by_input} GEMM here"),
+        (_, None) => format!("no {by_input} GEMM here"),
+    }
 }
 
 /// Names kinds of layers of one part: by their blocks alone if these are all kinds in such blocks, of which there are `count`.
@@ -188,7 +191,7 @@ fn grouped<K: PartialEq, V>(pairs: impl Iterator<Item = (K, V)>) -> Vec<(K, Vec<
 /// The names of formats, each once, in the order in which they are listed.
 pub fn words(dtypes: impl IntoIterator<Item = DType>) -> Vec<&'static str> {
     let dtypes: BTreeSet<DType> = dtypes.into_iter().collect();
-    dtypes.into_iter().map(|dtype| dtype.format().label).collect()
+    dtypes.into_iter().map(|dtype| dtype.label()).collect()
 }
 
 #[cfg(test)]

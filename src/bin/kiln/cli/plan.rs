@@ -108,7 +108,7 @@ impl FormatReport {
             layers,
             stored: words(format.types.iter().map(|(stored, _)| *stored)),
             held: words(format.types.iter().map(|(_, held)| *held)),
-            input: input.format().label,
+            input: input.label(),
             accumulation: sums,
             reason: input_reason(why),
             stored_bytes,
@@ -129,7 +129,7 @@ struct AttentionReport {
 impl AttentionReport {
     fn new(format: &AttentionFormatCount) -> Self {
         let AttentionFormatCount { blocks, heads, values, why } = *format;
-        Self { blocks, heads: heads.format().label, values: values.format().label, reason: heads_reason(why) }
+        Self { blocks, heads: heads.label(), values: values.label(), reason: heads_reason(why) }
     }
 }
 

@@ -191,7 +191,8 @@ impl Subcommand for QuantizeArgs {
         if for_diffusers {
             check_diffusers(&self, &parts)?;
         }
-        let calibrates = !self.no_calibration && parts.contains(&Component::Transformer);
+        let has_inputs = self.to.format().holds_results && parts.contains(&Component::Transformer);
+        let calibrates = has_inputs && !self.no_calibration;
         let runs = if calibrates { Some(Runs::new(&self)?) } else { None };
         let records = Records::below(environment.caches().as_deref());
         let source = open(&self, &parts, !is_file || calibrates, environment)?;

@@ -120,7 +120,7 @@ const QUANTIZE: &str = "quantize";
 /// The flags that reproduce how a model computes with FP8 and NVFP4, and their values; none if it does not.
 pub fn quantised_flags(formats: &Formats) -> Vec<(&'static str, String)> {
     let mut list = Vec::new();
-    list.extend(formats.quantised_at_load().map(|format| (QUANTIZE, format.format().label.into())));
+    list.extend(formats.quantised_at_load().map(|format| (QUANTIZE, format.label().into())));
     if formats.multiplies_fp8() {
         // A model whose blocks differ is what `auto` makes of it.
         let attention = match formats.fp8_attention() {
