@@ -40,8 +40,9 @@ impl Arena {
     /// Allocates a contiguous matrix and the scales that its format has.
     pub fn alloc_stored(&mut self, rows: usize, cols: usize, stored: Stored) -> Result<Tensor> {
         let Format { block, block_bytes, .. } = stored.dtype.format();
-        let bits = (rows as u64).checked_mul(cols as u64).and_then(|n| n.checked_mul(8 * *block_bytes as u64));
-        let offset = self.take(bits.map(|bits| bits.div_ceil(8 * *block as u64)))?;
+        // The bits of all blocks have to be countable as well.
+        let bits = [cols, *block_bytes, 8].iter().try_fold(rows as u64, |product, factor| product.checked_mul(*factor as u64));
+        let offset = self.take(bits.map(|bits| (bits / 8).div_ceil(*block as u64)))?;
         let scaling = match stored.scales {
             Scales::Unscaled => Scaling::Unscaled,
             Scales::Tensor(scale) => Scaling::Tensor(scale),
