@@ -11,9 +11,12 @@ pub type Wrapped<B = Cpu> = Observed<B, Hooks<B>>;
 /// Called before host data is written, and may change it.
 pub type BeforeWrite = Box<dyn FnMut(Tensor, &mut Vec<f32>)>;
 
+/// Runs an op on a backend.
+type Run<B> = Box<dyn FnMut(&mut B, Op<'_>) -> Result<()>>;
+
 /// What is called for each op and each write.
 pub struct Hooks<B = Cpu> {
-    run: Box<dyn FnMut(&mut B, Op<'_>) -> Result<()>>,
+    run: Run<B>,
     pub before_write: BeforeWrite,
     pub formats: GemmFormats,
 }
