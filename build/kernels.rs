@@ -46,7 +46,7 @@ impl<'a> Row<'a> {
             let is_number = argument.parse().is_ok_and(|n: u32| n > 0 || MAYBE_ZERO.contains(column));
             match WORDS.contains(column) {
                 true if !is_word => return Err(format!("{column} is `{argument}`, expected an identifier")),
-                false if !is_number && !(is_word && argument.starts_with("KL_")) => {
+                false if !(is_number || is_word && argument.starts_with("KL_")) => {
                     return Err(format!("{column} is `{argument}`, expected a positive number"));
                 }
                 _ => {}
@@ -266,9 +266,9 @@ pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
     let kernels = format!(
         "/// A kernel.\n#[derive(Clone, Copy, Debug, PartialEq, Eq)]\n#[allow(missing_docs)]\npub enum Kernel {{\n{names}}}\n\n\
          impl Kernel {{\n    /// All kernels.\n    pub const ALL: &[Self] = &[\n{all}    ];\n}}\n\n\
-         /// The rows of the kernels, in the order of the enum.\nstatic ROWS: &[Row] = {{\n    use abi::*;\n    &[\n{rows}]}};\n\n\
+         /// The rows of the kernels, in the order of the enum.\n#[allow(clippy::identity_op)]\nstatic ROWS: &[Row] = {{\n    use abi::*;\n    &[\n{rows}]}};\n\n\
          /// The kernels of each template, in the order of their rows.\n#[allow(dead_code, missing_docs)]\npub mod templates {{\n    \
          use super::Kernel;\n{templates}}}\n\n{params}"
     );
-    Ok(Table { archs, kernels, tiles: format!("const TILES: &[Tile] = &[\n{tiles}];\n") })
+    Ok(Table { archs, kernels, tiles: format!("#[allow(clippy::identity_op)]\nconst TILES: &[Tile] = &[\n{tiles}];\n") })
 }

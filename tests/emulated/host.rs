@@ -75,7 +75,7 @@ fn a_wrong_launch_is_found() {
     needs_emulator!();
     type Change = fn(&mut Launch, &mut Vec<u8>);
     let mistakes: &[(&str, Change, &str)] = &[
-        ("less shared memory than the pipeline takes", |launch, _| launch.shared /= 2, "beyond the CTA's"),
+        ("less shared memory than the template computes", |launch, _| launch.shared /= 2, "its template computes 384 and"),
         ("a warpgroup less", |launch, _| launch.threads -= 128, ""),
         ("more threads than the launch bounds", |launch, _| launch.threads += 128, "cannot be launched so"),
         ("a cluster less", |launch, _| launch.grid[0] -= launch.cluster, ""),
