@@ -11,19 +11,8 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Every key of a `kiln.json`.
-const KEYS: [&str; 11] = [
-    "name",
-    "variant",
-    "text_layers",
-    "max_text_tokens",
-    "width",
-    "height",
-    "steps",
-    "guidance",
-    "max_reference_pixels",
-    "words",
-    "draws",
-];
+const KEYS: &str =
+    "name, variant, text_layers, max_text_tokens, width, height, steps, guidance, max_reference_pixels, words, draws";
 
 /// Longest display name, in characters. It shares a line with other text.
 const MAX_NAME: usize = 64;
@@ -109,7 +98,7 @@ impl ModelDefaults {
     }
 
     fn of(file: &ConfigFile) -> Result<Self> {
-        if let Some(key) = file.keys().find(|key| !KEYS.contains(key)) {
+        if let Some(key) = file.keys().find(|key| KEYS.split(", ").all(|known| known != *key)) {
             let key: String = key.chars().take(MAX_NAME).collect();
             return Err(Error::bad_file(file.path(), "invalid configuration", format!("unknown key `{}`", key.escape_debug())));
         }
@@ -199,7 +188,7 @@ fn whole(value: &Value) -> Option<usize> {
 }
 
 fn with_keys(error: Error) -> Error {
-    error.with_hint(format!("kiln.json may say {}; what it leaves out is as in klein", KEYS.join(", ")))
+    error.with_hint(format!("kiln.json may say {KEYS}; what it leaves out is as in klein"))
 }
 
 #[cfg(test)]

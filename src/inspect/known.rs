@@ -8,7 +8,7 @@ use super::digest::hex;
 use crate::checkpoint::Weights;
 use crate::component::Component;
 use crate::config::{Configs, Variant};
-use crate::model::text_file_manifest;
+use crate::model::{text_file_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorRole, TensorSpec};
 use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
 use crate::tensor::DType;
@@ -159,7 +159,7 @@ impl KnownFile {
                 tensors
             }
             Content::Vae(layout, dtype) => {
-                let mut tensors = plain(Component::Vae, layout, &Configs::KLEIN_4B.manifest(Component::Vae), dtype);
+                let mut tensors = plain(Component::Vae, layout, &vae_manifest(&Configs::KLEIN_4B.vae), dtype);
                 // PyTorch's batch norm counts its updates.
                 tensors.insert("bn.num_batches_tracked".into(), ("I64", Vec::new()));
                 tensors

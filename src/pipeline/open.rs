@@ -113,14 +113,12 @@ impl OpenModel {
         })?;
         let configs = PerComponent::try_from_fn(|part| model.config(&format!("{}/config.json", folders[part])))?;
         let defaults = model.defaults()?;
+        let parts = CheckedParts::new(weights, configs.each_ref().map(Some), &defaults)?;
         let variant = match variant.or(defaults.variant) {
             Some(variant) => variant,
-            None => {
-                let transformer = TransformerConfig::detect(&weights.transformer, Some(&configs.transformer))?;
-                Variant::detect(&transformer, Some(&model.config("model_index.json")?), &[])?
-            }
+            None => Variant::detect(&parts.configs.transformer, Some(&model.config("model_index.json")?), &[])?,
         };
-        Self::check(weights, configs.each_ref().map(Some), model.tokenizer()?, variant, defaults)
+        Self::of_parts(parts, model.tokenizer()?, variant, defaults)
     }
 
     fn tiny(variant: Option<Variant>, defaults: ModelDefaults) -> Result<Self> {

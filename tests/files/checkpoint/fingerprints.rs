@@ -48,7 +48,7 @@ fn published_files_are_opened() {
     // Files of this model exist in a format that kiln does not read.
     let (_, (_, fp8)) = files.iter().find(|(file, _)| *file == "flux-2-klein-9b-fp8").unwrap();
     let text = std::str::from_utf8(&fp8.header[8..]).unwrap();
-    let int8 = safetensors(&text.replace("F8_E4M3", "I8").replace("float8_e4m3fn", "int8_tensorwise"), &[]);
+    let int8 = safetensors(text.replace("F8_E4M3", "I8").replace("float8_e4m3fn", "int8_tensorwise"), &[]);
     let bytes = fp8.bytes() - fp8.header.len() as u64 + int8.len() as u64;
     let text = message(&open(&int8, 224, bytes).unwrap_err());
     assert!(text.contains("tensor `double_blocks.0.img_attn.proj.weight` is INT8"), "{text}");
