@@ -15,12 +15,22 @@ namespace kl::gemm {
 template <class Config>
 struct TilePartials : PartialTile<PartialsOfWarp, Config::kMmaM * Config::kMmaN> {
   static constexpr int kVectors = Config::kMmaM * Config::kMmaN;
+  using Partials = PartialTile<PartialsOfWarp, kVectors>;
   // As many loads in flight as there are registers for next to the accumulators and some forty for addresses and the state of the loops.
   static constexpr int kOtherRegisters = 40, kFreeVectors = (Config::Registers::kConsumer - 4 * kVectors - kOtherRegisters) / 4;
   static constexpr int kInFlight = kFreeVectors < 1 ? 1 : kFreeVectors < kVectors ? kFreeVectors : kVectors;
 
   __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
-      : PartialTile<PartialsOfWarp, kVectors>(schedule, partials_of_warp<Config::kCluster, Config::kWarps>(worker)) {}
+      : Partials(schedule, partials_of_warp<Config::kCluster, Config::kWarps>(worker)) {}
+
+  // The accumulators by reference: captured by the caller's lambda, convolutions compile to other machine code.
+  __device__ __forceinline__ void store_acc(const typename Config::Acc& acc) const {
+    Partials::store_acc([&](int i) { return &acc[i / Config::kMmaN][4 * (i % Config::kMmaN)]; });
+  }
+
+  __device__ __forceinline__ void add_to(typename Config::Acc& acc) const {
+    Partials::template add_to<kInFlight>([&](int i) { return &acc[i / Config::kMmaN][4 * (i % Config::kMmaN)]; });
+  }
 };
 
 // Restricts a tile to this CTA's half of its k-blocks.
@@ -353,11 +363,9 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
         if constexpr (Config::kLora) skip_lora(p.stream[at.stream], pipe, group);
       }
     } else {
-      using Partials = TilePartials<Config>;
-      const auto at_vector = [&](int i) { return &acc[i / Config::kMmaN][4 * (i % Config::kMmaN)]; };
       finish_or_store(
-          p.schedule, work, scheduler.worker(), [&] { Partials(p.schedule, scheduler.worker()).store_acc(at_vector); },
-          [&](uint32_t peer) { Partials(p.schedule, peer).template add_to<Partials::kInFlight>(at_vector); }, finish);
+          p.schedule, work, scheduler.worker(), [&] { TilePartials<Config>(p.schedule, scheduler.worker()).store_acc(acc); },
+          [&](uint32_t peer) { TilePartials<Config>(p.schedule, peer).add_to(acc); }, finish);
     }
   }
   if (lane() == 0) tma_store_wait<0>();
