@@ -40,9 +40,11 @@ impl Arena {
     /// Allocates a contiguous matrix and the scales that its format has.
     pub fn alloc_stored(&mut self, rows: usize, cols: usize, stored: Stored) -> Result<Tensor> {
         let Format { block, block_bytes, .. } = stored.dtype.format();
-        // The bits of all blocks have to be countable as well.
-        let bits = [cols, *block_bytes, 8].iter().try_fold(rows as u64, |product, factor| product.checked_mul(*factor as u64));
-        let offset = self.take(bits.map(|bits| (bits / 8).div_ceil(*block as u64)))?;
+        let bits = (rows as u64).checked_mul(cols as u64).and_then(|n| {
+            let bits = u128::from(n).checked_mul(8)?.checked_mul(*block_bytes as u128)?.div_ceil(*block as u128);
+            u64::try_from(bits).ok()
+        });
+        let offset = self.take(bits.map(|bits| bits.div_ceil(8)))?;
         let scaling = match stored.scales {
             Scales::Unscaled => Scaling::Unscaled,
             Scales::Tensor(scale) => Scaling::Tensor(scale),

@@ -131,8 +131,10 @@ impl DType {
     /// Bytes of consecutive elements, which fill whole bytes or blocks.
     pub const fn bytes(self, elements: usize) -> usize {
         let Format { block, block_bytes, .. } = self.format();
-        // Blocks are powers of two, and a shift is faster than a division.
-        (elements * *block_bytes) >> block.trailing_zeros()
+        // Blocks are powers of two, and a shift is faster than a division. What is left of a block is counted apart, because the bytes of
+        // all elements fit where their product with a block's bytes may not.
+        let shift = block.trailing_zeros();
+        (elements >> shift) * *block_bytes + (((elements & (*block - 1)) * *block_bytes) >> shift)
     }
 
     /// The number of elements in so many bytes.
