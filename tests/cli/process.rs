@@ -112,7 +112,7 @@ fn too_little_memory_is_reported() {
     for megabytes in beyond.into_iter().map(|more| least + more) {
         let limit = limit(megabytes);
         for model in ["tiny", "builtin", "model"] {
-            // A GPU's driver does not survive without memory.
+            // Limits of kiln, and not of a GPU's driver.
             let args = ["x", "-q", "-o", "out.png", "--model", model, "--backend", "cpu"];
             let run = Run::of(sandbox.limited(&limit, args.iter().chain(&QUICK)));
             match run.code {

@@ -33,13 +33,16 @@ enum Failure {
 /// it installs a panic hook and, for most commands, signal handlers.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let args: Vec<OsString> = args.into_iter().collect();
-    // The main thread's stack is as large as `ulimit -s` says, which may be too small for this program.
+    // The main thread's stack is as large as `ulimit -s` says, which may be too small for this program. Under a limit on addresses it
+    // may not grow any more when it has to, and a signal would end the program. The stack of another thread is there from its start.
     #[cfg(target_os = "linux")]
     {
-        let limit = rustix::process::getrlimit(rustix::process::Resource::Stack).current;
-        let small = limit.is_some_and(|bytes| bytes < threads::STACK as u64);
+        use rustix::process::Resource;
+        let limit = |of| rustix::process::getrlimit(of).current;
+        let small = limit(Resource::Stack).is_some_and(|bytes| bytes < threads::STACK as u64);
+        let may_not_grow = small || limit(Resource::As).is_some();
         let on_thread = |args: Vec<OsString>| std::thread::Builder::new().stack_size(threads::STACK).spawn(|| program(args));
-        if small && let Ok(thread) = on_thread(args.clone()) {
+        if may_not_grow && let Ok(thread) = on_thread(args.clone()) {
             // `program` catches its own panics, so the join does not fail.
             return thread.join().unwrap_or(70);
         }
