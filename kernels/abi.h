@@ -189,8 +189,8 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias`, `gate` and `down_out` may be absent. `w` are matrices of the weight, and `first` are the rows of them with which the GEMM begins; for
- * KL_SWIGLU those of gates, then those of ups. `down_out` and `up` as in KlGemmStream, `up` from the first of these rows on. */
+/* `bias`, `gate` and `down_out` may be absent. `w` are matrices of the weight, and the GEMM begins with their rows `first`. KL_SWIGLU takes
+ * gate rows first, then up rows. `down_out` and `up` as in KlGemmStream, `up` from the first of these rows on. */
 typedef struct {
   KlMat out, x, w[2], bias, gate, down_out, up[2];
   uint64_t saturated;
@@ -391,8 +391,8 @@ typedef struct {
 
 /* The matrices of a weight that are quantized are expanded to bf16 while the GEMM runs: to `to`, rows one after the other, of which `w`
  * has the maps. A unit of work is up to KL_EXPANSION_ROWS rows of one half of a tile's columns by KL_EXPANSION_GROUP k-blocks; there are
- * `units`, and zero of them if no weight is quantized. They are taken in the order in which tiles need them: `tiles` column tiles, those of
- * a wave, at a time. `counters` are 32-bit numbers, zero before and after a launch: KL_EXPANSION_COUNTERS, then for each column tile and
+ * `units`, and zero of them if no weight is quantized. They are taken in the order in which tiles need them: `tiles` column tiles at a
+ * time, which are the tiles of a wave. `counters` are 32-bit numbers, zero before and after a launch: KL_EXPANSION_COUNTERS, then for each column tile and
  * group of k-blocks the number of units that are there. */
 typedef struct {
   uint64_t counters;
@@ -402,8 +402,8 @@ typedef struct {
 } KlExpansion;
 
 /* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterization goes down `group` row
- * tiles before it goes on to the next columns. `out` has the maps of the parts, `residual` that of the first one's residual, `down_out` and
- * `up` those of the LoRA branch. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
+ * tiles before it goes on to the next columns. `out` has a map for each part, `residual` a map for the residual of the first part,
+ * `down_out` and `up` the maps of the LoRA branch. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS][KL_GEMM_PARTS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlTensorMap down_out[KL_STREAMS], up[KL_STREAMS];
