@@ -219,7 +219,7 @@ pub struct Table {
 pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
     let (mut archs, mut lines, mut widths, mut heading) = (HashMap::new(), HashMap::new(), HashMap::new(), "");
     // The kernels of a file follow each other, though rows may be of two files.
-    let mut of_files: Vec<(String, [String; 4])> = Vec::new();
+    let mut of_files: Vec<(String, [String; 3])> = Vec::new();
     let (mut templates, mut structs) = (BTreeMap::<String, String>::new(), BTreeSet::new());
     for (number, line) in text.lines().enumerate().map(|(i, line)| (i + 1, line)) {
         heading = line.strip_prefix("//   ").unwrap_or(heading);
@@ -246,13 +246,12 @@ pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
                 return Err(at(format!("`kl_{symbol}` is already in line {other}")));
             }
             let name = variant(&symbol);
-            let at = of_files.iter().position(|(of, _)| of == file).unwrap_or_else(|| {
+            let place = of_files.iter().position(|(of, _)| of == file).unwrap_or_else(|| {
                 of_files.push((file.to_owned(), Default::default()));
                 of_files.len() - 1
             });
-            let [names, all, rows, tiles] = &mut of_files[at].1;
+            let [names, rows, tiles] = &mut of_files[place].1;
             *names += &format!("    {name},\n");
-            *all += &format!("        Self::{name},\n");
             *rows +=
                 &format!("    Row {{ symbol: \"kl_{symbol}\", file: {file:?}, params: size_of::<{params}>(), {fields} }},\n");
             if let Some(tile) = &tile {
@@ -263,7 +262,8 @@ pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
             structs.insert(params);
         }
     }
-    let [names, all, rows, tiles] = [0, 1, 2, 3].map(|i| of_files.iter().map(|(_, texts)| texts[i].as_str()).collect::<String>());
+    let [names, rows, tiles] = [0, 1, 2].map(|i| of_files.iter().map(|(_, texts)| texts[i].as_str()).collect::<String>());
+    let all: String = names.lines().map(|name| format!("        Self::{}\n", name.trim_start())).collect();
     if let Some(file) = files.iter().find(|file| !archs.contains_key(*file)) {
         return Err(format!("{path}: there is no row of kernels/entry/{file}.cu"));
     }
