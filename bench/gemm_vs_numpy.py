@@ -4,7 +4,7 @@
 
 kiln multiplies bf16 activations by bf16 weights and rounds the result to bf16; numpy multiplies f32 by f32. The two take
 turns, one GEMM each, so that whatever else the machine does hits both alike. Exits 1 when kiln runs at less than
-0.8 times numpy's speed (median of the ratios of neighbouring runs).
+0.8 times numpy's speed (median of the ratios of neighboring runs).
 """
 
 import argparse

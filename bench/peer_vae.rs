@@ -128,7 +128,7 @@ pub unsafe extern "C" fn kiln_peers_vae_load(
     i32::from(guarded(Message { text: error, len: error_len }, body).is_none())
 }
 
-/// Queues a whole decoder (`x` are normalised tokens `[tokens, 128]`, `out` is an image `[pixels, 3]`) or encoder (the other way
+/// Queues a whole decoder (`x` are normalized tokens `[tokens, 128]`, `out` is an image `[pixels, 3]`) or encoder (the other way
 /// round), f32 both, with working memory at `workspace`. Without a handle the ops are only checked. Bytes of working memory, or 0
 /// and a message.
 ///

@@ -84,7 +84,7 @@ const CALLS: &[Call] = &[
     streams("linear", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
     streams("linear_swiglu", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
     streams("linear_gate_residual", &["into", "x", "weight", "[scales]", "[bias]", "[gate]"], &[]),
-    // Style 0 rotates neighbouring elements, 1 those of the two halves of a head.
+    // Style 0 rotates neighboring elements, 1 those of the two halves of a head.
     streams(
         "qkv",
         &["x", "weight", "[scales]", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"],
@@ -131,7 +131,7 @@ impl PeerTensor {
             other => return Err(wrong(format!("no element type has the number {other}"))),
         };
         let [rows, cols, stride] = [self.rows, self.cols, self.stride].map(|n| n as usize);
-        let scaling = match (dtype.is_quantised(), Scale::new(self.scale)) {
+        let scaling = match (dtype.is_quantized(), Scale::new(self.scale)) {
             (true, Some(scale)) => Scaling::Tensor(scale),
             (true, None) => return Err(wrong(format!("{} is no factor of an {} tensor", self.scale, dtype.name()))),
             (false, _) => Scaling::Unscaled,

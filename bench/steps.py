@@ -88,7 +88,7 @@ def of_checkpoint(folder: pathlib.Path, program: str) -> list:
 
 
 def picture(path: pathlib.Path, width: int, height: int) -> None:
-    """Writes a PNG of smooth colours with some noise."""
+    """Writes a PNG of smooth colors with some noise."""
     dice = random.Random(1)
     row = lambda y: b"\0" + b"".join(bytes(((x * 255) // width, (y * 255) // height, dice.randrange(256))) for x in range(width))
     chunk = lambda kind, body: struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

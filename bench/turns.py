@@ -66,7 +66,7 @@ def quartiles(values: list) -> tuple:
 
 
 def ratio(above: list, below: list) -> float:
-    """Median of the ratios of neighbours. Sides with unequal numbers of times have no neighbours."""
+    """Median of the ratios of neighbors. Sides with unequal numbers of times have no neighbors."""
     if len(above) != len(below):
         return statistics.median(above) / statistics.median(below)
     return statistics.median(a / b for a, b in zip(above, below))

@@ -112,7 +112,7 @@ def result(vae, x, row: Row):
 
 
 def operands(row: Row, device: str, seed: int = 1) -> tuple:
-    """Output and input: normalised tokens, and the pixels of an image that has slopes, edges and some noise."""
+    """Output and input: normalized tokens, and the pixels of an image that has slopes, edges and some noise."""
     tokens, pixels = (row.tokens, 128), (row.width * row.height, 3)
     if device == "meta":
         x = torch.empty(pixels if row.encode else tokens, device=device)
@@ -121,8 +121,8 @@ def operands(row: Row, device: str, seed: int = 1) -> tuple:
         noise = functools.partial(torch.randn, generator=generator, device=device)
         if row.encode:
             y, x = torch.meshgrid(*(torch.linspace(0, 9, side, device=device) for side in (row.height, row.width)), indexing="ij")
-            colours = torch.stack([(x + y).sin(), (2 * x).cos().sign() * 0.6, (x * y).sin()], -1)
-            x = (0.8 * colours + 0.05 * noise(*colours.shape)).clamp(-1, 1).reshape(-1, 3)
+            colors = torch.stack([(x + y).sin(), (2 * x).cos().sign() * 0.6, (x * y).sin()], -1)
+            x = (0.8 * colors + 0.05 * noise(*colors.shape)).clamp(-1, 1).reshape(-1, 3)
         else:
             x = noise(*tokens)
     return torch.empty(tokens if row.encode else pixels, device=device), x

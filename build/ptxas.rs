@@ -37,7 +37,7 @@ pub fn is_information(line: &str) -> bool {
     line.starts_with("ptxas info") || line.contains("bytes stack frame")
 }
 
-/// Whether a line says that `wgmma` instructions are serialised, or that `setmaxnreg` is ignored. ptxas prints the latter with and
+/// Whether a line says that `wgmma` instructions are serialized, or that `setmaxnreg` is ignored. ptxas prints the latter with and
 /// without quotes.
 pub fn is_loss(line: &str) -> bool {
     line.contains("wgmma.mma_async instructions are serialized") || line.replace('\'', "").contains("setmaxnreg ignored")
@@ -51,7 +51,7 @@ pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
             let (kernel, arch) = entry.split_once("' for '").ok_or_else(|| format!("ptxas said `{line}`"))?;
             found.push(Usage { kernel: kernel.into(), arch: arch.trim_end_matches('\'').into(), ..Usage::default() });
         } else if let Some(usage) = found.last_mut() {
-            // The line of a function that was not inlined counts towards the kernel above it.
+            // The line of a function that was not inlined counts toward the kernel above it.
             usage.stack += before(line, " bytes stack frame");
             usage.spill += before(line, " bytes spill stores") + before(line, " bytes spill loads");
             usage.registers = usage.registers.max(before(line, " registers"));

@@ -459,9 +459,9 @@ mod tests {
             let said = refusal(&tensors);
             assert!(said.contains(text), "{said}: {text}");
         }
-        let mut spoilt = good.to_vec();
-        spoilt[1].2[17] = f32::INFINITY;
-        assert!(refusal(&spoilt).contains("not finite"));
+        let mut spoiled = good.to_vec();
+        spoiled[1].2[17] = f32::INFINITY;
+        assert!(refusal(&spoiled).contains("not finite"));
         // Files for other models: of another size, with blocks that this one does not have, and with other layers.
         assert!(refusal(&pair(qkv, PEFT, [12288, 4096], 1)).contains("it seems to be for FLUX.2 [klein] 9B"));
         let absent = pair("lora_unet_single_blocks_30_linear2", KOHYA, [6144, 6144], 1);

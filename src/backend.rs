@@ -2,7 +2,7 @@
 //!
 //! Model code describes what to compute by passing [`Op`] values to a [`Backend`]; it never asks which backend that is. An op is
 //! a plain description over [`Tensor`] descriptors, at the granularity of one fused kernel, and is executed eagerly: there is no
-//! computation graph and no graph optimiser. Because ops are values, their shape rules ([`Op::check`]), their cost
+//! computation graph and no graph optimizer. Because ops are values, their shape rules ([`Op::check`]), their cost
 //! ([`Op::flops`]) and their operands ([`Op::operands`]) are written once, and a backend that plans ([`DryRun`]), compares
 //! ([`Lockstep`]) or watches another one ([`Observed`]) is a few lines long.
 
@@ -37,14 +37,14 @@ pub enum Role {
     Linear,
     /// The weight of a 3x3 convolution, in the order of the checkpoint: input channel, filter row, filter column.
     Conv,
-    /// The same of a convolution after nearest-neighbour upsampling by two. Parts are `[out, in * 9]` in the order of the checkpoint, the
+    /// The same of a convolution after nearest-neighbor upsampling by two. Parts are `[out, in * 9]` in the order of the checkpoint, the
     /// tensor is `[out, in * 16]`: a backend sums the taps of every phase in f32 and rounds the sums once.
     UpConv,
     /// A norm weight, a bias or a statistic; always f32.
     Vector,
 }
 
-/// Which quantised GEMMs a backend has: by the bits of the weight (8 is e4m3, 4 is NVFP4) and of the input (16 is whatever
+/// Which quantized GEMMs a backend has: by the bits of the weight (8 is e4m3, 4 is NVFP4) and of the input (16 is whatever
 /// precision activations have), and that of attention. Weights of a layer that it has no GEMM for are expanded when they are
 /// uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,8 +94,8 @@ impl GemmFormats {
             (DType::E4m3, DType::F32 | DType::Bf16) => self.w8a16,
             (DType::E2m1, DType::E2m1) => self.w4a4,
             (DType::E2m1, DType::F32 | DType::Bf16) => self.w4a16,
-            _ if input.is_quantised() => false,
-            _ => !weight.is_quantised() || self.decodes && !weight.format().is_expanded,
+            _ if input.is_quantized() => false,
+            _ => !weight.is_quantized() || self.decodes && !weight.format().is_expanded,
         }
     }
 
@@ -103,7 +103,7 @@ impl GemmFormats {
     pub const fn takes_heads(self, heads: DType) -> bool {
         match heads {
             DType::E4m3 => self.qk8,
-            _ => !heads.is_quantised(),
+            _ => !heads.is_quantized(),
         }
     }
 }
@@ -223,7 +223,7 @@ pub trait Backend {
     /// A short name for messages.
     fn name(&self) -> &'static str;
 
-    /// The quantised GEMMs that the backend has.
+    /// The quantized GEMMs that the backend has.
     fn gemm_formats(&self) -> GemmFormats {
         GemmFormats::NONE
     }
@@ -233,7 +233,7 @@ pub trait Backend {
     fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
 
     /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
-    /// that can be [converted](WeightSlice::converts_to) or quantised to it. Ops that were
+    /// that can be [converted](WeightSlice::converts_to) or quantized to it. Ops that were
     /// issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()>;
 

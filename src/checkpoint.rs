@@ -1,7 +1,7 @@
 //! Checkpoints: mapped safetensors files, and the weights of one model part under canonical names.
 //!
 //! A [`Shard`] is one file whose header has been validated. [`Weights`] collects the shards of a part, maps their names to
-//! canonical ones, and returns bytes only after name, shape and dtype were checked, and the scales of quantised weights. Nothing
+//! canonical ones, and returns bytes only after name, shape and dtype were checked, and the scales of quantized weights. Nothing
 //! is copied: a [`StoredWeight`] points into the mapped file.
 
 mod declared;
@@ -9,7 +9,7 @@ mod folder;
 mod foreign;
 mod guard;
 mod header;
-mod quantised;
+mod quantized;
 mod read_ahead;
 mod scales;
 mod shard;
@@ -26,7 +26,7 @@ use crate::tensor::nvfp4::TILE_ROWS;
 use crate::tensor::{Bytes, DType, Nvfp4Layout, ScaleKind, SliceScaling, Stored, WeightSlice};
 use crate::text::shown_path;
 use crate::trace;
-use quantised::{FileWeight, Quantisation};
+use quantized::{FileWeight, Quantization};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -36,9 +36,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub struct StoredWeight {
     /// Its rows in order. A vector is one row.
     pub parts: Vec<WeightSlice>,
-    /// How the checkpoint wants the input of the layer to be stored; `None` if it is not to be quantised.
+    /// How the checkpoint wants the input of the layer to be stored; `None` if it is not to be quantized.
     pub input: Option<Stored>,
-    /// Whether the parts want it stored differently, so that it cannot be quantised for all of them.
+    /// Whether the parts want it stored differently, so that it cannot be quantized for all of them.
     pub inputs_differ: bool,
 }
 
@@ -52,7 +52,7 @@ pub struct Weights {
     tensors: BTreeMap<String, Vec<Option<Segment>>>,
     /// Tensors that are in no spelling table, each with the index of its shard.
     unknown: Vec<(usize, String)>,
-    quantisation: Quantisation,
+    quantization: Quantization,
     /// The order in which NVFP4 weights are stored.
     nvfp4: Nvfp4Layout,
     /// How these files spell names, for messages about missing tensors.
@@ -93,10 +93,10 @@ impl Weights {
     fn gather(part: Component, path: PathBuf, shards: Vec<Shard>) -> Result<Self> {
         // Adapters and unsupported formats are refused first, because their tensors would otherwise be reported as faults.
         shards.iter().try_for_each(refuse_adapter)?;
-        let quantisation = Quantisation::read(part, &shards)?;
-        let (layout, nvfp4) = (Layout::Diffusers, quantisation.nvfp4_layout(false));
+        let quantization = Quantization::read(part, &shards)?;
+        let (layout, nvfp4) = (Layout::Diffusers, quantization.nvfp4_layout(false));
         let (tensors, unknown, unchecked) = Default::default();
-        let mut weights = Self { part, path, shards, tensors, unknown, quantisation, nvfp4, layout, prefix: "", unchecked };
+        let mut weights = Self { part, path, shards, tensors, unknown, quantization, nvfp4, layout, prefix: "", unchecked };
         let mut original = 0i64;
         for (index, shard) in weights.shards.iter().enumerate() {
             for (name, _) in shard.tensors() {
@@ -107,13 +107,13 @@ impl Weights {
                         place(&weights.shards, &mut weights.tensors, index, name, spelling)?;
                     }
                     TensorRole::Unknown => weights.unknown.push((index, name.into())),
-                    TensorRole::Unused | TensorRole::OtherPart | TensorRole::Quantisation(..) | TensorRole::Fp8Marker => {}
+                    TensorRole::Unused | TensorRole::OtherPart | TensorRole::Quantization(..) | TensorRole::Fp8Marker => {}
                 }
             }
         }
         if original > 0 {
             weights.layout = Layout::Bfl;
-            weights.nvfp4 = weights.quantisation.nvfp4_layout(true);
+            weights.nvfp4 = weights.quantization.nvfp4_layout(true);
         }
         Ok(weights)
     }
@@ -173,7 +173,7 @@ impl Weights {
         let mut whole: Option<Vec<usize>> = None;
         for segment in self.tensors.get(canonical)? {
             let segment = segment.as_ref()?;
-            let shape = self.quantisation.shape(&segment.tensor, self.entry(segment)?);
+            let shape = self.quantization.shape(&segment.tensor, self.entry(segment)?);
             // The halves of one tensor together have its shape.
             if segment.rows != Rows::All {
                 return Some(shape);
@@ -210,7 +210,7 @@ impl Weights {
         // Layers of a text encoder after the last one that is used are ignored.
         let read = manifest.iter().filter_map(|spec| names::text_layer(&spec.name)).max();
         let unread = |name: &str| read.is_some_and(|last| names::text_layer(name).is_some_and(|layer| layer > last));
-        self.quantisation.check(&self.shards, &unread)?;
+        self.quantization.check(&self.shards, &unread)?;
         let surplus = self.tensors.iter().filter(|(name, _)| !known.contains(name.as_str()));
         let surplus = surplus.flat_map(|(_, segments)| segments.iter().flatten()).map(|s| (s.shard, s.tensor.clone()));
         let mut extras: Vec<(usize, String)> =
@@ -241,7 +241,7 @@ impl Weights {
     fn refuse_zeros(&self, name: &str, table: bool) -> Result<()> {
         for weight in self.file_weights(name) {
             let own = (&self.shards[weight.shard], weight.name, weight.entry);
-            let scales = self.quantisation.scale_tensor(weight).map(|scales| (scales.shard, scales.name, scales.entry));
+            let scales = self.quantization.scale_tensor(weight).map(|scales| (scales.shard, scales.name, scales.entry));
             for (shard, name, entry) in [own].into_iter().chain(scales) {
                 let Some(bytes) = shard.bytes(name) else { continue };
                 // A file that was truncated after it was opened reads as zeros, too; then the error says that it changed.
@@ -256,10 +256,10 @@ impl Weights {
     pub fn check_scales(&self, name: &str) -> Result<()> {
         for weight in self.file_weights(name) {
             let shard = &self.shards[weight.shard];
-            if let Some(format) = self.quantisation.format(weight)?.map(DType::format).filter(|f| f.scales == ScaleKind::Blocks)
-                && let (Some(scales), Some(codes)) = (self.quantisation.scale_tensor(weight), shard.bytes(weight.name))
+            if let Some(format) = self.quantization.format(weight)?.map(DType::format).filter(|f| f.scales == ScaleKind::Blocks)
+                && let (Some(scales), Some(codes)) = (self.quantization.scale_tensor(weight), shard.bytes(weight.name))
             {
-                let size = self.quantisation.block_matrix(weight, format)?;
+                let size = self.quantization.block_matrix(weight, format)?;
                 // A file that was truncated after it was opened reads as zeros; then the error says that it changed.
                 let checked = scales.check_blocks(&codes, size, self.nvfp4);
                 checked.map_err(|error| self.verify().err().unwrap_or(error))?;
@@ -309,7 +309,7 @@ impl Weights {
             let got = [&[total], spec.shape.get(1..).unwrap_or_default()].concat();
             return Err(Error::TensorShape { path: self.path.clone(), name, got, want: spec.shape.clone() });
         }
-        // All parts multiply one input, so it can be quantised only if they agree how.
+        // All parts multiply one input, so it can be quantized only if they agree how.
         let inputs_differ = inputs.iter().any(|input| *input != inputs[0]);
         let input = inputs.first().copied().flatten().filter(|_| !inputs_differ);
         if spec.shape.len() < 2 {
@@ -327,17 +327,17 @@ impl Weights {
         want: &[usize],
     ) -> Result<(WeightSlice, Option<Stored>)> {
         let (path, name) = (|| self.shards[weight.shard].path().to_path_buf(), || weight.name.to_owned());
-        let format = self.quantisation.format(weight)?;
+        let format = self.quantization.format(weight)?;
         let stored_as = weight.entry.dtype.name;
         let wrong_type = || Error::TensorType { path: path(), name: name(), got: stored_as.into() };
         let dtype = format.or_else(|| DType::plain_stored_as(stored_as)).ok_or_else(wrong_type)?;
-        let (shape, halves) = (self.quantisation.shape(weight.name, weight.entry), rows != Rows::All);
+        let (shape, halves) = (self.quantization.shape(weight.name, weight.entry), rows != Rows::All);
         let count = want.first().copied().unwrap_or(0);
         if matrix(&shape) != matrix(want) || count == 0 || (halves && count % 2 != 0) {
             return Err(Error::TensorShape { path: path(), name: name(), got: shape, want: want.to_vec() });
         }
         let (scaling, input) = match format {
-            Some(format) => self.quantisation.scaling(weight, format, self.nvfp4)?,
+            Some(format) => self.quantization.scaling(weight, format, self.nvfp4)?,
             None => (SliceScaling::Unscaled, None),
         };
         if !halves {

@@ -95,7 +95,7 @@ pub enum TextFamily {
 pub struct FamilySpec {
     /// The name of its models.
     pub name: &'static str,
-    /// Whether queries and keys are normalised before they are rotated.
+    /// Whether queries and keys are normalized before they are rotated.
     pub has_qk_norm: bool,
     /// The layers whose output a FLUX.2 model takes as prompt embeddings, by convention.
     pub text_layers: [usize; 3],

@@ -29,7 +29,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Serialises the tensors `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n` and `image`,
+    /// Serializes the tensors `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n` and `image`,
     /// and if present `negative_prompt_embeds` and `reference.1.tokens` onwards.
     pub fn to_safetensors(&self) -> Result<Vec<u8>> {
         let bytes = |values: &[f32]| DType::F32.encoded(values);

@@ -131,14 +131,14 @@ pub enum Error {
         got: String,
     },
 
-    /// A tensor is quantised in a format that is not supported.
-    #[error("unsupported quantisation ({}): tensor `{}` is {format}", shown_path(.path), shown(.name))]
-    Quantised {
+    /// A tensor is quantized in a format that is not supported.
+    #[error("unsupported quantization ({}): tensor `{}` is {format}", shown_path(.path), shown(.name))]
+    Quantized {
         /// The file.
         path: PathBuf,
         /// Tensor name in the file.
         name: String,
-        /// The quantisation format.
+        /// The quantization format.
         format: &'static str,
     },
 
@@ -367,7 +367,7 @@ impl Error {
             Self::TensorMissing { .. } | Self::TensorShape { .. } | Self::TensorUnknown { .. } => {
                 Some(format!("this file is incomplete or belongs to another model; kiln runs {}", supported()).into())
             }
-            Self::Quantised { .. } => Some("use the BF16, FP8 or NVFP4 checkpoint of the same model".into()),
+            Self::Quantized { .. } => Some("use the BF16, FP8 or NVFP4 checkpoint of the same model".into()),
             Self::TooManyTokens { .. } => Some(Remedy::SmallerImage),
             Self::Memory { .. } => Some(Remedy::SaveMemory),
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => Some(Remedy::SaveMemory),
@@ -408,7 +408,7 @@ impl Error {
             | Self::TensorMissing { .. }
             | Self::TensorShape { .. }
             | Self::TensorType { .. }
-            | Self::Quantised { .. }
+            | Self::Quantized { .. }
             | Self::TensorUnknown { .. }
             | Self::Mismatch { .. } => 3,
             Self::Memory { .. } | Self::HostMemory { .. } | Self::Threads { .. } | Self::DeviceMemory { .. } => 4,
@@ -443,7 +443,7 @@ mod tests {
             Error::TensorMissing { path: path(), name: text(), want: want.clone() },
             Error::TensorShape { path: path(), name: text(), got, want },
             Error::TensorType { path: path(), name: text(), got: text() },
-            Error::Quantised { path: path(), name: text(), format },
+            Error::Quantized { path: path(), name: text(), format },
             Error::TensorUnknown { path: path(), name: text() },
             Error::Mismatch { part, detail: text(), hint: hint() },
             Error::TooManyTokens { text: 1, image: 2, limit: 3 },
@@ -481,7 +481,7 @@ mod tests {
             Error::TensorMissing { .. } => 6,
             Error::TensorShape { .. } => 7,
             Error::TensorType { .. } => 8,
-            Error::Quantised { .. } => 9,
+            Error::Quantized { .. } => 9,
             Error::TensorUnknown { .. } => 10,
             Error::Mismatch { .. } => 11,
             Error::TooManyTokens { .. } => 12,

@@ -19,7 +19,7 @@ use rayon::prelude::*;
 pub enum Format {
     /// Lossless; what every program reads.
     Png,
-    /// Lossy, without subsampling of colours.
+    /// Lossy, without subsampling of colors.
     Jpeg {
         /// From 1 to 100, on the scale of libjpeg.
         quality: u8,
@@ -56,7 +56,7 @@ impl Threads {
 }
 
 impl Format {
-    /// The quality of a JPEG that shows no artefacts beside the original.
+    /// The quality of a JPEG that shows no artifacts beside the original.
     pub const DEFAULT_QUALITY: u8 = 95;
 
     /// An upper bound on the size in bytes of an image without its text.
@@ -90,11 +90,11 @@ pub struct Image {
 }
 
 impl Image {
-    /// The mean colour of a flat image: one whose channels all have a standard deviation of less than one level.
-    pub fn flat_colour(&self) -> Option<[u8; 3]> {
+    /// The mean color of a flat image: one whose channels all have a standard deviation of less than one level.
+    pub fn flat_color(&self) -> Option<[u8; 3]> {
         let pixels = (self.pixels.len() / 3).max(1) as f64;
-        let mut colour = [0; 3];
-        for (channel, level) in colour.iter_mut().enumerate() {
+        let mut color = [0; 3];
+        for (channel, level) in color.iter_mut().enumerate() {
             let values = || self.pixels.iter().skip(channel).step_by(3).map(|&value| f64::from(value));
             let mean = values().sum::<f64>() / pixels;
             let mut squares = 0.0;
@@ -107,7 +107,7 @@ impl Image {
             }
             *level = mean.round() as u8;
         }
-        Some(colour)
+        Some(color)
     }
 
     /// Encodes the image as PNG with all threads. See [`Image::encode`].
@@ -175,7 +175,7 @@ mod tests {
     fn flat_images_are_detected() {
         let of = |pixel: fn(usize) -> [u8; 3]| {
             let pixels = (0..64 * 64).flat_map(pixel).collect();
-            Image { width: 64, height: 64, pixels }.flat_colour()
+            Image { width: 64, height: 64, pixels }.flat_color()
         };
         assert_eq!(of(|_| [128, 127, 200]), Some([128, 127, 200]));
         assert_eq!(of(|i| [128 + (i % 2) as u8, 127, 200]), Some([129, 127, 200]));

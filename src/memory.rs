@@ -12,7 +12,7 @@ use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 thread_local! {
-    // Neither lazily initialised nor dropped, so that an allocator can read it at any time.
+    // Neither lazily initialized nor dropped, so that an allocator can read it at any time.
     static FALLIBLE: Cell<bool> = const { Cell::new(false) };
 }
 

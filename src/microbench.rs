@@ -79,12 +79,12 @@ pub struct Work {
     pub bytes: u64,
 }
 
-/// The format of an op with quantised operands.
+/// The format of an op with quantized operands.
 fn format_of(op: &Op<'_>) -> Option<&'static str> {
     let (mut weights, mut inputs, mut results) = (None, None, None);
     op.operands(&mut |t, access| {
         let to = match (t.region, access) {
-            _ if !t.dtype.is_quantised() => return,
+            _ if !t.dtype.is_quantized() => return,
             (Region::Weights | Region::Adapters, _) => &mut weights,
             (Region::Arena | Region::Cache, Access::Read) => &mut inputs,
             (Region::Arena | Region::Cache, _) => &mut results,
@@ -118,8 +118,8 @@ impl Peaks {
     /// The highest rate of work of all types, if those that it needs are known.
     fn of(self, work: Work) -> Option<f64> {
         let seconds = |flops: u64, peak: Option<f64>| if flops == 0 { Some(0.0) } else { Some(flops as f64 / peak?) };
-        let quantised = seconds(work.flops_e4m3, self.e4m3)? + seconds(work.flops_e2m1, self.e2m1)?;
-        let least = seconds(work.flops - work.flops_e4m3 - work.flops_e2m1, self.bf16)? + quantised;
+        let quantized = seconds(work.flops_e4m3, self.e4m3)? + seconds(work.flops_e2m1, self.e2m1)?;
+        let least = seconds(work.flops - work.flops_e4m3 - work.flops_e2m1, self.bf16)? + quantized;
         (least > 0.0).then(|| work.flops as f64 / least)
     }
 }
@@ -138,7 +138,7 @@ impl Work {
         }
         let flops = op.flops();
         let (flops_e4m3, flops_e2m1) = match (*op, format_of(op)) {
-            // Scores take as many operations as the product of probabilities and values, which are not quantised.
+            // Scores take as many operations as the product of probabilities and values, which are not quantized.
             (Op::Attention { q, .. }, _) if q.dtype == DType::E4m3 => (flops / 2, 0),
             (_, Some("W8A8")) => (flops, 0),
             (_, Some("W4A4")) => (0, flops),
@@ -453,7 +453,7 @@ mod tests {
             let in_format = |format: &str| all.iter().filter(|row| row.format == format).count();
             let counts = ["W8A8", "W8A16", "e4m3", "W4A4", "W4A16", "NVFP4"].map(in_format);
             assert_eq!(counts, if precision == Precision::Bf16 { [7, 4, 3, 7, 8, 2] } else { [0; 6] });
-            let quantised: usize = counts.iter().sum();
+            let quantized: usize = counts.iter().sum();
             for op in OpKind::ALL {
                 assert!(all.iter().any(|row| row.op == *op), "{op:?}");
             }
@@ -461,7 +461,7 @@ mod tests {
             let ops = |rows: &[Row]| rows.iter().map(|row| (row.op, row.format)).collect::<Vec<_>>();
             assert_eq!(ops(&klein), ops(&all), "the same ops at other sizes");
             let plain = rows(Scale::Quick, precision, GemmFormats::NONE).unwrap();
-            assert_eq!(plain.len(), all.len() - quantised);
+            assert_eq!(plain.len(), all.len() - quantized);
             for row in &all {
                 let figure = row.measure(&mut cpu, &Protocol::QUICK).unwrap().held_to(Peaks {
                     bf16: Some(1e12),

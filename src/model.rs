@@ -7,7 +7,7 @@ mod formats;
 mod loader;
 mod manifest;
 mod nvfp4_math;
-mod quantise;
+mod quantize;
 mod table;
 mod text_encoder;
 mod transformer;

@@ -62,15 +62,15 @@ pub enum TensorRole {
     Unused,
     /// A tensor of another part of an all-in-one checkpoint.
     OtherPart,
-    /// A tensor that describes how the weight of this layer is quantised.
-    Quantisation(String, Companion),
+    /// A tensor that describes how the weight of this layer is quantized.
+    Quantization(String, Companion),
     /// A tensor whose presence means that layers with scales are FP8.
     Fp8Marker,
     /// A tensor that no model of this architecture has.
     Unknown,
 }
 
-/// What a companion of a quantised weight holds.
+/// What a companion of a quantized weight holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Companion {
     /// The scales of the weight: a single one, one for each row, or one for each block.
@@ -79,7 +79,7 @@ pub enum Companion {
     TensorScale,
     /// The scale of the layer's input.
     InputScale,
-    /// The quantisation settings of the layer as JSON.
+    /// The quantization settings of the layer as JSON.
     Settings,
     /// Data of a format that is not supported.
     Unsupported,
@@ -166,8 +166,8 @@ const UNUSED_TEXT: [&str; 7] = [
 /// The tensor of bytes in which ComfyUI's encoders of \[dev\] carry their vocabulary.
 pub const VOCABULARY: &str = "tekken_model";
 
-/// Suffixes of the tensors that accompany a quantised weight; the rest of such a name is the name of the layer.
-const QUANTISATION_SUFFIXES: [(&str, Companion); 6] = [
+/// Suffixes of the tensors that accompany a quantized weight; the rest of such a name is the name of the layer.
+const QUANTIZATION_SUFFIXES: [(&str, Companion); 6] = [
     (".weight_scale", Companion::WeightScale),
     (".weight_scale_2", Companion::TensorScale),
     (".input_scale", Companion::InputScale),
@@ -177,9 +177,9 @@ const QUANTISATION_SUFFIXES: [(&str, Companion); 6] = [
     (".scale_input", Companion::InputScale),
 ];
 
-/// Names of quantisation formats that are not supported, by the suffix of a tensor that only they store beside a layer; more
+/// Names of quantization formats that are not supported, by the suffix of a tensor that only they store beside a layer; more
 /// specific ones come first.
-pub const UNSUPPORTED_QUANTISERS: [(&str, &str); 11] = [
+pub const UNSUPPORTED_QUANTIZERS: [(&str, &str); 11] = [
     (".weight.quant_state.bitsandbytes__nf4", "NF4 (bitsandbytes)"),
     (".weight.quant_state.bitsandbytes__fp4", "FP4 (bitsandbytes)"),
     (".weight.quant_map", "4-bit (bitsandbytes)"),
@@ -215,8 +215,8 @@ const ADAPTER_MARKS: [&str; 15] = [
     ".oft_",
 ];
 
-/// The metadata entry holding the quantisation settings of all layers as JSON.
-pub const QUANTISATION_METADATA: &str = "_quantization_metadata";
+/// The metadata entry holding the quantization settings of all layers as JSON.
+pub const QUANTIZATION_METADATA: &str = "_quantization_metadata";
 /// The metadata entry that only ModelOpt writes.
 pub const MODELOPT_METADATA: &str = "quantization_config";
 /// The metadata entry that says in which order a file stores NVFP4, by the name of the layout.
@@ -256,10 +256,10 @@ pub fn resolve(part: Component, name: &str) -> TensorRole {
     if bare == FP8_MARKER {
         return TensorRole::Fp8Marker;
     }
-    let unsupported = UNSUPPORTED_QUANTISERS.map(|(suffix, _)| suffix).into_iter().chain(UNSUPPORTED_SUFFIXES);
-    let mut suffixes = QUANTISATION_SUFFIXES.into_iter().chain(unsupported.map(|suffix| (suffix, Companion::Unsupported)));
+    let unsupported = UNSUPPORTED_QUANTIZERS.map(|(suffix, _)| suffix).into_iter().chain(UNSUPPORTED_SUFFIXES);
+    let mut suffixes = QUANTIZATION_SUFFIXES.into_iter().chain(unsupported.map(|suffix| (suffix, Companion::Unsupported)));
     if let Some((layer, kind)) = suffixes.find_map(|(suffix, kind)| Some((name.strip_suffix(suffix)?, kind))) {
-        return TensorRole::Quantisation(layer.into(), kind);
+        return TensorRole::Quantization(layer.into(), kind);
     }
     // Some files call the learned scale of a query or key norm its weight.
     let renamed = match bare.strip_suffix("_norm.weight") {
@@ -364,7 +364,7 @@ mod tests {
                 ("model.layers.3.self_attn.qkv_proj.weight", vec![(2, Rows::All)])
             );
             let scale = resolve(Component::TextEncoder, &format!("{prefix}.layers.3.mlp.up_proj.weight_scale"));
-            assert_eq!(scale, TensorRole::Quantisation(format!("{prefix}.layers.3.mlp.up_proj"), Companion::WeightScale));
+            assert_eq!(scale, TensorRole::Quantization(format!("{prefix}.layers.3.mlp.up_proj"), Companion::WeightScale));
             assert_eq!(text_layer(&format!("{prefix}.layers.31.mlp.up_proj.weight")), Some(31));
         }
         let up = weight(Component::TextEncoder, "text_encoders.qwen3_8b.transformer.model.layers.26.mlp.up_proj.weight");
@@ -411,7 +411,7 @@ mod tests {
 
     #[test]
     fn other_tensors_are_classified() {
-        let beside = |layer: &str, kind| TensorRole::Quantisation(layer.into(), kind);
+        let beside = |layer: &str, kind| TensorRole::Quantization(layer.into(), kind);
         for (part, name, place) in [
             (Component::TextEncoder, "lm_head.weight", TensorRole::Unused),
             (Component::TextEncoder, "model.norm.weight", TensorRole::Unused),
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn adapters_are_recognised() {
+    fn adapters_are_recognized() {
         for name in [
             "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight",
             "base_model.model.double_blocks.0.img_attn.qkv.lora_B.default.weight",

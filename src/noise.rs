@@ -172,7 +172,7 @@ fn halves(x: u64) -> [u32; 2] {
     [x as u32, (x >> 32) as u32]
 }
 
-/// `torch.randn` on the CPU, in f32. PyTorch uses vectorised polynomials for the logarithm, sine and cosine, whose results differ
+/// `torch.randn` on the CPU, in f32. PyTorch uses vectorized polynomials for the logarithm, sine and cosine, whose results differ
 /// from these by less than 5e-7.
 fn cpu_normals(count: usize, seed: u64) -> Vec<f32> {
     let uniform = |bits: u32| (bits & 0x00FF_FFFF) as f32 / 16_777_216.0;

@@ -19,8 +19,8 @@ pub enum Phase {
     Decode,
     /// Running prompts to see what the layers of a model multiply; counted in denoising steps.
     Calibrate,
-    /// Writing a quantised model; counted in bytes.
-    Quantise,
+    /// Writing a quantized model; counted in bytes.
+    Quantize,
     /// Looking at every value of a model's files; counted in bytes.
     Inspect,
     /// Hashing a model's files; counted in bytes.
@@ -37,7 +37,7 @@ impl Phase {
             Self::Denoise => "denoising",
             Self::Decode => "decoding",
             Self::Calibrate => "calibrating",
-            Self::Quantise => "quantising",
+            Self::Quantize => "quantizing",
             Self::Inspect => "reading all values",
             Self::Hash => "hashing files",
         }

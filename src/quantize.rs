@@ -1,8 +1,8 @@
-//! Writes quantised models: the transformer and the text encoder in FP8 or NVFP4, in files as Black Forest Labs and ComfyUI publish
+//! Writes quantized models: the transformer and the text encoder in FP8 or NVFP4, in files as Black Forest Labs and ComfyUI publish
 //! them, or as diffusers reads them.
 //!
 //! Everything about a file but its values follows from the shapes of its tensors, so the layout is known before the first byte is
-//! written, and so is the size on disk. Layers are then quantised one after the other, a few rows at a time, into their places.
+//! written, and so is the size on disk. Layers are then quantized one after the other, a few rows at a time, into their places.
 //! A journal beside the output says which are finished, so that a run that was stopped, by a signal or by a power failure, can be
 //! continued; the output gets its name when all of it is on disk.
 
@@ -75,11 +75,11 @@ pub struct FilePlan {
     files: Vec<PlannedFile>,
     copies: Vec<Copied>,
     calibration: Option<String>,
-    /// The files that calibration reads besides those that are quantised.
+    /// The files that calibration reads besides those that are quantized.
     calibrated_by: Vec<Identity>,
 }
 
-/// A file with quantised layers.
+/// A file with quantized layers.
 #[derive(Clone, Debug)]
 struct PlannedFile {
     part: Component,
@@ -137,19 +137,19 @@ impl PlannedFile {
         let Some(measured) = measured else { return Ok(layer.layer.and_then(|id| constant_scale(id, format))) };
         let largest = measured.get(&layer.weight).map(|bits| f32::from_bits(*bits));
         let scale = largest.and_then(|largest| input_scale(format, largest)).map(Scale::get);
-        let lacking = || Error::Op { op: "quantise", what: format!("no scale of the input of `{}`: {largest:?}", layer.name()) };
+        let lacking = || Error::Op { op: "quantize", what: format!("no scale of the input of `{}`: {largest:?}", layer.name()) };
         scale.map(Some).ok_or_else(lacking)
     }
 }
 
-/// The path of a quantised transformer in a folder, named as the official files are.
+/// The path of a quantized transformer in a folder, named as the official files are.
 fn transformer_file(config: &TransformerConfig, variant: Variant, format: DType) -> String {
     let size = ModelSize::of(config).map_or("", |size| size.in_file_name);
     let [before, after] = variant.spec().file_name;
     format!("transformer/{before}{size}{after}-{}.safetensors", format.label())
 }
 
-/// The path of a quantised text encoder in a folder, named likewise.
+/// The path of a quantized text encoder in a folder, named likewise.
 fn text_encoder_file(weights: &Weights, format: DType) -> String {
     let hidden = weights.shape(&LayerRole::TokenTable.only().canonical()).and_then(|shape| shape.get(1).copied());
     let known = SIZES.iter().find(|size| Some(size.configs.text_encoder.hidden) == hidden);
@@ -168,7 +168,7 @@ impl FilePlan {
         Ok(Self { files, copies, calibration, calibrated_by: Vec::new() })
     }
 
-    /// The same, with the files that calibration reads besides those that are quantised.
+    /// The same, with the files that calibration reads besides those that are quantized.
     pub fn calibrated_by(self, files: Vec<Identity>) -> Self {
         Self { calibrated_by: files, ..self }
     }
@@ -185,7 +185,7 @@ impl FilePlan {
         layers.filter(|layer| layer.spec.has_input_scale).map(|layer| layer.spec.weight.as_str()).collect()
     }
 
-    /// The number of tensors that are rounded to BF16 and not quantised.
+    /// The number of tensors that are rounded to BF16 and not quantized.
     pub fn narrowed(&self) -> usize {
         self.files.iter().flat_map(|file| &file.layers).filter(|layer| layer.is_narrowed()).count()
     }
@@ -285,7 +285,7 @@ impl Writer<'_> {
             self.note(Entry::Calibration(measured));
             self.save()?;
         }
-        self.progress.begin(Phase::Quantise, self.plan.bytes());
+        self.progress.begin(Phase::Quantize, self.plan.bytes());
         let written = self.write_all();
         self.progress.end();
         written

@@ -10,11 +10,11 @@
 //! patches). That includes the decoding, where the JPEG standard leaves roundings to the decoder: these are the roundings of the
 //! decoder in Pillow. There are two deliberate differences:
 //!
-//! - Pillow clips 16-bit grey at 255, which makes such an image white. Here all 16-bit images keep their upper byte, as colour
+//! - Pillow clips 16-bit gray at 255, which makes such an image white. Here all 16-bit images keep their upper byte, as color
 //!   images do in Pillow.
 //! - Pillow fills in missing data inside of a JPEG. Here such a file is damaged.
 //!
-//! An image that is passed to that pipeline without `load_image` is resized in its own colour mode (palettes even without
+//! An image that is passed to that pipeline without `load_image` is resized in its own color mode (palettes even without
 //! interpolation) and converted afterwards; for an RGB image, which is what `load_image` returns, both orders are equivalent.
 
 mod jpeg;
@@ -85,7 +85,7 @@ impl DecodedReference {
     }
 
     /// Resizes the image for the model: downscales it to at most `area` pixels (`AREA_CAP` for klein), then crops the largest
-    /// centred part that divides into whole patches. An image is never enlarged.
+    /// centered part that divides into whole patches. An image is never enlarged.
     pub fn prepare(self, area: usize) -> PreparedReference {
         let Self { origin, image } = self;
         let original = (image.width, image.height);
@@ -93,7 +93,7 @@ impl DecodedReference {
         let (width, height) = resized.unwrap_or(original);
         let pixels = if resized.is_some() { lanczos::resize(&image.pixels, original, (width, height)) } else { image.pixels };
         let whole = (width - width % PATCH, height - height % PATCH);
-        let pixels = centre(pixels, (width, height), whole);
+        let pixels = center(pixels, (width, height), whole);
         PreparedReference { origin, width: whole.0, height: whole.1, pixels, original, resized }
     }
 }
@@ -138,15 +138,15 @@ fn capped((width, height): (usize, usize), cap: usize) -> Option<(usize, usize)>
     (area > cap).then(|| (shrunk(width), shrunk(height)))
 }
 
-/// Crops the centre of an image; if the margin is odd, the larger half is on the right and at the bottom.
-fn centre(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<u8> {
+/// Crops the center of an image; if the margin is odd, the larger half is on the right and at the bottom.
+fn center(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<u8> {
     if from == to {
         return pixels;
     }
     let (left, top) = ((from.0 - to.0) / 2, (from.1 - to.1) / 2);
     for row in 0..to.1 {
         let start = ((top + row) * from.0 + left) * 3;
-        // Rows only move towards the start, so none is overwritten before it is copied.
+        // Rows only move toward the start, so none is overwritten before it is copied.
         pixels.copy_within(start..start + to.0 * 3, row * to.0 * 3);
     }
     pixels.truncate(to.0 * to.1 * 3);
@@ -201,10 +201,10 @@ fn buffer<T: Copy + Default>(count: usize) -> Result<Vec<T>, Fault> {
     Ok(buffer)
 }
 
-/// Converts grey samples to RGB.
-fn grey_to_rgb(grey: &[u8]) -> Result<Vec<u8>, Fault> {
-    let mut rgb = buffer(grey.len() * 3)?;
-    rgb.chunks_exact_mut(3).zip(grey).for_each(|(pixel, &v)| pixel.fill(v));
+/// Converts gray samples to RGB.
+fn gray_to_rgb(gray: &[u8]) -> Result<Vec<u8>, Fault> {
+    let mut rgb = buffer(gray.len() * 3)?;
+    rgb.chunks_exact_mut(3).zip(gray).for_each(|(pixel, &v)| pixel.fill(v));
     Ok(rgb)
 }
 
@@ -273,11 +273,11 @@ mod tests {
     }
 
     #[test]
-    fn the_centre_is_cut_out() {
+    fn the_center_is_cut_out() {
         // 3 x 3 pixels, each of the value of its index, to 2 x 1 and 1 x 2.
         let pixels: Vec<u8> = (0..9).flat_map(|i| [i; 3]).collect();
-        assert_eq!(centre(pixels.clone(), (3, 3), (2, 1)), [[3; 3], [4; 3]].concat());
-        assert_eq!(centre(pixels, (3, 3), (1, 2)), [[1; 3], [4; 3]].concat());
+        assert_eq!(center(pixels.clone(), (3, 3), (2, 1)), [[3; 3], [4; 3]].concat());
+        assert_eq!(center(pixels, (3, 3), (1, 2)), [[1; 3], [4; 3]].concat());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! One engine for many callers. A thread of its own builds the [`Engine`] and keeps it, because a backend may not move between
 //! threads; jobs wait for it in a queue, and each caller gets the images of its own job back through a [`Ticket`].
 //!
-//! A job that is cancelled or fails leaves the engine ready for the next one. A panic ends the service: every job that waits, and
+//! A job that is canceled or fails leaves the engine ready for the next one. A panic ends the service: every job that waits, and
 //! every later one, gets an error.
 
 use crate::error::{Error, Result};
@@ -200,7 +200,7 @@ fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
 }
 
 /// Hands an event to the caller, who may take long to ask for it, while `check` allows that: a service that is dropped must not wait for
-/// one that never asks. A caller that has dropped its ticket has cancelled the job.
+/// one that never asks. A caller that has dropped its ticket has canceled the job.
 fn deliver(events: &SyncSender<Event>, mut event: Event, check: &dyn Fn() -> Result<()>) -> Result<()> {
     loop {
         match events.try_send(event) {

@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quantised_tensor_is_bytes_and_tiles() {
+    fn a_quantized_tensor_is_bytes_and_tiles() {
         let mut arena = used();
         let fp8 = arena.alloc_stored(30, 200, Stored::fp8(scale(0.25))).unwrap().rows(1..30).cols(8..20);
         let bytes: Vec<Tensor> = fp8.as_bytes().collect();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn quantised_slices_overlap_only_where_they_share_elements() {
+    fn quantized_slices_overlap_only_where_they_share_elements() {
         let mut arena = Arena::new(Region::Arena);
         let fp4 = arena.alloc_stored(256, 256, Stored::nvfp4(Scale::ONE)).unwrap();
         let fp8 = arena.alloc_stored(256, 128, Stored::fp8(Scale::ONE)).unwrap();

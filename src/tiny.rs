@@ -92,7 +92,7 @@ fn file(part: Component, manifest: &[TensorSpec], dtype: DType) -> Result<Bytes>
         let bytes = values(&spec.name, &spec.shape, dtype);
         (spec, bytes)
     };
-    serialise(part, kind, &specs.into_par_iter().map(valued).collect::<Vec<_>>())
+    serialize(part, kind, &specs.into_par_iter().map(valued).collect::<Vec<_>>())
 }
 
 /// The same weights in the original layout.
@@ -106,7 +106,7 @@ fn respelled(model: &TinyModel, part: Component, dtype: DType) -> Result<Bytes> 
         let named = names::file_tensors(part, Layout::Bfl, &spec).into_iter().next().unwrap_or(spec);
         tensors.push((named, rows.concat()));
     }
-    serialise(part, float_type(dtype)?, &tensors)
+    serialize(part, float_type(dtype)?, &tensors)
 }
 
 /// The name of a floating-point type in a safetensors file.
@@ -119,8 +119,8 @@ fn float_type(dtype: DType) -> Result<Dtype> {
     }
 }
 
-fn serialise(part: Component, kind: Dtype, tensors: &[(TensorSpec, Vec<u8>)]) -> Result<Bytes> {
-    let broken = |e: safetensors::SafeTensorError| Error::Op { op: "serialise", what: e.to_string() };
+fn serialize(part: Component, kind: Dtype, tensors: &[(TensorSpec, Vec<u8>)]) -> Result<Bytes> {
+    let broken = |e: safetensors::SafeTensorError| Error::Op { op: "serialize", what: e.to_string() };
     let mut views = Vec::with_capacity(tensors.len() + 1);
     for (spec, bytes) in tensors {
         views.push((spec.name.as_str(), TensorView::new(kind, spec.shape.clone(), bytes).map_err(broken)?));

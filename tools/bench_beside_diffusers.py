@@ -14,7 +14,7 @@ events around the text encoder and the decoder.
 
 Burst: rounds of one image for each engine, every other round backwards, with a rest before each image. Sustained: each engine
 without rest for --sustained seconds in two halves and opposite order, of each of which the first third does not count. Ratios are
-medians of the ratios of neighbours in burst, and ratios of medians in sustained; above one kiln is faster.
+medians of the ratios of neighbors in burst, and ratios of medians in sustained; above one kiln is faster.
 
 With --transformer-only diffusers encodes a prompt before all else, and its text encoder leaves the GPU: two programs with all of
 [dev] do not fit on one. Denoising is then all that is compared, and with `--kiln-args --low-memory` kiln has no more of the model

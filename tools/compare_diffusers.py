@@ -73,7 +73,7 @@ class Case:
 
 
 def draw_reference(number, size):
-    """An image with edges, colours and slopes, the same every time."""
+    """An image with edges, colors and slopes, the same every time."""
     width, height = size
     y, x = np.mgrid[:height, :width]
     slope = (x * 255 // width + y * 255 // height)[..., None] // 2

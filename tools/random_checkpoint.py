@@ -4,22 +4,22 @@
     python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
     python tools/random_checkpoint.py OUT --model tiny --check         # the sizes of tools/goldens, and how large activations are
-    python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantised files
-    python tools/random_checkpoint.py OUT --model 9b --format fp8 --encoder fp8 --quantised-only       # 18 GB instead of 53
+    python tools/random_checkpoint.py OUT --model 4b --format fp8 nvfp4 --encoder fp8mixed     # 27 GB: and quantized files
+    python tools/random_checkpoint.py OUT --model 9b --format fp8 --encoder fp8 --quantized-only       # 18 GB instead of 53
     python tools/random_checkpoint.py OUT --model dev --blocks 2,4     # 45 GB: all of [dev] is 100
-    python tools/random_checkpoint.py OUT --model dev --format fp8 --encoder fp8 --quantised-only      # 54 GB
+    python tools/random_checkpoint.py OUT --model dev --format fp8 --encoder fp8 --quantized-only      # 54 GB
     python tools/random_checkpoint.py OUT --model dev --format fp8 nvfp4 --encoder fp8 --lengths       # only says how long the files are
 
 The folder has the diffusers layout with weights in bf16; kiln and diffusers both open it. Nothing in it was trained: it serves to
 compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to generate images worth looking at.
 
-Beside the folders of the parts lie the quantised files that were asked for, made of the same weights:
+Beside the folders of the parts lie the quantized files that were asked for, made of the same weights:
 
     flux-2-klein-4b-fp8.safetensors      the transformer as Black Forest Labs publish it: their names and order of tensors, the
-    flux-2-klein-4b-nvfp4.safetensors    quantised layers named in the header, their input_scale measured in a run of the bf16
+    flux-2-klein-4b-nvfp4.safetensors    quantized layers named in the header, their input_scale measured in a run of the bf16
                                          model by the real pipeline, without any head room
-    qwen_3_4b_fp8mixed.safetensors       the text encoder as ComfyUI has it: a comfy_quant tensor for every quantised layer, and
-                                         no input_scale, because its activations are never quantised
+    qwen_3_4b_fp8mixed.safetensors       the text encoder as ComfyUI has it: a comfy_quant tensor for every quantized layer, and
+                                         no input_scale, because its activations are never quantized
     flux2_dev_fp8mixed.safetensors       [dev] as Comfy-Org publish it, with the attention of double blocks in bf16
     flux2-dev-nvfp4.safetensors          and as Black Forest Labs do, with the text half of that attention in bf16
     mistral_3_small_flux2_fp8.safetensors    the 30 layers of its text encoder that it reads, without final norm; the published
@@ -27,8 +27,8 @@ Beside the folders of the parts lie the quantised files that were asked for, mad
 
 Layers that a published file keeps in bf16 are so here, and a transformer of the real size is as long as the published file, to
 the byte. In `fp8mixed` a layer is FP8, NVFP4 or bf16 by the hash of its name, in the proportions of the published qwen_3_8b_fp8mixed.
-`kiln --model OUT` still means the bf16 model; the command that takes the quantised files is printed. With --quantised-only a part
-that is written quantised is not written in bf16: its folder has only the config, and only that command works.
+`kiln --model OUT` still means the bf16 model; the command that takes the quantized files is printed. With --quantized-only a part
+that is written quantized is not written in bf16: its folder has only the config, and only that command works.
 
 The text encoder of [dev] is the language model of Mistral Small 3 under the names that published folders have, without vision tower
 and output head; it has one layer more than are read, and not ten. Measuring the inputs of all of [dev] takes a GPU with 110 GB.
@@ -63,7 +63,7 @@ from goldens.model import GUIDANCE_TRANSFORMER, MISTRAL_ENCODER, SCHEDULER, TEXT
 from goldens.text import CHAT_TEMPLATE, MISTRAL_ROLES, MISTRAL_TEMPLATE, tiny_mistral_json, tokenizer_json
 from goldens.tokens_mistral import indented_json
 from goldens.values import rms
-from single_files import DTYPES, FORMATS, PUBLISHED, QUANTISABLE, encoder_weights, single_file, transformer_weights
+from single_files import DTYPES, FORMATS, PUBLISHED, QUANTIZABLE, encoder_weights, single_file, transformer_weights
 from transformers import MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
 PROMPT = "a red fox in the snow"
@@ -354,7 +354,7 @@ def report(what, tensors, size, started):
 def has_bf16(part, args):
     """Whether the part's folder has its weights."""
     formats = dict(transformer=args.format, text_encoder=args.encoder).get(part, ["bf16"])
-    return "bf16" in formats or not args.quantised_only
+    return "bf16" in formats or not args.quantized_only
 
 
 def write_checkpoint(folder, args, device, pool):
@@ -372,7 +372,7 @@ def write_checkpoint(folder, args, device, pool):
     (folder / "tokenizer" / "tokenizer.json").write_bytes(tokenizer_of(args.model))
 
 
-# --- Quantised files --------------------------------------------------------
+# --- Quantized files --------------------------------------------------------
 
 # Formats of the text encoder's layers, which are dealt out by the hash of their names.
 ENCODERS = dict(
@@ -419,7 +419,7 @@ def arguments_of(case):
 
 
 def calibrate(folder, args, device, weights):
-    """The largest magnitude of the input of every layer that can be quantised, over a run of the bf16 model."""
+    """The largest magnitude of the input of every layer that can be quantized, over a run of the bf16 model."""
     from compare_diffusers import Case, build_model, exact_arithmetic, fill, is_narrow, make_pipeline  # needs more packages
 
     started = time.monotonic()
@@ -430,7 +430,7 @@ def calibrate(folder, args, device, weights):
         # Made again, because that is faster than reading them, and the files need not be there.
         fill(models[part], values_of(part, config, device))
     pipe = make_pipeline(folder, models)
-    amax = {weight.layer: torch.zeros((), device=device) for weight in weights if QUANTISABLE.match(weight.name)}
+    amax = {weight.layer: torch.zeros((), device=device) for weight in weights if QUANTIZABLE.match(weight.name)}
 
     def record(layer, _module, inputs):
         amax[layer] = torch.maximum(amax[layer], inputs[0].abs().amax())
@@ -454,8 +454,8 @@ NORMAL = 5.0
 
 
 def implied(weights):
-    """The largest magnitude of the input of every layer that can be quantised, by what the gains make of normal values."""
-    layers = [weight.layer for weight in weights if QUANTISABLE.match(weight.name)]
+    """The largest magnitude of the input of every layer that can be quantized, by what the gains make of normal values."""
+    layers = [weight.layer for weight in weights if QUANTIZABLE.match(weight.name)]
     return {layer: torch.tensor(NORMAL * first_match(IMPLIED, layer)) for layer in layers}
 
 
@@ -556,7 +556,7 @@ def main():
     parser.add_argument("--encoder-layers", type=int, metavar="N", help=layers)
     parser.add_argument("--format", nargs="+", choices=("bf16", *FORMATS), default=["bf16"], help="of the transformer")
     parser.add_argument("--encoder", nargs="+", choices=("bf16", *ENCODERS), default=["bf16"], help="format of the text encoder")
-    parser.add_argument("--quantised-only", action="store_true", help="no weights in bf16 of a part that is written quantised")
+    parser.add_argument("--quantized-only", action="store_true", help="no weights in bf16 of a part that is written quantized")
     scales = "of layers: measured in a run of the model, or what its gains imply"
     parser.add_argument("--input-scales", choices=("measured", "formula"), default="measured", help=scales)
     parser.add_argument("--variant", choices=("distilled", "base"), help="of the published model of klein to follow [default: distilled]")
@@ -574,7 +574,7 @@ def main():
         say_lengths(args)
         return 0
     if args.check and not all(has_bf16(part, args) for part in MODELS[args.model]):
-        parser.error("--check runs the bf16 model, which --quantised-only leaves out")
+        parser.error("--check runs the bf16 model, which --quantized-only leaves out")
     started = time.monotonic()
     # More threads than this only wait for the same disk.
     with ThreadPoolExecutor(8 if args.device == "cuda" else os.cpu_count()) as pool:

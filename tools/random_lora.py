@@ -4,10 +4,10 @@
     python tools/random_lora.py FOLDER adapter.safetensors --rank 32
     python tools/random_lora.py FOLDER turbo.safetensors --turbo         # FLUX.2 [dev]: layers, names and rank of fal's Turbo for ComfyUI
     python tools/compare_diffusers.py FOLDER --lora adapter.safetensors:0.8 ...
-    python tools/compare_quantised.py FOLDER --lora adapter.safetensors:0.8 ...
+    python tools/compare_quantized.py FOLDER --lora adapter.safetensors:0.8 ...
 
 FOLDER is what random_checkpoint.py writes; only its config is read. What the adapter adds is about SIZE times as large as the weights there. The comparisons
-take the functions below: the reference has the adapter added to its weights in fp32, or beside quantised ones.
+take the functions below: the reference has the adapter added to its weights in fp32, or beside quantized ones.
 
 The file of FLUX.2-dev-Turbo that people have has 170 layers of rank 256 under two prefixes: names of Black Forest Labs behind `diffusion_model.`, and
 for the attention of double blocks names of diffusers behind `transformer.`; MLPs of double blocks and the last modulation are not among

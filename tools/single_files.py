@@ -1,8 +1,8 @@
-"""The quantised single files that people have: which tensors they hold, under which names and in which order.
+"""The quantized single files that people have: which tensors they hold, under which names and in which order.
 
-The transformer as Black Forest Labs publish it: names of their own, the quantised layers listed in the header's metadata, and an
+The transformer as Black Forest Labs publish it: names of their own, the quantized layers listed in the header's metadata, and an
 input_scale for each of them; that of [dev] in FP8 is Comfy-Org's, in the same way. The text encoder as ComfyUI has it: names of transformers, a
-comfy_quant tensor for each quantised layer, and no input_scale, because its activations are never quantised.
+comfy_quant tensor for each quantized layer, and no input_scale, because its activations are never quantized.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from goldens.files import fnv1a
-from quantised import amax, fp8_scale, nvfp4_scale, to_fp8, to_nvfp4
+from quantized import amax, fp8_scale, nvfp4_scale, to_fp8, to_nvfp4
 
 # Names of dtypes, in the order in which the safetensors library puts tensors into a file: the widest first.
 DTYPES = {
@@ -91,8 +91,8 @@ BLOCKS = (
 )
 # Its rows are (shift, scale) in single files and (scale, shift) in diffusers.
 SWAPPED = "final_layer.adaLN_modulation.1.weight"
-# The weights that some published file has quantised.
-QUANTISABLE = re.compile(r"(double|single)_blocks\..*\.weight$")
+# The weights that some published file has quantized.
+QUANTIZABLE = re.compile(r"(double|single)_blocks\..*\.weight$")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def transformer_weights(shapes, kept, format):
 
     def format_of(name):
         wide = any(re.fullmatch(pattern, name.removesuffix(".weight")) for pattern in kept)
-        return format if QUANTISABLE.match(name) and not wide else "bf16"
+        return format if QUANTIZABLE.match(name) and not wide else "bf16"
 
     tables = transformer_tables(shapes)
     return [Weight(name, {source: shapes[source] for source in tables[name]}, format_of(name)) for name in tables]
@@ -199,7 +199,7 @@ def single_file(weights, input_amax):
 
 
 def layer_settings(file):
-    """The settings of the quantised layers of a single file, which is open: the header has them, or tensors next to the layers."""
+    """The settings of the quantized layers of a single file, which is open: the header has them, or tensors next to the layers."""
     metadata = (file.metadata() or {}).get("_quantization_metadata")
     if metadata:
         return json.loads(metadata)["layers"]
@@ -208,6 +208,6 @@ def layer_settings(file):
 
 
 def declared_formats(file):
-    """The formats of the quantised layers of a single file, which is open."""
+    """The formats of the quantized layers of a single file, which is open."""
     names = {name: format for format, name in FORMATS.items()}
     return {layer: names[declared["format"]] for layer, declared in layer_settings(file).items()}

@@ -5,7 +5,7 @@
     python3 bench/peers --tiles [--rows REGEX] [--json FILE]
 
 Needs a GPU and PyTorch; with --dry neither runs, and only the shapes of all rows are checked. With --tiles, every tile of kiln's GEMM
-kernels is timed at the shapes of GEMMs with quantised weights instead. The protocol is in bench/README.md.
+kernels is timed at the shapes of GEMMs with quantized weights instead. The protocol is in bench/README.md.
 
 Rows run in a process of their own, which is started again behind a row that hangs or breaks the device.
 
@@ -16,5 +16,5 @@ a result is wrong (--check), or when a row fails.
 import pathlib
 import sys
 
-# The formulas of quantised weights and the random VAE are in the tools.
+# The formulas of quantized weights and the random VAE are in the tools.
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tools"))

@@ -219,7 +219,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare results with a reference as well")
     parser.add_argument("--check-only", action="store_true", help="compare results and time nothing")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="queue call by call; small rows time the host")
-    parser.add_argument("--tiles", action="store_true", help="time every tile at the shapes of GEMMs with quantised weights instead")
+    parser.add_argument("--tiles", action="store_true", help="time every tile at the shapes of GEMMs with quantized weights instead")
     parser.add_argument("--worker", type=int, metavar="N", help=argparse.SUPPRESS)  # run the rows from the N-th list on
     args = parser.parse_args()
     args.check |= args.check_only
@@ -229,7 +229,7 @@ def arguments() -> argparse.Namespace:
 def lists_of(args) -> list:
     """The lists of rows that are run together, in order."""
     if args.tiles:
-        return [[row] for row in args.rows if row.format in ("W8A8", *rows_mixed.QUANTISE)]
+        return [[row] for row in args.rows if row.format in ("W8A8", *rows_mixed.QUANTIZE)]
     return sizes_of(args.rows)
 
 

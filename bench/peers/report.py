@@ -3,7 +3,7 @@
 import re
 import statistics
 
-from peers.rows_mixed import QUANTISE
+from peers.rows_mixed import QUANTIZE
 from turns import quartiles, ratio
 
 FLOOR, FLOOR_BYTES = 0.80, 32_000_000
@@ -96,7 +96,7 @@ GROUPS = [
     ("3x3 convolutions, x torch", CONV, "torch", "kiln"),
     ("upsampling convolutions, x torch", UPSAMPLING, "torch", "kiln"),
     ("upsampling convolutions, x torch's convolution alone", UPSAMPLING, "convolution", "kiln"),
-    *((f"{format} fused, x kiln's bf16", rf"(?!linear )\w+ {format} ", "bf16", "kiln") for format in QUANTISE),
+    *((f"{format} fused, x kiln's bf16", rf"(?!linear )\w+ {format} ", "bf16", "kiln") for format in QUANTIZE),
 ]
 
 

@@ -2,7 +2,7 @@
 
 A row makes operand sets. Each names kiln's op with its tensors and numbers (in the order `peers.rs` states), a `peer` that does
 the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with. Rows of FP8 are in
-`rows_fp8.py`, those of quantised weights by bf16 inputs in `rows_mixed.py`.
+`rows_fp8.py`, those of quantized weights by bf16 inputs in `rows_mixed.py`.
 """
 
 import inspect
@@ -346,7 +346,7 @@ def linear_gate_residual(m, rows: int, cols: int, inner: int, gated: bool = True
 
 
 def rotate(x, cos, sin, half_split: bool):
-    """RoPE of x [rows, heads, head_dim] by the angles of its row: pairs are halves, or neighbours."""
+    """RoPE of x [rows, heads, head_dim] by the angles of its row: pairs are halves, or neighbors."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     a, b = x.chunk(2, -1) if half_split else (x[..., 0::2], x[..., 1::2])
     rotated = a * cos - b * sin, a * sin + b * cos
@@ -393,7 +393,7 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
 
         theirs = []
         for x, w, norm_q, norm_k, table in parts:
-            # In the types and ways models use: complex numbers for neighbours, bf16 cosines and sines for halves.
+            # In the types and ways models use: complex numbers for neighbors, bf16 cosines and sines for halves.
             angles = table.to(BF16).chunk(2, -1) if half_split else torch.complex(*table.chunk(2, -1)).unsqueeze(1)
             theirs.append((x, w, norm_q.view(-1).to(BF16), norm_k.view(-1).to(BF16), angles))
 
@@ -442,7 +442,7 @@ def attention_f64(q, k, v, heads: int, head_dim: int, scale: float, causal: bool
 def attention(
     tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, causal: bool = False, keys: int = 0, bounded: bool = False
 ) -> Row:
-    """`bounded`: queries and keys are normalised and scores are exponents of two, as in the transformer, and the op is told so."""
+    """`bounded`: queries and keys are normalized and scores are exponents of two, as in the transformer, and the op is told so."""
     keys = keys or tokens
 
     def make(m):
@@ -485,7 +485,7 @@ def attention(
 
 
 def phase_form(filters):
-    """Filters [to, 3, 3, channels] behind a nearest-neighbour upsampling by two as four 2x2 filters, one for each parity of the
+    """Filters [to, 3, 3, channels] behind a nearest-neighbor upsampling by two as four 2x2 filters, one for each parity of the
     output's row and column: [to, row parity, column parity, 2, 2, channels], as a matrix."""
     summed = (((0,), (1, 2)), ((0, 1), (2,)))
     rows = torch.stack([torch.stack([filters[:, taps].float().sum(1) for taps in of], 1) for of in summed], 1)

@@ -1,7 +1,7 @@
 """The rows with e4m3 inputs or results: W8A8 GEMMs, ops that store e4m3, attention with e4m3 queries and keys.
 
 The peer of a W8A8 GEMM is `torch._scaled_mm` with fast accumulation (`torch`) and without (`slow`); kiln accumulates `fast`, and
-`exact` beside it. Both multiply the same codes by the same scales, and references take the codes as they are: what quantisation
+`exact` beside it. Both multiply the same codes by the same scales, and references take the codes as they are: what quantization
 costs is not measured here.
 """
 
@@ -157,7 +157,7 @@ def to_e4m3(row: Row) -> Row:
 
 
 def attention(tokens: int, heads: int) -> Row:
-    """As in the transformer: queries and keys normalised, scores exponents of two, the result in e4m3. Beside it the same with a
+    """As in the transformer: queries and keys normalized, scores exponents of two, the result in e4m3. Beside it the same with a
     result in bf16 (`to bf16`), kiln's attention in bf16 (`bf16`), and PyTorch's in bf16."""
     width = heads * HEAD_DIM
 

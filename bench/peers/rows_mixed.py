@@ -1,6 +1,6 @@
-"""The rows with quantised weights and bf16 inputs: W8A16 (e4m3) and W4A16 (NVFP4) GEMMs.
+"""The rows with quantized weights and bf16 inputs: W8A16 (e4m3) and W4A16 (NVFP4) GEMMs.
 
-Each is a row of `rows.py` whose weights are quantised. They are expanded to bf16 beforehand for PyTorch (`torch`) and for kiln's
+Each is a row of `rows.py` whose weights are quantized. They are expanded to bf16 beforehand for PyTorch (`torch`) and for kiln's
 own bf16 GEMM (`bf16`), which all take turns. Scales of tensors are powers of two, so that bf16 holds the expanded weights exactly, and
 one reference is right for all sides.
 """
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from quantised import E2M1_MAX, E4M3_MAX, from_nvfp4, to_fp8, to_nvfp4
+from quantized import E2M1_MAX, E4M3_MAX, from_nvfp4, to_fp8, to_nvfp4
 
 from peers import rows
 from peers.rows import BF16, ENCODER_GEMMS, F32, Operands, Row, Scaled
@@ -39,28 +39,28 @@ def to_w4(values, deviation: float) -> Nvfp4:
     return Nvfp4(codes, scale, block_scales)
 
 
-QUANTISE = {"W8A16": to_w8, "W4A16": to_w4}
+QUANTIZE = {"W8A16": to_w8, "W4A16": to_w4}
 
 
 class Expanding(Operands):
-    """Operands of a bf16 row. Its weights are those that quantised ones are expanded to."""
+    """Operands of a bf16 row. Its weights are those that quantized ones are expanded to."""
 
     def __init__(self, operands: Operands, format: str):
         self.device, self.generator, self.format = operands.device, operands.generator, format
-        self.quantised = []
+        self.quantized = []
 
     def weight(self, rows: int, cols: int):
         deviation = cols**-0.5
-        stored = QUANTISE[self.format](self.normal(rows, cols, F32, deviation), deviation)
+        stored = QUANTIZE[self.format](self.normal(rows, cols, F32, deviation), deviation)
         expanded = stored.double().to(BF16)
-        self.quantised.append((expanded, stored))
+        self.quantized.append((expanded, stored))
         return expanded
 
     def replaced(self, tensors: list) -> list:
-        """The tensors of an op with quantised weights instead of their expansions. Block scales follow their weight."""
+        """The tensors of an op with quantized weights instead of their expansions. Block scales follow their weight."""
         found = list(tensors)
         for i, tensor in enumerate(tensors):
-            for expanded, stored in self.quantised:
+            for expanded, stored in self.quantized:
                 if tensor is expanded:
                     found[i] = stored
                     if isinstance(stored, Nvfp4):
@@ -69,7 +69,7 @@ class Expanding(Operands):
 
 
 def mixed(row: Row, format: str) -> Row:
-    """A bf16 row with quantised weights; the row itself is beside it."""
+    """A bf16 row with quantized weights; the row itself is beside it."""
 
     def make(m):
         operands = Expanding(m, format)

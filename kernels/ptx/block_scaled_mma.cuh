@@ -33,7 +33,7 @@ __device__ __forceinline__ int e2m1_halves(uint32_t code) {
   return code & 8 ? -magnitude : magnitude;
 }
 
-// significand * 2^places as an integer, truncated towards zero.
+// significand * 2^places as an integer, truncated toward zero.
 __device__ __forceinline__ int64_t shifted(int64_t significand, int places) {
   if (places >= 0) return significand << places;
   const int64_t magnitude = (significand < 0 ? -significand : significand) >> min(-places, 63);

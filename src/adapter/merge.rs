@@ -15,11 +15,11 @@ pub const MAX_RANK: usize = 1024;
 /// How adapters are applied to a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AdapterMode {
-    /// Plain weights are merged with what adapters add to them. Quantised ones stay as they are, and the product of what is added is computed
+    /// Plain weights are merged with what adapters add to them. Quantized ones stay as they are, and the product of what is added is computed
     /// beside theirs, because rounding to so few bits would lose it.
     #[default]
     Auto,
-    /// Weights are merged. Those that are quantised are expanded for it.
+    /// Weights are merged. Those that are quantized are expanded for it.
     Merge,
     /// The product of what is added is computed beside that of every weight, so that a later job can have other adapters.
     Branch,

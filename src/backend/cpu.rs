@@ -7,7 +7,7 @@
 use super::{Backend, GemmFormats, Linear, Op, Role, Sampling, StepKey, Stop, up_conv};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::tensor::{ALIGN, Bytes, DType, Region, Scaling, SliceScaling, Stored, Tensor, WeightSlice, quantise};
+use crate::tensor::{ALIGN, Bytes, DType, Region, Scaling, SliceScaling, Stored, Tensor, WeightSlice, quantize};
 use crate::threads;
 use kiln_numerics::view::{In, Out};
 use kiln_numerics::{image, kernels};
@@ -393,9 +393,9 @@ impl Backend for Cpu {
             }
             let range = at..at + to.dtype.bytes(part.rows * to.cols) as u64;
             at = range.end;
-            if quantise::encodes(part, to.stored()) {
-                let encoded = self.on_threads(|| quantise::encoded(part, to.stored()));
-                let infinite = || format!("{to:?} is quantised from values that are not finite");
+            if quantize::encodes(part, to.stored()) {
+                let encoded = self.on_threads(|| quantize::encoded(part, to.stored()));
+                let infinite = || format!("{to:?} is quantized from values that are not finite");
                 let (codes, scales) = encoded.ok_or_else(|| Error::Op { op: "upload", what: infinite() })?;
                 segments.push((range, SegmentData::Mapped(codes)));
                 segments.push((to.scale_extent(), SegmentData::Mapped(scales)));
@@ -532,7 +532,7 @@ fn converted(part: &WeightSlice, to: Stored) -> Result<SegmentData> {
             );
             Ok(SegmentData::Half(values))
         }
-        dtype if dtype.is_quantised() => {
+        dtype if dtype.is_quantized() => {
             let mut codes = vec![0; dtype.bytes(rows * cols)];
             let each = codes.par_chunks_exact_mut(dtype.bytes(cols).max(1)).with_min_len(least).enumerate();
             each.for_each(|(row, codes)| part.convert(row, to, codes));

@@ -68,7 +68,7 @@ use std::sync::atomic::AtomicBool;
 use timeline::Timeline;
 use transfers::Transfers;
 
-/// The quantised GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
+/// The quantized GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
 /// expanded to bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of
 /// FP8 either: it would be converted to f16, which takes longer than expanding weights once. Compute capability 12.x multiplies
 /// NVFP4 after a self-test ([`Cuda::enable_gated`]).

@@ -21,7 +21,7 @@ pub struct DryRun {
 }
 
 impl DryRun {
-    /// An empty plan for a backend that has these quantised GEMMs.
+    /// An empty plan for a backend that has these quantized GEMMs.
     pub fn new(formats: GemmFormats) -> Self {
         Self { arena_bytes: 0, copied_bytes: 0, ops: 0, flops: 0, formats, live: Live::default() }
     }
@@ -68,7 +68,7 @@ impl Backend for DryRun {
         for part in parts.iter().filter(|part| role == Role::UpConv || !part.is_readable_as(to.stored())) {
             self.copied_bytes += to.dtype.bytes(part.rows * to.cols) as u64;
             let is_tiled = matches!(part.scaling, SliceScaling::Blocks16 { layout: Nvfp4Layout { tiled: true, .. }, .. });
-            if to.dtype.is_quantised() && !is_tiled {
+            if to.dtype.is_quantized() && !is_tiled {
                 let scales = to.scale_extent();
                 self.copied_bytes += scales.end - scales.start;
             }

@@ -24,7 +24,7 @@ fn default_limit(dtype: DType) -> f64 {
     dtype.format().mantissa.map_or(1e-5, |bits| 2.0 * f64::from(-bits - 2).exp2())
 }
 
-/// The first element of a quantised result in which two correct implementations cannot differ so much. Both round, by half a step
+/// The first element of a quantized result in which two correct implementations cannot differ so much. Both round, by half a step
 /// at most, values that differ no more than by what rounding to bf16 inside of the op makes of the largest one of the row.
 /// Without this, single wrong codes would disappear in the limit on the whole result, which has to allow for every rounding.
 fn wrong_element(out: Tensor, want: &[f32], got: &[f32]) -> Option<usize> {
@@ -94,7 +94,7 @@ impl<A: Backend, B: Backend> Lockstep<A, B> {
                 ),
             });
         }
-        if !out.dtype.is_quantised() {
+        if !out.dtype.is_quantized() {
             return self.tested.write(out, &want);
         }
         // Encoding decoded values again need not give the same blocks, so their bytes are copied.
@@ -163,7 +163,7 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         });
         // Statistics are computed from the stored result, so the limit of the result's dtype applies to them as well.
         let mut limit = results.iter().map(|t| (self.limit)(t.dtype)).fold(0.0, f64::max);
-        // What it normalises may be rounded as its input is before it is multiplied.
+        // What it normalizes may be rounded as its input is before it is multiplied.
         if let Op::NormConv { x, .. } = op {
             limit = limit.max((self.limit)(x.dtype));
         }

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 
 /// Is called in place of a backend, which it calls itself: what an observer does before and after that is its own affair.
 pub trait Observer<B: Backend + ?Sized> {
-    /// The quantised GEMMs that models may use.
+    /// The quantized GEMMs that models may use.
     fn gemm_formats(&self, be: &B) -> GemmFormats {
         be.gemm_formats()
     }

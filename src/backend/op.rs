@@ -81,7 +81,7 @@ pub struct Rope {
     pub style: RopeStyle,
 }
 
-/// The qk-norm: RMS normalisation of each query and key head.
+/// The qk-norm: RMS normalization of each query and key head.
 #[derive(Clone, Copy, Debug)]
 pub struct QkNorm {
     /// Gain of the query heads, `[1, head_dim]`.
@@ -135,7 +135,7 @@ pub struct Projection<'a> {
     pub q: Option<Tensor>,
     /// Output for the keys.
     pub k: Tensor,
-    /// Output for the values, which are neither normalised nor rotated.
+    /// Output for the values, which are neither normalized nor rotated.
     pub v: Tensor,
     /// Output for `silu(gate) * up`.
     pub mlp: Option<Tensor>,
@@ -244,7 +244,7 @@ pub enum Op<'a> {
         /// follows.
         stats: Option<Tensor>,
     },
-    /// Group normalisation, optionally followed by `silu`.
+    /// Group normalization, optionally followed by `silu`.
     GroupNorm {
         /// Same shape as `x`, or `x` itself if its statistics are given.
         out: Tensor,
@@ -257,8 +257,8 @@ pub enum Op<'a> {
         /// Whether `silu` is applied to the result.
         silu: bool,
     },
-    /// Group normalisation, `silu` and a 3x3 convolution of the same size, without storing the normalised image. The convolution
-    /// pads the normalised image with zeros.
+    /// Group normalization, `silu` and a 3x3 convolution of the same size, without storing the normalized image. The convolution
+    /// pads the normalized image with zeros.
     NormConv {
         /// `[width * height, out channels]`.
         out: Tensor,
@@ -275,7 +275,7 @@ pub enum Op<'a> {
         /// Height of the image.
         height: usize,
     },
-    /// Packs 2x2 patches of a latent image into tokens and normalises them to unit variance.
+    /// Packs 2x2 patches of a latent image into tokens and normalizes them to unit variance.
     Patchify {
         /// `[width * height, 4 * channels]`.
         out: Tensor,
@@ -475,12 +475,12 @@ impl Op<'_> {
         }
     }
 
-    /// Bytes of working memory that a GPU with these GEMMs needs besides that of the operands: for quantised weights with plain inputs in bf16, if
+    /// Bytes of working memory that a GPU with these GEMMs needs besides that of the operands: for quantized weights with plain inputs in bf16, if
     /// it [expands](GemmFormats::expands) them, and for products of inputs with the first matrices of LoRA branches.
     pub fn scratch_bytes(&self, formats: GemmFormats) -> u64 {
         let mut bytes = 0;
         self.layers(&mut |x, w| {
-            let is_expanded = |part: &&Tensor| formats.expands && part.dtype.is_quantised() && !w.input.dtype.is_quantised();
+            let is_expanded = |part: &&Tensor| formats.expands && part.dtype.is_quantized() && !w.input.dtype.is_quantized();
             let parts = w.weight.parts().iter().filter(is_expanded);
             bytes += parts.map(|part| (DType::Bf16.bytes(part.len()) as u64).next_multiple_of(ALIGN)).sum::<u64>();
             bytes += w.lora.map_or(0, |lora| lora.down_out_bytes(x));

@@ -1,22 +1,22 @@
-//! Reads which layers a checkpoint declares as quantised. There are three ways to declare them: the metadata of a file lists all
+//! Reads which layers a checkpoint declares as quantized. There are three ways to declare them: the metadata of a file lists all
 //! layers, a tensor beside each layer holds its settings as JSON, or a marker tensor means that every layer with a scale is FP8.
 
 use super::header::UniqueMap;
 use super::shard::Shard;
 use crate::component::Component;
 use crate::error::{Error, Result};
-use crate::names::{self, QUANTISATION_METADATA};
+use crate::names::{self, QUANTIZATION_METADATA};
 use crate::tensor::DType;
 use crate::text::shown;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-pub(super) const UNKNOWN: &str = "in an unknown quantised format";
+pub(super) const UNKNOWN: &str = "in an unknown quantized format";
 
-/// The error for quantised layers that are not described consistently.
+/// The error for quantized layers that are not described consistently.
 pub(super) fn invalid(shard: &Shard, detail: String) -> Error {
-    let error = Error::bad_file(shard.path(), "invalid quantisation", detail);
-    error.with_hint("the file is damaged, or quantised in a way of its own; download it again, or use another one")
+    let error = Error::bad_file(shard.path(), "invalid quantization", detail);
+    error.with_hint("the file is damaged, or quantized in a way of its own; download it again, or use another one")
 }
 
 /// The maximum size of a layer's settings in bytes.
@@ -27,7 +27,7 @@ const MAX_SETTINGS: usize = 4096;
 pub(super) struct Declared {
     /// The format; none if it follows from the dtype of the weight.
     pub format: Option<DType>,
-    /// Whether the layer's input is not to be quantised.
+    /// Whether the layer's input is not to be quantized.
     pub full_precision: bool,
     /// The name of the layer, and the index of the file that declares it.
     pub layer: String,
@@ -67,7 +67,7 @@ impl Settings {
             return Err("rotated (ConvRot)");
         }
         let name = self.format.as_deref().unwrap_or_default();
-        DType::quantised().find(|dtype| dtype.format().declared == name).ok_or(match name {
+        DType::quantized().find(|dtype| dtype.format().declared == name).ok_or(match name {
             "mxfp8" => "MXFP8",
             "int8_tensorwise" => "INT8",
             "convrot_w4a4" | "asym_w4a8_int8" | "awq_w4a16" => "INT4",
@@ -78,7 +78,7 @@ impl Settings {
     /// What the settings mean for a layer.
     fn declare(&self, shards: &[Shard], shard: usize, layer: &str) -> Result<Declared> {
         let path = shards[shard].path();
-        let refused = |format| Error::Quantised { path: path.into(), name: format!("{layer}.weight"), format };
+        let refused = |format| Error::Quantized { path: path.into(), name: format!("{layer}.weight"), format };
         Ok(Declared {
             format: Some(self.format().map_err(refused)?),
             full_precision: self.full_precision_matrix_mult.unwrap_or(false),
@@ -106,10 +106,10 @@ impl Declarations {
     pub fn read(part: Component, shards: &[Shard]) -> Result<Self> {
         let mut all = Self::default();
         for (index, shard) in shards.iter().enumerate() {
-            let Some(text) = shard.metadata().get(QUANTISATION_METADATA) else { continue };
+            let Some(text) = shard.metadata().get(QUANTIZATION_METADATA) else { continue };
             all.in_metadata = true;
             let metadata: Metadata = serde_json::from_str(text)
-                .map_err(|error| invalid(shard, format!("metadata `{QUANTISATION_METADATA}`: {error}")))?;
+                .map_err(|error| invalid(shard, format!("metadata `{QUANTIZATION_METADATA}`: {error}")))?;
             for (layer, settings) in metadata.layers.0 {
                 if names::resolve(part, &format!("{layer}.weight")) != names::TensorRole::OtherPart {
                     all.add(shards, index, &layer, settings)?;

@@ -1,4 +1,4 @@
-//! Recognises by their first bytes the formats of files that are given as weights by mistake.
+//! Recognizes by their first bytes the formats of files that are given as weights by mistake.
 
 use crate::error::Error;
 use crate::files::{Magic, format_name};
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_recognised() {
+    fn formats_are_recognized() {
         let mut tar = vec![b'a'; 600];
         tar[3] = 0;
         tar[257..262].copy_from_slice(b"ustar");

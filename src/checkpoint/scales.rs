@@ -1,4 +1,4 @@
-//! The scales of quantised weights: read from the tensors beside the weight, and held against its shape.
+//! The scales of quantized weights: read from the tensors beside the weight, and held against its shape.
 //!
 //! A scale is a factor by which decoded elements are multiplied, so each one has to be positive and finite.
 
@@ -167,8 +167,8 @@ fn is_unusual(scales: u64) -> bool {
     (scales | scales.wrapping_add(ONES) | scales.wrapping_sub(ONES)) & (ONES << 7) != 0
 }
 
-/// Whether a quantiser writes these sixteen elements with a scale of zero: if all are zero, and if all but zeros are the largest
-/// there is, which they become where ComfyUI's quantiser divides by a scale that underflowed.
+/// Whether a quantizer writes these sixteen elements with a scale of zero: if all are zero, and if all but zeros are the largest
+/// there is, which they become where ComfyUI's quantizer divides by a scale that underflowed.
 fn may_have_scale_zero(codes: u64) -> bool {
     let magnitudes = codes & 0x7777_7777_7777_7777;
     (magnitudes ^ (magnitudes >> 1)) & 0x3333_3333_3333_3333 == 0
@@ -202,7 +202,7 @@ mod tests {
         let mut state = 1_u64;
         for _ in 0..200_000 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // Most bytes are valid, so that single invalid ones have valid neighbours.
+            // Most bytes are valid, so that single invalid ones have valid neighbors.
             let valid = (state ^ (state >> 29)) & 0x3f3f_3f3f_3f3f_3f3f | 0x4040_4040_4040_4040;
             for (bad, shift) in [0, 0x7f, 0x80, 0xff, 0xc3].into_iter().zip([0, 8, 24, 40, 56]) {
                 assert!(is_unusual(valid & !(0xff << shift) | bad << shift), "{valid:x} {bad:x}");

@@ -1,5 +1,5 @@
 //! Detects zeros where weights should be. A download that allocates its file first, or fetches pieces out of order, leaves a file
-//! of full length whose missing bytes read as zeros: the header is right, every tensor has its shape, and the image is grey or
+//! of full length whose missing bytes read as zeros: the header is right, every tensor has its shape, and the image is gray or
 //! noise.
 //!
 //! A matrix counts as missing if all of it is zero, or one of eight equal chunks of it, which is hundreds of a layer's outputs or

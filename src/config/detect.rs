@@ -54,7 +54,7 @@ impl TransformerConfig {
 
     fn compare(&mut self, config: &ConfigFile) -> Result<()> {
         config.require_text("_class_name", "Flux2Transformer2DModel")?;
-        check_quantisation(config)?;
+        check_quantization(config)?;
         config.require("in_channels", self.channels)?;
         config.require("out_channels", self.channels)?;
         config.require("timestep_guidance_channels", TIME_CHANNELS)?;
@@ -176,7 +176,7 @@ impl TextConfig {
             return Err(config.unsupported("sliding_window", "null"));
         }
         config.require_all("layer_types", "full_attention")?;
-        check_quantisation(config)?;
+        check_quantization(config)?;
         config.require_none("rope_scaling")?;
         if config.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
             return Err(config.unsupported("partial_rotary_factor", "1.0"));
@@ -281,8 +281,8 @@ pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
     Ok(())
 }
 
-/// Fails if the configuration describes a quantised model, unless it is one of ModelOpt's, whose tensors say all that is needed.
-fn check_quantisation(config: &ConfigFile) -> Result<()> {
+/// Fails if the configuration describes a quantized model, unless it is one of ModelOpt's, whose tensors say all that is needed.
+fn check_quantization(config: &ConfigFile) -> Result<()> {
     let key = "quantization_config";
     match config.inner(key)? {
         Some(settings) if settings.text("quant_method")? != Some("modelopt") => {

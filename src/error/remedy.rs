@@ -87,7 +87,7 @@ pub enum Remedy {
     AnyAttention,
     /// Leave what NVFP4 is multiplied as to the device.
     AnyNvfp4Math,
-    /// Load the weights as they are stored, or name files that are not quantised.
+    /// Load the weights as they are stored, or name files that are not quantized.
     AsStored,
     /// Apply the file, which is an adapter, to the model that it was made for.
     ApplyAdapter,

@@ -1,6 +1,6 @@
-//! The filters of PNG rows: each byte minus a prediction from its neighbours.
+//! The filters of PNG rows: each byte minus a prediction from its neighbors.
 
-/// Bytes of an RGB pixel, which is how far the left neighbour is.
+/// Bytes of an RGB pixel, which is how far the left neighbor is.
 const PIXEL: usize = 3;
 
 /// Filters rows, each with the filter whose output has the smallest sum of absolute values, which is the heuristic of the PNG
@@ -31,7 +31,7 @@ impl RowFilter {
     }
 }
 
-/// Subtracts a prediction from every byte of a row, given the byte, its left neighbour, the one above and the one left above.
+/// Subtracts a prediction from every byte of a row, given the byte, its left neighbor, the one above and the one left above.
 fn each(out: &mut [u8], row: &[u8], above: &[u8], predict: impl Fn(u8, u8, u8, u8) -> u8) {
     for i in 0..PIXEL.min(row.len()) {
         out[i] = row[i].wrapping_sub(predict(row[i], 0, above[i], 0));

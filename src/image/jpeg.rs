@@ -17,7 +17,7 @@ pub(crate) const ZIGZAG: [u8; 64] = [
     49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
 ];
 
-/// Steps of the quantisation of luminance at quality 50, row by row (T.81, table K.1).
+/// Steps of the quantization of luminance at quality 50, row by row (T.81, table K.1).
 #[rustfmt::skip]
 const LUMINANCE: [u16; 64] = [
     16, 11, 10, 16,  24,  40,  51,  61,
@@ -70,7 +70,7 @@ pub(super) fn check_text(text: &[(&str, String)]) -> Result<()> {
     Ok(())
 }
 
-/// Quantised coefficients of a block, in the order of [`ZIGZAG`].
+/// Quantized coefficients of a block, in the order of [`ZIGZAG`].
 type Block = [i16; 64];
 
 /// How often each symbol occurs: DC and AC of luminance, then of chrominance.
@@ -126,7 +126,7 @@ fn segment(file: &mut Vec<u8>, marker: u8, data: &[u8]) {
     file.extend_from_slice(data);
 }
 
-/// A quantisation table at a quality, on libjpeg's scale: 50 is the table itself, 100 has steps of 1.
+/// A quantization table at a quality, on libjpeg's scale: 50 is the table itself, 100 has steps of 1.
 fn scaled(table: &[u16; 64], quality: u8) -> [u16; 64] {
     let quality = u32::from(quality.clamp(1, 100));
     let percent = if quality < 50 { 5000 / quality } else { 200 - 2 * quality };
@@ -147,7 +147,7 @@ fn basis() -> [[f32; SIDE]; SIDE] {
     })
 }
 
-/// Transforms and quantises a row of blocks: Y, Cb and Cr of the first block, then of the second. Also counts their symbols.
+/// Transforms and quantizes a row of blocks: Y, Cb and Cr of the first block, then of the second. Also counts their symbols.
 fn transform_row(image: &Image, row: usize, basis: &[[f32; SIDE]; SIDE], steps: &[[u16; 64]; 2]) -> (Vec<Block>, Histograms) {
     let columns = image.width.div_ceil(SIDE);
     let mut blocks = Vec::with_capacity(3 * columns);
@@ -164,7 +164,7 @@ fn transform_row(image: &Image, row: usize, basis: &[[f32; SIDE]; SIDE], steps: 
             planes[2][y][x] = 0.5 * r - 0.418_687_6 * g - 0.081_312_4 * b;
         }
         for (component, plane) in planes.iter().enumerate() {
-            blocks.push(quantise(&transform(plane, basis), &steps[component.min(1)]));
+            blocks.push(quantize(&transform(plane, basis), &steps[component.min(1)]));
         }
     }
     let mut histograms = [[0; 256]; 4];
@@ -189,7 +189,7 @@ fn transform(block: &[[f32; SIDE]; SIDE], basis: &[[f32; SIDE]; SIDE]) -> [[f32;
     both
 }
 
-fn quantise(block: &[[f32; SIDE]; SIDE], steps: &[u16; 64]) -> Block {
+fn quantize(block: &[[f32; SIDE]; SIDE], steps: &[u16; 64]) -> Block {
     ZIGZAG.map(|at| {
         let i = usize::from(at);
         let value = block[i / SIDE][i % SIDE] / f32::from(steps[i]);

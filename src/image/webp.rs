@@ -1,4 +1,4 @@
-//! Lossless WebP files, by the encoder of image-rs, which is pure Rust. It favours speed: on photo-like images its files are 1.0 to 1.2
+//! Lossless WebP files, by the encoder of image-rs, which is pure Rust. It favors speed: on photo-like images its files are 1.0 to 1.2
 //! times as large as our PNGs, where those of libwebp are 0.75 to 1.0 times.
 
 use super::{Image, bug, xmp};

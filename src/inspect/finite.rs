@@ -1,7 +1,7 @@
 //! Looks at every value of a model's files for NaN and infinity, and at every matrix for parts that were never written.
 //!
 //! The files are read in order, a window at a time, by all threads. A block is first searched for any value that is not finite, by
-//! a loop without branches that the compiler vectorises; only the blocks that have one are looked at again, value by value.
+//! a loop without branches that the compiler vectorizes; only the blocks that have one are looked at again, value by value.
 
 use crate::checkpoint::{Shard, StoredDtype, Weights};
 use crate::component::{Component, PerComponent};

@@ -38,8 +38,8 @@ pub struct KnownFile {
 enum Content {
     /// A transformer in BF16.
     Plain(&'static Configs, Layout),
-    /// A transformer with quantised layers, in BFL's layout.
-    Quantised(&'static Configs, Variant, DType),
+    /// A transformer with quantized layers, in BFL's layout.
+    Quantized(&'static Configs, Variant, DType),
     /// The same, but which of its layers stay in BF16 was inferred from its size.
     Inferred(&'static Configs, Variant, DType),
     /// A Qwen3 in BF16, with or without the head that predicts tokens.
@@ -76,7 +76,7 @@ impl KnownFile {
 /// LatentSlate-Engine (`EnviralDesign/LatentSlate-Engine` at d502d5da), which had the files. The SHA-256 of files for \[dev\] are those that their
 /// repositories state.
 pub static KNOWN: [KnownFile; 30] = {
-    use Content::{Encoder, Inferred, NotKnown, Plain, Quantised, Vae};
+    use Content::{Encoder, Inferred, NotKnown, Plain, Quantized, Vae};
     use DType::{E2m1 as Nvfp4, E4m3 as Fp8};
     use Layout::{Bfl, Diffusers};
     use Variant::{Base, Distilled};
@@ -93,21 +93,21 @@ pub static KNOWN: [KnownFile; 30] = {
             Plain(KLEIN_4B, Diffusers),
         ),
         known("FLUX.2-klein-9B, -base-9B or -9b-kv as diffusers stores it", Component::Transformer, Plain(KLEIN_9B, Diffusers)),
-        transformer("flux-2-klein-4b-fp8", 4_070_624_520, Quantised(KLEIN_4B, Distilled, Fp8))
+        transformer("flux-2-klein-4b-fp8", 4_070_624_520, Quantized(KLEIN_4B, Distilled, Fp8))
             .with_fingerprint("2ff21124fb997716c2da1597fab0824dc7bedcaf1aa182ade036e46788b79d6b")
             .with_sha256("97ed34fe0567e436200f2faee3939b88f2b5d99f8af2a4dc16532c4245c0ccb6"),
-        transformer("flux-2-klein-base-4b-fp8", 4_089_498_488, Quantised(KLEIN_4B, Base, Fp8))
+        transformer("flux-2-klein-base-4b-fp8", 4_089_498_488, Quantized(KLEIN_4B, Base, Fp8))
             .with_fingerprint("ab66231a752c13d876075bd31111ca0e6b28a465d9209b972b84820e587fb5a6"),
-        transformer("flux-2-klein-9b-fp8", 9_433_061_528, Quantised(KLEIN_9B, Distilled, Fp8))
+        transformer("flux-2-klein-9b-fp8", 9_433_061_528, Quantized(KLEIN_9B, Distilled, Fp8))
             .with_fingerprint("c25cec508eb68835ccd5833bb3a9886a1dea9cfb652ecf98b1ecf4d6d332940d")
             .with_sha256("865ba09f5b4c3cbd3468a4bd3acb9fcb2f8740c54317482f0bcd4ed1d3655cee"),
         transformer("flux-2-klein-base-9b-fp8", 9_567_278_472, Inferred(KLEIN_9B, Base, Fp8)),
         transformer("flux-2-klein-9b-kv-fp8", 9_818_935_984, NotKnown),
-        transformer("flux-2-klein-4b-nvfp4", 2_460_413_488, Quantised(KLEIN_4B, Distilled, Nvfp4))
+        transformer("flux-2-klein-4b-nvfp4", 2_460_413_488, Quantized(KLEIN_4B, Distilled, Nvfp4))
             .with_fingerprint("c6683e31192ed861a3068673e41d89555caacdad2e4a3a7357e5e576dcaea9d6")
             .with_sha256("d8c5007b6a3bbbdfd38538bbcef5101a55dfde81894f58d2e3c8701cdef3542b"),
         transformer("flux-2-klein-base-4b-nvfp4", 2_487_544_776, Inferred(KLEIN_4B, Base, Nvfp4)),
-        transformer("flux-2-klein-9b-nvfp4", 5_760_960_048, Quantised(KLEIN_9B, Distilled, Nvfp4))
+        transformer("flux-2-klein-9b-nvfp4", 5_760_960_048, Quantized(KLEIN_9B, Distilled, Nvfp4))
             .with_fingerprint("a222d48e4d796bfdb027b0c8e0eb3c8dc655d0901dbe9a7fdab41b434fb036f8")
             .with_sha256("5c72214496dd278f721a112e1bd1585fffed487bc0831c894bcbf30d12e9ee48"),
         transformer("flux-2-klein-base-9b-nvfp4", 5_809_193_808, Inferred(KLEIN_9B, Base, Nvfp4)),
@@ -146,7 +146,7 @@ impl KnownFile {
             Content::Plain(sizes, layout) => {
                 plain(Component::Transformer, layout, &sizes.manifest(Component::Transformer), "BF16")
             }
-            Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
+            Content::Quantized(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
                 let tensors = layout(sizes, variant, format, &[]).tensors.into_iter();
                 tensors.map(|tensor| (tensor.name, (tensor.dtype, tensor.shape))).collect()
             }
@@ -168,23 +168,23 @@ impl KnownFile {
         })
     }
 
-    /// The sizes of its model and its layout, if it is a transformer with quantised layers that are known.
-    pub fn quantised(&self) -> Option<(&'static Configs, FileLayout)> {
+    /// The sizes of its model and its layout, if it is a transformer with quantized layers that are known.
+    pub fn quantized(&self) -> Option<(&'static Configs, FileLayout)> {
         match self.content {
-            Content::Quantised(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
+            Content::Quantized(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
                 Some((sizes, layout(sizes, variant, format, &[])))
             }
             _ => None,
         }
     }
 
-    /// Whether which of its layers are quantised was inferred from its size.
+    /// Whether which of its layers are quantized was inferred from its size.
     pub fn is_inferred(&self) -> bool {
         matches!(self.content, Content::Inferred(..))
     }
 }
 
-/// An official file: the layers that [`Policy`] knows to be quantised, each with a scale of its input.
+/// An official file: the layers that [`Policy`] knows to be quantized, each with a scale of its input.
 fn layout(sizes: &Configs, variant: Variant, format: DType, keep: &[String]) -> FileLayout {
     let policy = Policy::transformer(&sizes.transformer, variant, format, keep);
     let layer = |spec: TensorSpec| {
@@ -308,7 +308,7 @@ mod tests {
     fn the_list_agrees_with_what_was_published() {
         for file in &KNOWN {
             let Some(tensors) = file.tensors() else {
-                assert!(file.bytes.is_some(), "{}: nothing would recognise it", file.name);
+                assert!(file.bytes.is_some(), "{}: nothing would recognize it", file.name);
                 continue;
             };
             assert!(file.fingerprint.is_none_or(|published| published == fingerprint(&tensors)), "{}", file.name);
@@ -319,7 +319,7 @@ mod tests {
                 assert!(header.is_multiple_of(8) && (80..130).contains(&each), "{}: {header}", file.name);
             }
             // A file that would be written has the size and the header's length to the byte, and no gap between tensors.
-            if let Some((_, layout)) = file.quantised() {
+            if let Some((_, layout)) = file.quantized() {
                 assert_eq!(
                     (Some(layout.bytes()), layout.bytes() - data),
                     (file.bytes, layout.header.len() as u64),
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn every_known_file_is_recognised() {
+    fn every_known_file_is_recognized() {
         for file in &KNOWN {
             let found = match file.tensors() {
                 Some(tensors) => likeness(file.part, &tensors, None),

@@ -46,8 +46,8 @@ pub fn room(row: usize, column: usize) -> f32 {
 pub enum Applicability {
     /// They are of this encoder.
     Published,
-    /// They are of this encoder, but it is quantised, which moves its values by an amount that nobody published.
-    Quantised,
+    /// They are of this encoder, but it is quantized, which moves its values by an amount that nobody published.
+    Quantized,
     /// They are of another encoder.
     OtherEncoder,
 }
@@ -61,7 +61,7 @@ impl Applicability {
         } else if tensors.all(|(_, entry)| DType::plain_stored_as(entry.dtype.name).is_some()) {
             Self::Published
         } else {
-            Self::Quantised
+            Self::Quantized
         }
     }
 }
@@ -132,11 +132,11 @@ mod tests {
         let file = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0]].concat();
         let shard = Shard::from_bytes("x", Bytes::new(Arc::new(file))).unwrap();
         let weights = Weights::from_shards(Component::TextEncoder, vec![shard]).unwrap();
-        assert_eq!(Applicability::of(&Configs::KLEIN_4B.text_encoder, &weights), Applicability::Quantised);
+        assert_eq!(Applicability::of(&Configs::KLEIN_4B.text_encoder, &weights), Applicability::Quantized);
     }
 
     #[test]
-    fn right_values_and_their_neighbours_are_accepted() {
+    fn right_values_and_their_neighbors_are_accepted() {
         assert_eq!(changed(|_, _, value| value).off, []);
         // What the article printed was rounded to bf16 and then to two decimals.
         assert_eq!(changed(|_, _, value| bf16::from_f32(value).to_f32()).off, []);

@@ -80,7 +80,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn names_of_repositories_are_recognised() {
+    fn names_of_repositories_are_recognized() {
         let of = |name: &str| repository(Path::new(name)).map(|(id, file)| (id, file.map(|file| file.display().to_string())));
         let some = |id: &str, file: Option<&str>| Some((id.to_owned(), file.map(String::from)));
         assert_eq!(of("owner/name"), some("owner/name", None));

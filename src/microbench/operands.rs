@@ -41,7 +41,7 @@ const NVFP4_INPUT_SCALE: f32 = 1.0 / 256.0;
 const WEIGHT_SIZE: f32 = 0.1;
 /// Queries and keys have a scale of one and about a third of the size of other values, which makes scores of the usual size.
 const HEAD_SIZE: f32 = 0.33;
-/// Rows that are normalised at a time to make NVFP4 inputs, whole tiles of their scales.
+/// Rows that are normalized at a time to make NVFP4 inputs, whole tiles of their scales.
 const NVFP4_ROWS: usize = 8 * nvfp4::TILE_ROWS;
 /// Columns of the norm that e4m3 inputs are made by.
 const FILL_COLS: usize = 1024;
@@ -111,7 +111,7 @@ impl Operands {
     }
 
     fn input_stored(&mut self, rows: usize, cols: usize, stored: Stored, fill: f32) -> Result<Tensor> {
-        if !stored.dtype.is_quantised() {
+        if !stored.dtype.is_quantized() {
             return self.input(rows, cols, stored.dtype);
         }
         let tensor = self.arena.alloc_stored(rows, cols, stored)?;
@@ -149,12 +149,12 @@ impl Operands {
         self.weights.peak() + self.arena.peak()
     }
 
-    /// Reserves memory and initialises the operands that ops read.
+    /// Reserves memory and initializes the operands that ops read.
     pub fn fill(&mut self, be: &mut dyn Backend) -> Result<()> {
         let noise = noise();
         let times = |factor: f32| noise.iter().map(|v| factor * v).collect::<Vec<_>>();
         let weights = DType::Bf16.encoded(&times(WEIGHT_SIZE));
-        // The codes of quantised weights, and NVFP4's scales of blocks.
+        // The codes of quantized weights, and NVFP4's scales of blocks.
         let (codes, blocks) = match self.formats.weights {
             DType::E4m3 => (DType::E4m3.encoded(&times(448.0)), Vec::new()),
             DType::E2m1 => {
@@ -199,7 +199,7 @@ impl Operands {
             repeat_rows(be, to, filled)?;
         }
         if let Some(source) = source {
-            self.e4m3.iter().try_for_each(|&(to, scale)| normalise_into(be, to, scale, source))?;
+            self.e4m3.iter().try_for_each(|&(to, scale)| normalize_into(be, to, scale, source))?;
         }
         for (to, source) in self.nvfp4.iter().zip(sources) {
             for first in (0..to.rows).step_by(NVFP4_ROWS) {
@@ -225,8 +225,8 @@ impl Operands {
     }
 }
 
-/// Fills an e4m3 tensor with normalised values, stored with `scale`. Its rows are taken as one, and cut into those of `source`.
-fn normalise_into(be: &mut dyn Backend, to: Tensor, scale: Scale, source: Modulated) -> Result<()> {
+/// Fills an e4m3 tensor with normalized values, stored with `scale`. Its rows are taken as one, and cut into those of `source`.
+fn normalize_into(be: &mut dyn Backend, to: Tensor, scale: Scale, source: Modulated) -> Result<()> {
     let (cols, scaling) = (FILL_COLS.min(to.len()), Scaling::Tensor(scale));
     let whole = Tensor { rows: to.len() / cols, cols, stride: cols, scaling, ..to };
     let rest = Tensor { offset: to.offset + whole.len() as u64, rows: 1, cols: to.len() - whole.len(), ..whole };

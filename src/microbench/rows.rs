@@ -82,7 +82,7 @@ const QUICK: Sizes = Sizes {
     channels: 128,
 };
 
-/// All rows of a scale, with activations in a precision, and with the quantised operands that a backend takes.
+/// All rows of a scale, with activations in a precision, and with the quantized operands that a backend takes.
 pub fn rows(scale: Scale, precision: Precision, formats: GemmFormats) -> Result<Vec<Row>> {
     let activations = precision.activations();
     let builder = RowBuilder(RowFormat { activations, weights: DType::Bf16, inputs: activations });
@@ -92,9 +92,9 @@ pub fn rows(scale: Scale, precision: Precision, formats: GemmFormats) -> Result<
         Scale::Processor => return builder.processor(),
     };
     let mut rows = builder.model(sizes)?;
-    // Activations are quantised in bf16 only.
+    // Activations are quantized in bf16 only.
     if precision == Precision::Bf16 {
-        rows.extend(builder.quantised(sizes, formats)?);
+        rows.extend(builder.quantized(sizes, formats)?);
     }
     Ok(rows)
 }
@@ -169,7 +169,7 @@ impl RowBuilder {
         .collect()
     }
 
-    /// The layers of the text encoder, with weights of a quantised type.
+    /// The layers of the text encoder, with weights of a quantized type.
     fn encoder(&self, s: &Sizes, weights: DType) -> [Result<Row>; 4] {
         let Sizes { text, text_width, text_heads, text_kv_heads, text_mlp, .. } = *s;
         let (text_q, text_kv) = (text_heads * HEAD_DIM, text_kv_heads * HEAD_DIM);
@@ -185,7 +185,7 @@ impl RowBuilder {
     /// The ops of a model in FP8: the layers of the text encoder in W8A16, the blocks of the transformer in W8A8, with queries
     /// and keys in e4m3; and those of a model in NVFP4: the blocks of the transformer in W4A4, and with inputs that stay plain the layers of
     /// the text encoder and of the single blocks of both transformers in W4A16.
-    fn quantised(&self, s: &Sizes, formats: GemmFormats) -> Result<Vec<Row>> {
+    fn quantized(&self, s: &Sizes, formats: GemmFormats) -> Result<Vec<Row>> {
         let Sizes { text, side, width, mlp, large, .. } = *s;
         let (all, both, heads) = (text + side * side, [text, side * side], width / HEAD_DIM);
         let mut rows = Vec::new();

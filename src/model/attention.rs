@@ -8,10 +8,10 @@ use crate::names::LayerId;
 use crate::tensor::{Arena, DType, Precision, Scale, Stored, Tensor};
 use std::f32::consts::LOG2_E;
 
-/// Which format the queries and keys of the transformer's attention are to have. Values are never quantised.
+/// Which format the queries and keys of the transformer's attention are to have. Values are never quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionFormat {
-    /// e4m3 in every block that makes them from quantised inputs, if the backend has such an attention; but not where only bf16 has a
+    /// e4m3 in every block that makes them from quantized inputs, if the backend has such an attention; but not where only bf16 has a
     /// max-free softmax.
     #[default]
     Auto,
@@ -30,7 +30,7 @@ pub enum PlainHeads {
     Precision,
     /// The backend has no attention of e4m3.
     Device,
-    /// The layers that make them do not all have quantised inputs, so that they are more precise than e4m3 is.
+    /// The layers that make them do not all have quantized inputs, so that they are more precise than e4m3 is.
     Inputs,
     /// Softmax is max-free in bf16 and would not be in e4m3, where rounding lets scores grow further. A running maximum takes more
     /// time than e4m3 saves.
@@ -77,7 +77,7 @@ pub(super) struct KvCache {
 }
 
 impl BlockAttention {
-    /// The attention of a block, whose queries and keys `layers` make and a qk-norm with this gain normalises.
+    /// The attention of a block, whose queries and keys `layers` make and a qk-norm with this gain normalizes.
     pub fn new(
         asked: AttentionFormat,
         gemms: GemmFormats,
@@ -95,7 +95,7 @@ impl BlockAttention {
             AttentionFormat::Bf16 => Some(PlainHeads::Asked),
             _ if precision != Precision::Bf16 => Some(PlainHeads::Precision),
             _ if !gemms.takes_heads(DType::E4m3) => Some(PlainHeads::Device),
-            _ if layers.iter().any(|layer| !layer.input.dtype.is_quantised()) => Some(PlainHeads::Inputs),
+            _ if layers.iter().any(|layer| !layer.input.dtype.is_quantized()) => Some(PlainHeads::Inputs),
             AttentionFormat::Auto if plain.is_max_free(USUAL_KEYS) && !e4m3.is_max_free(USUAL_KEYS) => Some(PlainHeads::MaxFree),
             _ => None,
         };
@@ -142,9 +142,9 @@ impl BlockAttention {
 fn refused(name: &str, why: PlainHeads) -> Error {
     let why = match why {
         // Whoever asked for FP8 has not asked for anything else, and gets it where it is slower.
-        PlainHeads::Asked | PlainHeads::MaxFree | PlainHeads::Precision => "nothing is quantised in f32 precision".into(),
+        PlainHeads::Asked | PlainHeads::MaxFree | PlainHeads::Precision => "nothing is quantized in f32 precision".into(),
         PlainHeads::Device => "there is no kernel for it here".into(),
-        PlainHeads::Inputs => format!("the inputs of `{name}` are not quantised"),
+        PlainHeads::Inputs => format!("the inputs of `{name}` are not quantized"),
     };
     Error::Usage { what: format!("FP8 attention cannot be had: {why}"), hint: Some(Remedy::AnyAttention) }
 }

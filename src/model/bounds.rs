@@ -1,7 +1,7 @@
 //! An upper bound on the attention scores of a block, from the gains of its qk-norm. With it attention can use a max-free
 //! softmax.
 //!
-//! After RMS normalisation and before the gain, a head has an L2 norm of at most the square root of its size. The gain scales it,
+//! After RMS normalization and before the gain, a head has an L2 norm of at most the square root of its size. The gain scales it,
 //! and RoPE is a rotation, which preserves norms. A score is a sum over the pairs of elements that are rotated together; by the
 //! Cauchy-Schwarz inequality the sum is at most the product of both norms times the largest product of the gains of one pair.
 

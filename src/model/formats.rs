@@ -15,16 +15,16 @@ pub struct LayerFormat {
     pub parts: Vec<PartFormat>,
     /// The type of its input.
     pub input: DType,
-    /// Why the input of quantised weights is not quantised, if it is not.
+    /// Why the input of quantized weights is not quantized, if it is not.
     pub why: Option<PlainInput>,
     /// Whether the weight has what adapters add to it.
     pub merged: bool,
 }
 
-/// Why the input of a layer whose weights are quantised is not.
+/// Why the input of a layer whose weights are quantized is not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainInput {
-    /// No op before the layer could store it quantised, or the model was made for inputs as they are, as text encoders are.
+    /// No op before the layer could store it quantized, or the model was made for inputs as they are, as text encoders are.
     Model,
     /// The checkpoint does not ask for it.
     File,

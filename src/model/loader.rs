@@ -4,7 +4,7 @@ use super::attention::{AttentionFormat, BlockAttention};
 use super::bounds::{NormGain, QkGain};
 use super::formats::{LayerFormat, PartFormat, PlainInput};
 use super::nvfp4_math::{Nvfp4Math, refused};
-use super::quantise;
+use super::quantize;
 use super::table::TokenTable;
 use crate::adapter::{AdapterMode, Adapters, MAX_RANK, Merger};
 use crate::backend::{Backend, Conv, GatedGemm, GemmFormats, GroupNorm, Linear, Op, QkNorm, Role, Weight};
@@ -12,7 +12,7 @@ use crate::checkpoint::Weights;
 use crate::error::{Error, Remedy, Result};
 use crate::names::{LayerId, TensorSpec};
 use crate::tensor::formats::Format;
-use crate::tensor::quantise::largest_magnitude;
+use crate::tensor::quantize::largest_magnitude;
 use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scaling, Stored, Tensor, WeightSlice};
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub struct Loader<'a> {
     precision: Precision,
     attention: AttentionFormat,
     nvfp4_math: Nvfp4Math,
-    quantise: Option<DType>,
+    quantize: Option<DType>,
 }
 
 /// What becomes of the tensors that are loaded.
@@ -42,7 +42,7 @@ struct Upload<'a> {
     loaded: &'a mut dyn FnMut(u64),
     /// Whether weights are checked for parts that were never written.
     verify_written: bool,
-    /// Whether only shapes and formats matter, so that weights which are quantised need not be read for their scales.
+    /// Whether only shapes and formats matter, so that weights which are quantized need not be read for their scales.
     shapes_only: bool,
     /// What is added to weights.
     adapters: Option<Added<'a>>,
@@ -71,7 +71,7 @@ impl<'a> Loader<'a> {
         let (verify_written, shapes_only, adapters, merger, formats) = (false, false, None, Merger::default(), Vec::new());
         let target =
             Target::Backend(Upload { backend, region, source, loaded, verify_written, shapes_only, adapters, merger, formats });
-        Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto, quantise: None }
+        Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto, quantize: None }
     }
 
     /// Sets the format of queries and keys that blocks are to have.
@@ -84,9 +84,9 @@ impl<'a> Loader<'a> {
         Self { nvfp4_math, ..self }
     }
 
-    /// Sets the format that plain weights of transformer blocks and text encoders are quantised to, if they are.
-    pub fn with_quantise(self, quantise: Option<DType>) -> Self {
-        Self { quantise, ..self }
+    /// Sets the format that plain weights of transformer blocks and text encoders are quantized to, if they are.
+    pub fn with_quantize(self, quantize: Option<DType>) -> Self {
+        Self { quantize, ..self }
     }
 
     /// Sets what adapters add to weights, how, and from where on in [`Region::Adapters`] there is room for the
@@ -100,7 +100,7 @@ impl<'a> Loader<'a> {
         self.with(|upload| upload.verify_written = true)
     }
 
-    /// Reads no weights. The scales of tensors that are quantised are then one instead of those that their values need, which
+    /// Reads no weights. The scales of tensors that are quantized are then one instead of those that their values need, which
     /// makes no difference to a dry run.
     pub fn shapes_only(self) -> Self {
         self.with(|upload| upload.shapes_only = true)
@@ -118,7 +118,7 @@ impl<'a> Loader<'a> {
         let mut list = Vec::new();
         let target = Target::Manifest(&mut list);
         let (attention, nvfp4_math) = (AttentionFormat::Auto, Nvfp4Math::Auto);
-        let mut loader = Loader { target, precision: Precision::Bf16, attention, nvfp4_math, quantise: None };
+        let mut loader = Loader { target, precision: Precision::Bf16, attention, nvfp4_math, quantize: None };
         // Nothing is allocated or read, so there is nothing that could fail.
         load(&mut loader).map(drop).expect("recording a manifest does not fail");
         list
@@ -145,12 +145,12 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads a linear layer without its bias. Which layer it is decides whether its input may be quantised, as the checkpoint says;
+    /// Loads a linear layer without its bias. Which layer it is decides whether its input may be quantized, as the checkpoint says;
     /// otherwise that has the precision of activations.
     fn layer(&mut self, spec: TensorSpec) -> Result<Linear> {
         match &mut self.target {
-            Target::Backend(upload) => match self.quantise.filter(|_| spec.layer.is_some_and(LayerId::is_quantised_on_request)) {
-                Some(format) => upload.quantised_layer(&spec, self.precision, (format, self.nvfp4_math)),
+            Target::Backend(upload) => match self.quantize.filter(|_| spec.layer.is_some_and(LayerId::is_quantized_on_request)) {
+                Some(format) => upload.quantized_layer(&spec, self.precision, (format, self.nvfp4_math)),
                 None => upload.layer(&spec, self.precision, self.nvfp4_math),
             },
             Target::Manifest(list) => Ok(Linear { id: spec.layer, ..Linear::new(listed(list, spec), None) }),
@@ -205,7 +205,7 @@ impl<'a> Loader<'a> {
         self.filters(name, out, input, Role::Conv)
     }
 
-    /// A convolution after nearest-neighbour upsampling by two.
+    /// A convolution after nearest-neighbor upsampling by two.
     pub(super) fn up_conv(&mut self, name: &str, out: usize, input: usize) -> Result<Conv> {
         self.filters(name, out, input, Role::UpConv)
     }
@@ -224,7 +224,7 @@ impl<'a> Loader<'a> {
         Ok(QkNorm { q: self.norm(q, head_dim)?, k: self.norm(k, head_dim)?, eps })
     }
 
-    /// The attention of a block, whose queries and keys `layers` make and a norm with this gain normalises.
+    /// The attention of a block, whose queries and keys `layers` make and a norm with this gain normalizes.
     pub(super) fn attention(&self, layers: &[&Linear], gain: &QkGain) -> Result<BlockAttention> {
         let gemms = match &self.target {
             Target::Backend(upload) => upload.backend.gemm_formats(),
@@ -259,14 +259,14 @@ fn listed(list: &mut Vec<TensorSpec>, spec: TensorSpec) -> Tensor {
     Tensor { region: Region::Weights, dtype: DType::Bf16, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled }
 }
 
-/// The type of a matrix of plain elements. In f32 it stays as it is stored, which every op can read exactly; quantised values are
+/// The type of a matrix of plain elements. In f32 it stays as it is stored, which every op can read exactly; quantized values are
 /// expanded.
 fn plain_dtype(parts: &[WeightSlice], precision: Precision) -> DType {
     match precision {
         Precision::Bf16 => DType::Bf16,
         Precision::F32 => {
             let stored = parts.first().map_or(DType::Bf16, |part| part.dtype);
-            if parts.iter().all(|part| part.dtype == stored) && !stored.is_quantised() { stored } else { DType::F32 }
+            if parts.iter().all(|part| part.dtype == stored) && !stored.is_quantized() { stored } else { DType::F32 }
         }
     }
 }
@@ -277,7 +277,7 @@ fn part_formats(parts: &[WeightSlice], weight: &Weight) -> Vec<PartFormat> {
     if parts.is_empty() {
         // A checkpoint would have plain values.
         let format = |tensor: &Tensor| {
-            let stored = if tensor.dtype.is_quantised() { DType::Bf16 } else { tensor.dtype };
+            let stored = if tensor.dtype.is_quantized() { DType::Bf16 } else { tensor.dtype };
             let stored_bytes = stored.bytes(tensor.len()) as u64;
             PartFormat { stored, held: tensor.dtype, stored_bytes, held_bytes: tensor.bytes() }
         };
@@ -342,11 +342,11 @@ impl Upload<'_> {
             (Some(input), _) if !parts.iter().all(|part| gemms.takes(part.dtype, input.dtype)) => Err(PlainInput::Device),
             (Some(input), _) => Ok(input),
         };
-        let is_quantised = parts.iter().any(|part| part.dtype.is_quantised());
-        let why = input.err().filter(|_| is_quantised);
+        let is_quantized = parts.iter().any(|part| part.dtype.is_quantized());
+        let why = input.err().filter(|_| is_quantized);
         let plain = Stored::plain(precision.activations());
         let input = input.unwrap_or(plain);
-        let is_kept = |part: &WeightSlice| part.dtype.is_quantised() && gemms.takes(part.dtype, input.dtype);
+        let is_kept = |part: &WeightSlice| part.dtype.is_quantized() && gemms.takes(part.dtype, input.dtype);
         let stays = reencoded.is_some() || parts.iter().any(is_kept);
         if self.merges(spec, stays)? {
             let weight = match self.merged_by_backend(spec, &parts, plain)? {
@@ -357,7 +357,7 @@ impl Upload<'_> {
                 }
             };
             let weight = Weight::new(weight);
-            let why = is_quantised.then_some(PlainInput::Adapter);
+            let why = is_quantized.then_some(PlainInput::Adapter);
             return self.loaded_layer(spec, &parts, weight, plain, why, true);
         }
         let weight = if stays {
@@ -378,11 +378,11 @@ impl Upload<'_> {
         self.loaded_layer(spec, &parts, weight, input, why, false)
     }
 
-    /// Loads a layer and quantises its weight on the way, each part of it with scales of its own.
-    fn quantised_layer(&mut self, spec: &TensorSpec, precision: Precision, (format, math): (DType, Nvfp4Math)) -> Result<Linear> {
-        let refused = |why: String| quantise::refused(format, &why);
+    /// Loads a layer and quantizes its weight on the way, each part of it with scales of its own.
+    fn quantized_layer(&mut self, spec: &TensorSpec, precision: Precision, (format, math): (DType, Nvfp4Math)) -> Result<Linear> {
+        let refused = |why: String| quantize::refused(format, &why);
         let (parts, (rows, cols)) = (self.stored(spec)?, extent(spec));
-        if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
+        if let Some(part) = parts.iter().find(|part| part.dtype.is_quantized()) {
             return Err(refused(format!("`{}` is stored as {} already", spec.name, part.dtype.name())));
         }
         let Format { block, scales, .. } = format.format();
@@ -390,7 +390,7 @@ impl Upload<'_> {
             return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {block}", spec.name)));
         }
         let producer = spec.layer.and_then(LayerId::producer);
-        let input = quantise::input(format, producer, self.backend.gemm_formats(), precision, math)?;
+        let input = quantize::input(format, producer, self.backend.gemm_formats(), precision, math)?;
         let merges = self.merges(spec, true)?;
         let own = if merges && !self.shapes_only { self.merged(spec, &parts, DType::F32) } else { parts.clone() };
         let stored = |part: &[WeightSlice]| {
@@ -411,7 +411,7 @@ impl Upload<'_> {
         self.loaded_layer(spec, &parts, weight, input, why, merges)
     }
 
-    /// Whether what adapters add to a layer is merged with its weight, of which something `stays` quantised if not. Otherwise it is computed
+    /// Whether what adapters add to a layer is merged with its weight, of which something `stays` quantized if not. Otherwise it is computed
     /// beside the weight, or there is nothing.
     fn merges(&self, spec: &TensorSpec, stays: bool) -> Result<bool> {
         let (Some(Added { adapters, mode, .. }), Some(id)) = (self.adapters, spec.layer) else { return Ok(false) };

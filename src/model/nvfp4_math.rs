@@ -31,7 +31,7 @@ impl Nvfp4Math {
     pub(super) fn fp8_input(self, wanted: Option<Stored>, gemms: GemmFormats, precision: Precision) -> Result<Option<Stored>> {
         let (Self::Fp8, Some(Stored { scales: Scales::Blocks16(scale), .. })) = (self, wanted) else { return Ok(None) };
         if precision == Precision::F32 {
-            return Err(refused("nothing is quantised in f32 precision"));
+            return Err(refused("nothing is quantized in f32 precision"));
         }
         if !gemms.takes(DType::E4m3, DType::E4m3) {
             return Err(refused("this device has no FP8 GEMM"));

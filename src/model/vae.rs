@@ -227,7 +227,7 @@ impl Vae {
     }
 
     /// The same on tiles of images that have a side longer than [`VaeConfig::tile`], if `tiling`. They need no more working
-    /// memory than an image of that size, besides the results; but each tile is normalised by statistics of its own, so the image
+    /// memory than an image of that size, besides the results; but each tile is normalized by statistics of its own, so the image
     /// is another one.
     #[must_use]
     pub fn with_tiling(self, tiling: bool) -> Self {
@@ -265,9 +265,9 @@ impl Vae {
         let (c, d) = (&self.config, &self.decoder);
         let first = Shape { width, height, channels: c.decoder[3] };
         scope(be, ws, |be, ws| {
-            let quantised = ws.alloc(z.rows, c.latent, self.precision.activations())?;
-            be.run(Op::Linear(&[Gemm { out: quantised, x: z, w: &d.post_quant }]))?;
-            let z = FeatureMap { data: quantised, stats: None, width, height };
+            let quantized = ws.alloc(z.rows, c.latent, self.precision.activations())?;
+            be.run(Op::Linear(&[Gemm { out: quantized, x: z, w: &d.post_quant }]))?;
+            let z = FeatureMap { data: quantized, stats: None, width, height };
             let begin = |be: &mut dyn Backend, x| conv(be, x, z, &d.conv_in, Sampling::Same, Added::Nothing);
             self.levels(be, ws, (&d.levels, &d.mid), (first, Sampling::Up), &begin, &|be, last| {
                 let FeatureMap { data: x, stats, width, height } = last;
@@ -456,7 +456,7 @@ impl Vae {
         be.run(Op::LinearGateResidual(&[GatedGemm { into: x.data, x: normed, w: &block.out, gate: None }]))
     }
 
-    /// Normalises `x` into `out`, which may be its own memory if its statistics are known.
+    /// Normalizes `x` into `out`, which may be its own memory if its statistics are known.
     fn norm(&self, be: &mut dyn Backend, norm: &GroupNorm, out: Tensor, x: FeatureMap, silu: bool) -> Result<FeatureMap> {
         be.run(Op::GroupNorm { out, x: x.data, norm, stats: x.stats, silu })?;
         Ok(FeatureMap { data: out, stats: None, ..x })
@@ -477,7 +477,7 @@ struct Buffers {
     second: FeatureMap,
     /// What lies between the two convolutions of a block.
     inner: FeatureMap,
-    /// The normalised input, if it has another number of channels than the output. It lies where `second` and `inner` are later,
+    /// The normalized input, if it has another number of channels than the output. It lies where `second` and `inner` are later,
     /// as far as it has room there: the first block has no use for `inner`, and writes `second` last.
     normed: Option<Tensor>,
 }

@@ -41,24 +41,24 @@ fn within<const ROWS: usize, const COLUMNS: usize>(coefficients: &Block) -> bool
     coefficients.iter().zip(mask).fold(0, |all, (c, m)| all | (c & m)) == 0
 }
 
-/// Dequantises the coefficients of a block and writes its 8 x 8 samples to rows that are `stride` apart.
-pub fn block(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
+/// Dequantizes the coefficients of a block and writes its 8 x 8 samples to rows that are `stride` apart.
+pub fn block(coefficients: &Block, quantizers: &Block, out: &mut [u8], stride: usize) {
     // Most blocks of most images are smooth and have few coefficients.
     if within::<1, 1>(coefficients) {
-        let value = coefficients[0].wrapping_mul(quantisers[0]).wrapping_shl(PASS1_BITS as u32);
+        let value = coefficients[0].wrapping_mul(quantizers[0]).wrapping_shl(PASS1_BITS as u32);
         let sample = sample(saturated((i32::from(value) + 16) >> 5));
         out.chunks_mut(stride).take(8).for_each(|row| row[..8].fill(sample));
     } else if within::<4, 4>(coefficients) {
-        transform::<4>(coefficients, quantisers, out, stride);
+        transform::<4>(coefficients, quantizers, out, stride);
     } else {
-        transform::<8>(coefficients, quantisers, out, stride);
+        transform::<8>(coefficients, quantizers, out, stride);
     }
 }
 
 /// Runs both passes for a block whose coefficients are zero outside the first `SIDE` rows and columns.
-fn transform<const SIDE: usize>(coefficients: &Block, quantisers: &Block, out: &mut [u8], stride: usize) {
+fn transform<const SIDE: usize>(coefficients: &Block, quantizers: &Block, out: &mut [u8], stride: usize) {
     let mut rows = [[0; 8]; 8];
-    let values = coefficients.iter().zip(quantisers).map(|(c, q)| c.wrapping_mul(*q));
+    let values = coefficients.iter().zip(quantizers).map(|(c, q)| c.wrapping_mul(*q));
     rows.as_flattened_mut().iter_mut().zip(values).take(8 * SIDE).for_each(|(to, value)| *to = value);
     let rows = if within::<1, 8>(coefficients) {
         // The columns are constant. A product that fills 16 bits overflows in this shift but saturates in a pass, as in Pillow.
@@ -198,13 +198,13 @@ mod tests {
 
     #[test]
     fn shortcuts_change_nothing() {
-        let quantisers: Block = std::array::from_fn(|k| k as i16 + 1);
+        let quantizers: Block = std::array::from_fn(|k| k as i16 + 1);
         for (side, scale) in [(1, 1500), (1, -300), (1, 7), (2, 100), (4, 60), (4, -9), (5, 20), (8, 3)] {
             let inside = |k: usize| k / 8 < side && k % 8 < side;
             let coefficients: Block = std::array::from_fn(|k| if inside(k) { scale / (1 + k as i16) } else { 0 });
             let (mut short, mut long) = ([0; 64], [0; 64]);
-            block(&coefficients, &quantisers, &mut short, 8);
-            transform::<8>(&coefficients, &quantisers, &mut long, 8);
+            block(&coefficients, &quantizers, &mut short, 8);
+            transform::<8>(&coefficients, &quantizers, &mut long, 8);
             assert_eq!(short, long);
         }
         let row = |k: usize| if k < 8 { 90 - 17 * k as i16 } else { 0 };

@@ -1,4 +1,4 @@
-//! The arithmetic of the image ops: convolution, group normalisation, and packing of latents into tokens.
+//! The arithmetic of the image ops: convolution, group normalization, and packing of latents into tokens.
 
 use crate::kernels::{Layer, for_rows, for_tasks};
 use crate::math::silu;
@@ -173,7 +173,7 @@ fn group_stats(x: &In<'_>, groups: usize) -> Vec<(f32, f32)> {
     let partial: Vec<Vec<(f64, f64)>> = (0..x.rows.div_ceil(PIXELS))
         .into_par_iter()
         .map(|block| {
-            // One accumulator per channel, which vectorises; groups are only a few channels wide.
+            // One accumulator per channel, which vectorizes; groups are only a few channels wide.
             let (mut sums, mut squares, mut row) = (vec![0.0; x.cols], vec![0.0; x.cols], vec![0.0; x.cols]);
             for r in block * PIXELS..((block + 1) * PIXELS).min(x.rows) {
                 x.load(r, 0, &mut row);
@@ -202,7 +202,7 @@ pub fn group_stats_into(mut stats: Out<'_>, x: In<'_>) {
     }
 }
 
-/// Parameters of a group normalisation.
+/// Parameters of a group normalization.
 pub struct GroupParams<'a> {
     pub weight: In<'a>,
     pub bias: In<'a>,
@@ -210,7 +210,7 @@ pub struct GroupParams<'a> {
     pub eps: f32,
 }
 
-/// A group normalisation as factors and offsets of channels.
+/// A group normalization as factors and offsets of channels.
 struct ChannelNorm {
     mean: Vec<f32>,
     scale: Vec<f32>,
@@ -228,7 +228,7 @@ impl ChannelNorm {
         Self { mean: (0..x.cols).map(|c| stats[c / width].0).collect(), scale, shift: norm.bias.row_vec(0) }
     }
 
-    /// Normalises the channels of a pixel.
+    /// Normalizes the channels of a pixel.
     fn apply(&self, pixel: &mut [f32], apply_silu: bool) {
         // The mean is subtracted first: folded into the shift, it would cancel against a term much larger than the result.
         for (((v, mean), scale), shift) in pixel.iter_mut().zip(&self.mean).zip(&self.scale).zip(&self.shift) {
@@ -249,9 +249,9 @@ pub fn group_norm(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option
     });
 }
 
-/// Group normalisation, `silu` and a convolution of the same size. The normalised image exists a few rows at a time, in f32.
+/// Group normalization, `silu` and a convolution of the same size. The normalized image exists a few rows at a time, in f32.
 pub fn norm_conv(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, filters: &Filters) {
-    /// Rows of the image that a task computes. The rows above and below are normalised twice.
+    /// Rows of the image that a task computes. The rows above and below are normalized twice.
     const ROWS: usize = 8;
     let (norm, width, n) = (ChannelNorm::new(&x, norm, stats), filters.geometry.width, out.cols);
     let tasks = out.split_rows((ROWS * width).max(1));

@@ -1,6 +1,6 @@
 //! Lanczos resampling with a window of three lobes, bit-identical to that of Pillow 13 on 8-bit images.
 //!
-//! This takes exactly the steps of Pillow: two passes with an 8-bit intermediate image, weights computed in f64, normalised, and
+//! This takes exactly the steps of Pillow: two passes with an 8-bit intermediate image, weights computed in f64, normalized, and
 //! rounded to 22 fractional bits. A pass that would not change the size is skipped. The horizontal pass comes first unless the
 //! height is reduced much more than the width; since the intermediate image is rounded, the order affects the result.
 
@@ -45,11 +45,11 @@ fn taps(from: usize, to: usize) -> Vec<Taps> {
     let (support, inverse_scale) = (LOBES * filter_scale, 1.0 / filter_scale);
     (0..to)
         .map(|i| {
-            let centre = (i as f64 + 0.5) * scale;
+            let center = (i as f64 + 0.5) * scale;
             // The cast truncates and saturates, which clamps at zero.
-            let first = (centre - support + 0.5) as usize;
-            let last = ((centre + support + 0.5) as usize).min(from);
-            let weights: Vec<f64> = (first..last).map(|x| window((x as f64 - centre + 0.5) * inverse_scale)).collect();
+            let first = (center - support + 0.5) as usize;
+            let last = ((center + support + 0.5) as usize).min(from);
+            let weights: Vec<f64> = (first..last).map(|x| window((x as f64 - center + 0.5) * inverse_scale)).collect();
             let sum: f64 = weights.iter().sum();
             // Rounds half away from zero. `round` would differ where the addition itself is inexact.
             let fixed = |w: &f64| (w / sum * f64::from(1 << PRECISION) + 0.5_f64.copysign(*w)) as i32;
@@ -68,7 +68,7 @@ fn window(x: f64) -> f64 {
 const HALF: i32 = 1 << (PRECISION - 1);
 
 /// Accumulates a tap. The weights of an output sum to one and the negative ones are small, so 255 times their absolute sum fits
-/// in `i32`; wrapping arithmetic only spares the overflow checks, which would prevent vectorisation.
+/// in `i32`; wrapping arithmetic only spares the overflow checks, which would prevent vectorization.
 fn add(sum: &mut i32, weight: i32, sample: u8) {
     *sum = sum.wrapping_add(weight.wrapping_mul(i32::from(sample)));
 }

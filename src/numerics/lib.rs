@@ -1,6 +1,6 @@
 //! Number formats, tensor descriptors, and the loops of the CPU backend over them.
 //!
-//! These loops are a crate of their own because they take most of the time of a test: a quick build optimises this crate and not the rest
+//! These loops are a crate of their own because they take most of the time of a test: a quick build optimizes this crate and not the rest
 //! of kiln. Only kiln calls it.
 #![allow(missing_docs)]
 
@@ -30,7 +30,7 @@ pub enum RopeStyle {
 pub enum Sampling {
     /// The resolution stays; the input is padded by one pixel of zeros on every side.
     Same,
-    /// The input is first upsampled by two, by nearest neighbour, and padded as above. That is four 2x2 convolutions of the input, one
+    /// The input is first upsampled by two, by nearest neighbor, and padded as above. That is four 2x2 convolutions of the input, one
     /// for each parity of the output's row and column (a phase), and the weight has their filters.
     Up,
     /// Stride two; the input is padded by zeros at the right and bottom edge only.

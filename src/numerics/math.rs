@@ -1,4 +1,4 @@
-//! Scalar functions and reductions, written so that the compiler vectorises loops over them, for which it has to inline them.
+//! Scalar functions and reductions, written so that the compiler vectorizes loops over them, for which it has to inline them.
 
 use std::iter::Sum;
 use std::ops::AddAssign;

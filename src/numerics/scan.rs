@@ -52,7 +52,7 @@ pub fn non_finite(dtype: &str, bytes: &[u8]) -> NonFinite {
 fn search<const N: usize>(bytes: &[u8], is_special: impl Fn([u8; N]) -> bool, is_nan: impl Fn([u8; N]) -> bool) -> NonFinite {
     let mut sum = NonFinite::default();
     for (i, span) in bytes.as_chunks::<N>().0.chunks(SPAN / N).enumerate() {
-        // Without a branch in it this loop is vectorised, at any address.
+        // Without a branch in it this loop is vectorized, at any address.
         if !span.iter().fold(false, |any, value| any | is_special(*value)) {
             continue;
         }

@@ -2,7 +2,7 @@
 //! descriptor that a backend resolves to an address.
 
 pub mod formats;
-pub mod quantise;
+pub mod quantize;
 mod reencode;
 mod weight_slice;
 
@@ -202,7 +202,7 @@ impl Tensor {
         }
     }
 
-    /// The elements and the block scales as matrices of bytes, with which a quantised tensor can be copied unchanged.
+    /// The elements and the block scales as matrices of bytes, with which a quantized tensor can be copied unchanged.
     pub fn as_bytes(self) -> impl Iterator<Item = Self> {
         let width = |elements: usize| self.dtype.bytes(elements);
         let bytes =

@@ -1,4 +1,4 @@
-//! Nearest-neighbour upsampling by two and a 3x3 convolution, as four 2x2 convolutions of the image before.
+//! Nearest-neighbor upsampling by two and a 3x3 convolution, as four 2x2 convolutions of the image before.
 //!
 //! Output pixel (2i + a, 2j + b) is of phase (a, b). Of the three rows of its filter two fall on the same row of the image: with a = 0 row 0
 //! is on image row i - 1, rows 1 and 2 are on i; with a = 1 rows 0 and 1 are on i, row 2 is on i + 1. Columns are alike. So the taps that
@@ -33,7 +33,7 @@ fn fold(filter: &[f32], folded: &mut [f32]) {
 /// Rows of 3x3 filters, as a file stores them, in phase form and in this plain type. `None` if they are no such rows.
 pub fn folded(part: &WeightSlice, dtype: DType) -> Option<WeightSlice> {
     let cols = part.cols();
-    if !part.is_complete() || cols == 0 || !cols.is_multiple_of(9) || dtype.is_quantised() {
+    if !part.is_complete() || cols == 0 || !cols.is_multiple_of(9) || dtype.is_quantized() {
         return None;
     }
     let mut bytes = vec![0; dtype.bytes(part.rows * cols / 9 * 16)];

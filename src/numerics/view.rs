@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The number of elements that values are scaled by before they are encoded.
 const CHUNK: usize = 512;
 
-/// Counts the elements beyond the range of a type that activations may exceed. The loop has no branch, so that it is vectorised.
+/// Counts the elements beyond the range of a type that activations may exceed. The loop has no branch, so that it is vectorized.
 fn count_saturated(dtype: DType, elements: &[f32]) -> u64 {
     dtype.format().saturates_at.map_or(0, |limit| elements.iter().map(|v| u64::from(v.abs() >= limit)).sum())
 }

@@ -94,7 +94,7 @@ pub struct EstimateRequest<'a> {
     pub adapters: &'a Adapters,
     /// How it is loaded.
     pub options: LoadOptions,
-    /// The quantised GEMMs of the device.
+    /// The quantized GEMMs of the device.
     pub gemms: GemmFormats,
     /// The time of an op, if times are to be predicted.
     pub time: Option<OpTime>,
@@ -219,7 +219,7 @@ mod tests {
     }
 
     /// The decoder takes most of it: the input of its finest level with as many channels as the level before, once more
-    /// normalised, and the output.
+    /// normalized, and the output.
     #[test]
     fn working_memory_is_that_of_the_decoder() {
         let (finest, channels) = (1_u64 << 20, 256 + 256 + 128);

@@ -18,7 +18,7 @@ pub struct KindFormat {
     pub types: BTreeSet<(DType, DType)>,
     /// The type of their input.
     pub input: DType,
-    /// Why that is not quantised, though weights are.
+    /// Why that is not quantized, though weights are.
     pub why: Option<PlainInput>,
     /// How sums of e4m3 products are accumulated, `exact`, `promoted` or `fast`; `None` where there are none, or the device has one
     /// way only.
@@ -92,7 +92,7 @@ impl Formats {
     }
 
     /// What NVFP4 weights are multiplied as, if there are any in layers where that is a choice: those of which the files ask for
-    /// quantised inputs, and those that were quantised when they were loaded.
+    /// quantized inputs, and those that were quantized when they were loaded.
     pub fn nvfp4_math(&self) -> Option<Nvfp4Math> {
         let is_nvfp4 = |layer: &&LayerFormat| layer.parts.iter().any(|part| [part.stored, part.held].contains(&DType::E2m1));
         let math = |layer: &LayerFormat| match (layer.input, layer.why) {
@@ -104,15 +104,15 @@ impl Formats {
         self.layers.iter().filter(is_nvfp4).find_map(math)
     }
 
-    /// The type that plain weights were quantised to when they were loaded, if they were.
-    pub fn quantised_at_load(&self) -> Option<DType> {
+    /// The type that plain weights were quantized to when they were loaded, if they were.
+    pub fn quantized_at_load(&self) -> Option<DType> {
         let mut parts = self.layers.iter().flat_map(|layer| &layer.parts);
-        parts.find(|part| part.held.is_quantised() && !part.stored.is_quantised()).map(|part| part.held)
+        parts.find(|part| part.held.is_quantized() && !part.stored.is_quantized()).map(|part| part.held)
     }
 
-    /// What of a model's quantised weights is expanded, if anything is.
+    /// What of a model's quantized weights is expanded, if anything is.
     pub fn expansion(&self) -> Option<Expansion> {
-        let is_expanded = |part: &&PartFormat| part.stored.is_quantised() && !part.held.is_quantised();
+        let is_expanded = |part: &&PartFormat| part.stored.is_quantized() && !part.held.is_quantized();
         let parts = || self.layers.iter().flat_map(|layer| &layer.parts).filter(is_expanded);
         parts().next()?;
         Some(Expansion {
@@ -141,7 +141,7 @@ pub struct AttentionFormatCount {
     pub why: Option<PlainHeads>,
 }
 
-/// Quantised weights that a backend holds in another format than the files do.
+/// Quantized weights that a backend holds in another format than the files do.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Expansion {
     /// The types in the files.
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn only_quantised_weights_are_expanded() {
+    fn only_quantized_weights_are_expanded() {
         let expansion =
             |types: &[(DType, DType)], input| formats([layer(LayerRole::Linear1.of_block(0), types, input)]).expansion();
         assert_eq!(expansion(&[(F16, F32), (F32, Bf16)], Bf16), None);

@@ -103,8 +103,8 @@ pub struct LoadOptions {
     pub nvfp4_math: Nvfp4Math,
     /// Whether the VAE decodes and encodes images with a side longer than a tile in tiles.
     pub vae_tiling: bool,
-    /// What plain weights of transformer blocks and of the text encoder are quantised to, if they are.
-    pub quantise: Option<DType>,
+    /// What plain weights of transformer blocks and of the text encoder are quantized to, if they are.
+    pub quantize: Option<DType>,
     /// How adapters are applied.
     pub adapters: AdapterMode,
 }
@@ -119,7 +119,7 @@ impl LoadOptions {
         attention: AttentionFormat::Auto,
         nvfp4_math: Nvfp4Math::Auto,
         vae_tiling: false,
-        quantise: None,
+        quantize: None,
         adapters: AdapterMode::Auto,
     };
 }

@@ -111,9 +111,9 @@ impl WeightPlacement<'_> {
         region: &'a mut Arena,
         loaded: &'a mut dyn FnMut(u64),
     ) -> Loader<'a> {
-        let LoadOptions { precision, attention, nvfp4_math, quantise, adapters, .. } = self.options;
+        let LoadOptions { precision, attention, nvfp4_math, quantize, adapters, .. } = self.options;
         let loader = Loader::new(be, region, self.sources[part], precision, loaded);
-        let loader = loader.with_attention(attention).with_nvfp4_math(nvfp4_math).with_quantise(quantise);
+        let loader = loader.with_attention(attention).with_nvfp4_math(nvfp4_math).with_quantize(quantize);
         let loader = loader.with_adapters(self.adapters, adapters, self.merged_at);
         if self.real { loader.verify_written() } else { loader.shapes_only() }
     }
@@ -199,7 +199,7 @@ impl Store {
     }
 
     /// Loads the text side, unless it is on the backend already. A dry run has placed it in the same memory, but only here the
-    /// scales of weights that are quantised are known, which replaces what was placed in `side`.
+    /// scales of weights that are quantized are known, which replaces what was placed in `side`.
     pub fn load_text(&mut self, side: &mut TextSide, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.text {
             return Ok(());
@@ -240,7 +240,7 @@ impl Store {
         Ok(())
     }
 
-    /// Loads the VAE, unless it is on the backend already. It is never quantised, so it is what the dry run has placed.
+    /// Loads the VAE, unless it is on the backend already. It is never quantized, so it is what the dry run has placed.
     pub fn load_vae(&mut self, be: &mut dyn Backend) -> Result<()> {
         if self.vae {
             return Ok(());

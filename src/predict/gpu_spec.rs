@@ -101,7 +101,7 @@ impl GpuSpec {
         })
     }
 
-    /// The quantised GEMMs that there are kernels for.
+    /// The quantized GEMMs that there are kernels for.
     pub const fn gemm_formats(&self) -> GemmFormats {
         gemm_formats(self.capability)
     }

@@ -86,7 +86,7 @@ impl Predictor {
         let peak = |dtype| gpu.tensor_flops_per_clock(dtype).map(f64::from);
         let bf16 = match gpu.capability {
             (9, 0) => h200::MMA_SYNC,
-            // On datacentre Blackwell it is far below the peak, and nothing was measured.
+            // On datacenter Blackwell it is far below the peak, and nothing was measured.
             (10, _) => return None,
             _ => peak(DType::Bf16)?,
         };
@@ -106,7 +106,7 @@ impl Predictor {
         &self.gpu
     }
 
-    /// The seconds that an op takes. Activations are taken to be bf16 or quantised: f32 is not for tensor cores.
+    /// The seconds that an op takes. Activations are taken to be bf16 or quantized: f32 is not for tensor cores.
     pub fn seconds(&self, op: &Op<'_>) -> f64 {
         match *op {
             Op::Linear(streams) | Op::LinearSwiglu(streams) => self.gemm(op, &mut streams.iter().map(|s| (s.x, s.w))),
@@ -172,11 +172,11 @@ impl Predictor {
         for (x, w) in streams {
             let rows = x.rows.next_multiple_of(FEWEST_ROWS);
             for part in w.weight.parts() {
-                let multiplied = if w.input.dtype.is_quantised() { part.dtype } else { DType::Bf16 };
+                let multiplied = if w.input.dtype.is_quantized() { part.dtype } else { DType::Bf16 };
                 let of_flop = self.gemm_clocks(multiplied);
                 clocks += 2.0 * (rows * part.len()) as f64 * of_flop;
                 slowest = slowest.max(of_flop);
-                if part.dtype.is_quantised() && multiplied == DType::Bf16 {
+                if part.dtype.is_quantized() && multiplied == DType::Bf16 {
                     // The pre-pass reads codes and writes bf16, which the GEMM reads instead of the codes.
                     let (codes, bf16) = (part.bytes() as f64, DType::Bf16.bytes(part.len()) as f64);
                     expansion += codes + bf16;

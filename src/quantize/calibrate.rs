@@ -1,5 +1,5 @@
 //! Calibration: runs prompts on a plain model and finds the largest magnitude that each layer multiplies, from which the scales of
-//! quantised inputs follow.
+//! quantized inputs follow.
 //!
 //! A maximum does not depend on the order of what it is taken of, and every prompt starts from the same noise, so that the result
 //! is the same for any order of the prompts and any number of threads. Other kernels round differently, and so may other devices.

@@ -1,4 +1,4 @@
-//! What a folder needs besides quantised weights in order to be a model: the files that are taken over as they are.
+//! What a folder needs besides quantized weights in order to be a model: the files that are taken over as they are.
 
 use crate::checkpoint::{Identity, Weights};
 use crate::component::{Component, PerComponent};
@@ -80,16 +80,16 @@ pub fn folder(part: Component) -> &'static str {
     }
 }
 
-/// The files of a model in a folder as diffusers lays it out, without the weights of the parts that are `quantised`.
-pub fn copies(found: &Found, weights: &PerComponent<Weights>, quantised: &[Component], variant: Variant) -> Result<Vec<Copied>> {
+/// The files of a model in a folder as diffusers lays it out, without the weights of the parts that are `quantized`.
+pub fn copies(found: &Found, weights: &PerComponent<Weights>, quantized: &[Component], variant: Variant) -> Result<Vec<Copied>> {
     let memory = |files: Vec<(&'static str, Bytes)>| -> Vec<Copied> {
         let is_replaced = |name: &str| {
-            quantised.iter().any(|part| name.strip_prefix(folder(*part)).is_some_and(|name| name.ends_with(".safetensors")))
+            quantized.iter().any(|part| name.strip_prefix(folder(*part)).is_some_and(|name| name.ends_with(".safetensors")))
         };
         files.into_iter().filter(|(name, _)| !is_replaced(name)).map(|(name, bytes)| Copied::memory(name, bytes)).collect()
     };
     let mut copies = match found {
-        Found::Files(files) => of_files(files, weights, quantised)?,
+        Found::Files(files) => of_files(files, weights, quantized)?,
         Found::BuiltIn(model) => memory(model.files.iter().map(|(name, bytes)| (*name, Bytes::new(Arc::new(*bytes)))).collect()),
         Found::Tiny => memory(tiny::contents(Layout::Diffusers, DType::Bf16)?),
     };
@@ -99,22 +99,22 @@ pub fn copies(found: &Found, weights: &PerComponent<Weights>, quantised: &[Compo
     Ok(copies)
 }
 
-/// The files that calibration reads besides the weights of the parts that are `quantised`: those of the rest of the model, but for
+/// The files that calibration reads besides the weights of the parts that are `quantized`: those of the rest of the model, but for
 /// the VAE, on which no input of the transformer's layers depends.
 pub fn calibration_inputs(
     found: &Found,
     weights: &PerComponent<Weights>,
-    quantised: &[Component],
+    quantized: &[Component],
     variant: Variant,
 ) -> Result<Vec<Identity>> {
-    let copies = copies(found, weights, quantised, variant)?.into_iter();
+    let copies = copies(found, weights, quantized, variant)?.into_iter();
     Ok(copies.filter(|copied| !copied.to.starts_with(folder(Component::Vae))).map(|copied| copied.identity).collect())
 }
 
 /// The name of the file with a model's defaults.
 const KILN_JSON: &str = "kiln.json";
 
-fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantised: &[Component]) -> Result<Vec<Copied>> {
+fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantized: &[Component]) -> Result<Vec<Copied>> {
     let mut copies = Vec::new();
     let mut copy = |to: PathBuf, path: &Path| Copied::file(to, path).map(|copied| copies.push(copied));
     for (part, weights) in weights.iter() {
@@ -122,7 +122,7 @@ fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantised: &[Co
         if let Some(config) = ModelFiles::config_of(&model.parts[part]) {
             copy(folder.join("config.json"), &config)?;
         }
-        if quantised.contains(&part) {
+        if quantized.contains(&part) {
             continue;
         }
         for shard in weights.shards() {

@@ -1,4 +1,4 @@
-//! Quantises one layer after the other into its place in the file, a few rows at a time, so that memory is bounded whatever the
+//! Quantizes one layer after the other into its place in the file, a few rows at a time, so that memory is bounded whatever the
 //! size of a layer. The bytes do not depend on the number of threads, and neither do the errors that are measured on the way.
 
 use super::layout::{Content, Tensor, WeightLayout, declaration};
@@ -6,7 +6,7 @@ use super::source::SourceLayer;
 use crate::error::{Error, Result};
 use crate::output::StagedFile;
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes, scale_offset, tiles_along};
-use crate::tensor::quantise::{self, encode_nvfp4, encode_scaled, largest_magnitude};
+use crate::tensor::quantize::{self, encode_nvfp4, encode_scaled, largest_magnitude};
 use crate::tensor::{Bytes, DType, Scale, ScaleKind, Scales, SliceScaling, Stored, WeightSlice};
 use flate2::Crc;
 use kiln_numerics::scan::squared_error;
@@ -24,7 +24,7 @@ const BATCH_BYTES: usize = 64 << 20;
 /// What became of a layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Finished {
-    /// The bits of the scale of its weight, if it is quantised; of scales of rows those of the largest.
+    /// The bits of the scale of its weight, if it is quantized; of scales of rows those of the largest.
     pub scale_bits: Option<u32>,
     /// The bits of the scale of its input, if the file has one.
     pub input_scale_bits: Option<u32>,
@@ -146,11 +146,11 @@ fn weight_scale(layer: &SourceLayer, format: DType, path: &Path) -> Result<Scale
 }
 
 fn unscalable(layer: &SourceLayer, path: &Path, what: &str) -> Error {
-    let error = Error::bad_file(path, "cannot be quantised", format!("tensor `{}` {what}", layer.spec.weight));
+    let error = Error::bad_file(path, "cannot be quantized", format!("tensor `{}` {what}", layer.spec.weight));
     error.with_hint("the file is damaged; download it again")
 }
 
-/// The rows of a layer in pieces of about equal size. Those of a quantised one begin at whole tiles of block scales.
+/// The rows of a layer in pieces of about equal size. Those of a quantized one begin at whole tiles of block scales.
 fn chunks(layer: &SourceLayer) -> Vec<Chunk<'_>> {
     let grain = if layer.spec.format.is_some() { TILE_ROWS } else { 1 };
     let step = grain * (CHUNK_BYTES / (grain * layer.row_bytes()).max(1)).max(1);
@@ -188,7 +188,7 @@ fn encode(chunk: &Chunk<'_>, format: Option<(DType, Scale)>, layout: WeightLayou
         }
         (ScaleKind::TensorOrRows, WeightLayout::Diffusers) => {
             let (mut scales, by_row) = (vec![0; 4 * rows.len()], Stored { dtype: format, scales: Scales::Rows });
-            if !quantise::encode(part, rows.clone(), by_row, &mut elements, &mut scales) {
+            if !quantize::encode(part, rows.clone(), by_row, &mut elements, &mut scales) {
                 return None;
             }
             let scales = owned(scales);

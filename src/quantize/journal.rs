@@ -35,7 +35,7 @@ impl Entry {
     /// Its line.
     pub fn line(&self) -> Vec<u8> {
         // All keys are texts and no number is a float, so there is nothing that could fail.
-        let mut line = serde_json::to_vec(self).expect("an entry can be serialised");
+        let mut line = serde_json::to_vec(self).expect("an entry can be serialized");
         line.push(b'\n');
         line
     }

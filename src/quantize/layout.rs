@@ -1,8 +1,8 @@
-//! The bytes of a quantised file that do not depend on any value: which tensors it holds, their order, and its header, to the byte
+//! The bytes of a quantized file that do not depend on any value: which tensors it holds, their order, and its header, to the byte
 //! as the official files have it.
 //!
 //! A layer in FP8 has an F8_E4M3 weight and its scale; one in NVFP4 a U8 weight of two elements to a byte, e4m3 scales of blocks in
-//! tiles, and the scale of the whole. Transformers list their quantised layers in the metadata of the header, text encoders have
+//! tiles, and the scale of the whole. Transformers list their quantized layers in the metadata of the header, text encoders have
 //! a tensor beside each.
 //!
 //! For diffusers FP8 has a scale for each row, and NVFP4 another order. It goes by the tensors alone, so nothing is declared as for
@@ -10,7 +10,7 @@
 
 use super::policy::Policy;
 use crate::component::Component;
-use crate::names::{LayerId, NVFP4_LAYOUT_METADATA, QUANTISATION_METADATA};
+use crate::names::{LayerId, NVFP4_LAYOUT_METADATA, QUANTIZATION_METADATA};
 use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
 use crate::tensor::{DType, Nvfp4Layout, ScaleKind};
 use std::ops::Range;
@@ -62,7 +62,7 @@ pub struct LayerSpec {
     pub layer: Option<LayerId>,
     /// The shape of its values.
     pub shape: Vec<usize>,
-    /// The format that it is quantised to; `None` for BF16.
+    /// The format that it is quantized to; `None` for BF16.
     pub format: Option<DType>,
     /// Whether the file has a scale of the layer's input.
     pub has_input_scale: bool,
@@ -126,7 +126,7 @@ fn bytes(dtype: &str, shape: &[usize]) -> u64 {
 /// The layout of a file.
 #[derive(Clone, Debug)]
 pub struct FileLayout {
-    /// How quantised layers are stored.
+    /// How quantized layers are stored.
     pub weights: WeightLayout,
     /// The length in front of the header, and the header.
     pub header: Vec<u8>,
@@ -136,7 +136,7 @@ pub struct FileLayout {
 
 impl FileLayout {
     /// The layout of a part with these layers. A text encoder is always laid out for ComfyUI: diffusers reads none that is
-    /// quantised.
+    /// quantized.
     pub fn new(part: Component, weights: WeightLayout, layers: &[LayerSpec]) -> Self {
         let weights = if part == Component::TextEncoder { WeightLayout::Comfy } else { weights };
         let each = layers.iter().enumerate();
@@ -204,13 +204,13 @@ fn header(part: Component, weights: WeightLayout, layers: &[LayerSpec], tensors:
             entries.push(metadata(NVFP4_LAYOUT_METADATA, "modelopt"));
         }
     } else if part == Component::Transformer {
-        let mut quantised: Vec<(&str, DType)> = layers.iter().filter_map(|layer| Some((layer.name(), layer.format?))).collect();
-        quantised.sort_by_key(|(name, _)| *name);
+        let mut quantized: Vec<(&str, DType)> = layers.iter().filter_map(|layer| Some((layer.name(), layer.format?))).collect();
+        quantized.sort_by_key(|(name, _)| *name);
         let list: Vec<String> =
-            quantised.iter().map(|(name, format)| format!("{}: {}", quoted(name), declaration(*format))).collect();
+            quantized.iter().map(|(name, format)| format!("{}: {}", quoted(name), declaration(*format))).collect();
         if !list.is_empty() {
             let text = format!(r#"{{"format_version": "1.0", "layers": {{{}}}}}"#, list.join(", "));
-            entries.push(metadata(QUANTISATION_METADATA, &text));
+            entries.push(metadata(QUANTIZATION_METADATA, &text));
         }
     }
     for Tensor { name, dtype, shape, range, .. } in tensors {

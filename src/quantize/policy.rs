@@ -1,4 +1,4 @@
-//! Which layers are quantised, and to which format: those that the official files quantise, less those that a user keeps.
+//! Which layers are quantized, and to which format: those that the official files quantize, less those that a user keeps.
 
 use super::layout::LayerSpec;
 use super::pattern;
@@ -17,7 +17,7 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// The layers of a transformer that the official files of this size and variant quantise, without those that match `keep`.
+    /// The layers of a transformer that the official files of this size and variant quantize, without those that match `keep`.
     pub fn transformer(config: &TransformerConfig, variant: Variant, format: DType, keep: &[String]) -> Self {
         let kept = ModelSpec::of(config, variant).map_or(&[][..], |model| model.kept).iter();
         let official = kept.filter(|(kept, _)| *kept == format).map(|(_, pattern)| (*pattern).to_owned());
@@ -30,7 +30,7 @@ impl Policy {
         Self { format, wider: keep.to_vec() }
     }
 
-    /// The format of a layer, or `None` if it stays in BF16. Those of blocks can be quantised, embedders, modulations and the last layers
+    /// The format of a layer, or `None` if it stays in BF16. Those of blocks can be quantized, embedders, modulations and the last layers
     /// cannot.
     pub fn format_of(&self, layer: &LayerSpec) -> Option<DType> {
         let [_, cols] = layer.shape[..] else { return None };

@@ -12,13 +12,13 @@ use std::path::PathBuf;
 /// What was written.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// The files with quantised layers.
+    /// The files with quantized layers.
     pub files: Vec<FileReport>,
     /// Bytes of all files.
     pub bytes: u64,
 }
 
-/// A file with quantised layers.
+/// A file with quantized layers.
 #[derive(Clone, Debug)]
 pub struct FileReport {
     /// The part of the model that it holds.
@@ -27,13 +27,13 @@ pub struct FileReport {
     pub path: PathBuf,
     /// Its size.
     pub bytes: u64,
-    /// Its quantised layers.
+    /// Its quantized layers.
     pub layers: Vec<LayerReport>,
     /// The number of tensors that are in BF16.
     pub plain: usize,
 }
 
-/// A quantised layer.
+/// A quantized layer.
 #[derive(Clone, Debug)]
 pub struct LayerReport {
     /// Its name in the file.

@@ -14,7 +14,7 @@ use crate::names::{self, TensorRole, TensorSpec};
 use crate::tensor::{Bytes, DType, WeightSlice};
 use std::path::{Path, PathBuf};
 
-/// A part that is quantised.
+/// A part that is quantized.
 #[derive(Clone, Debug)]
 pub enum ComponentSource {
     /// A transformer, with its sizes and its variant.
@@ -56,8 +56,8 @@ pub struct SourceLayer {
 
 impl SourceLayer {
     fn new(path: &Path, spec: LayerSpec, parts: Vec<WeightSlice>) -> Result<Self> {
-        if let Some(part) = parts.iter().find(|part| part.dtype.is_quantised()) {
-            return Err(quantised_already(path, &spec.weight, part.dtype.name()));
+        if let Some(part) = parts.iter().find(|part| part.dtype.is_quantized()) {
+            return Err(quantized_already(path, &spec.weight, part.dtype.name()));
         }
         Ok(Self { spec, parts })
     }
@@ -67,7 +67,7 @@ impl SourceLayer {
         self.parts.iter().map(|part| part.dtype.bytes(part.cols())).max().unwrap_or(0)
     }
 
-    /// Whether values are rounded though the layer is not quantised: BF16 is all that such a file has.
+    /// Whether values are rounded though the layer is not quantized: BF16 is all that such a file has.
     pub fn is_narrowed(&self) -> bool {
         self.spec.format.is_none() && self.parts.iter().any(|part| part.dtype != DType::Bf16)
     }
@@ -92,8 +92,8 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
             let layer = match names::resolve(Component::TextEncoder, name) {
                 TensorRole::Weight(spelling) => spelling.layer,
                 TensorRole::Unused if bare.starts_with("model.norm.") => None,
-                TensorRole::Quantisation(..) | TensorRole::Fp8Marker => {
-                    return Err(quantised_already(shard.path(), name, "a scale"));
+                TensorRole::Quantization(..) | TensorRole::Fp8Marker => {
+                    return Err(quantized_already(shard.path(), name, "a scale"));
                 }
                 TensorRole::Unused | TensorRole::OtherPart | TensorRole::Unknown => continue,
             };
@@ -107,7 +107,7 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
 /// A tensor of a file as one part.
 fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightSlice> {
     let dtype = match DType::stored_as(entry.dtype.name) {
-        Some(dtype) if dtype.is_quantised() => return Err(quantised_already(shard.path(), name, entry.dtype.name)),
+        Some(dtype) if dtype.is_quantized() => return Err(quantized_already(shard.path(), name, entry.dtype.name)),
         Some(plain) => plain,
         None => return Err(Error::TensorType { path: shard.path().into(), name: name.into(), got: entry.dtype.name.into() }),
     };
@@ -116,7 +116,7 @@ fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightSlice> {
     Ok(WeightSlice::plain(bytes, dtype, rows))
 }
 
-fn quantised_already(path: &Path, name: &str, what: &str) -> Error {
-    let error = Error::bad_file(path, "quantised already", format!("tensor `{name}` is {what}"));
-    error.with_hint("quantising twice adds up both errors; use the BF16 checkpoint of the same model")
+fn quantized_already(path: &Path, name: &str, what: &str) -> Error {
+    let error = Error::bad_file(path, "quantized already", format!("tensor `{name}` is {what}"));
+    error.with_hint("quantizing twice adds up both errors; use the BF16 checkpoint of the same model")
 }

@@ -1,17 +1,17 @@
 //! A decoder of Huffman-coded JPEG, sequential and progressive (ITU T.81), with any scan layout and chroma subsampling.
 //!
 //! The pixels are bit-identical to those of libjpeg-turbo as used by Pillow: T.81 leaves the roundings of the inverse DCT to the
-//! decoder, and does not cover upsampling and colour conversion at all. Unlike libjpeg, this decoder never fills in missing data.
+//! decoder, and does not cover upsampling and color conversion at all. Unlike libjpeg, this decoder never fills in missing data.
 //! Truncated scans, invalid codes and markers, and missing scans are errors.
 //!
 //! The stages: [`bits`] and [`huffman`] decode symbols, [`block`] assembles the coefficients of a block, in the order in which
-//! [`scan`] visits the blocks, [`idct`] computes samples, [`upsample`] scales them to the size of the image and [`colour`]
+//! [`scan`] visits the blocks, [`idct`] computes samples, [`upsample`] scales them to the size of the image and [`color`]
 //! converts them to RGB. A sequential scan has all coefficients of a block at once, so its samples are computed immediately; only
 //! progressive images are stored as coefficients.
 
 mod bits;
 mod block;
-mod colour;
+mod color;
 mod frame;
 mod huffman;
 mod scan;
@@ -19,8 +19,8 @@ mod tables;
 mod upsample;
 
 use super::{Fault, buffer};
-use colour::Colours;
-pub(super) use colour::Notes;
+use color::Colors;
+pub(super) use color::Notes;
 use frame::Component;
 pub(super) use frame::Frame;
 use kiln_numerics::idct::{self, Block};
@@ -40,7 +40,7 @@ pub(super) fn decode(frame: &Frame, scans: &[Scan<'_>], notes: Notes) -> Result<
     }
     stored.iter_mut().try_for_each(Stored::finish)?;
 
-    let colours = Colours::of(frame, notes);
+    let colors = Colors::of(frame, notes);
     let mut pixels = buffer(frame.width * frame.height * 3)?;
     let mut upsamplers = (frame.components.iter().zip(&stored))
         .map(|(component, stored)| Upsampler::new(frame, component, &stored.samples))
@@ -50,7 +50,7 @@ pub(super) fn decode(frame: &Frame, scans: &[Scan<'_>], notes: Notes) -> Result<
         for (row, upsampler) in rows.iter_mut().zip(&mut upsamplers) {
             *row = upsampler.row(y);
         }
-        colours.convert(&rows[..frame.components.len()], out);
+        colors.convert(&rows[..frame.components.len()], out);
     }
     Ok(pixels)
 }
@@ -61,8 +61,8 @@ struct Stored {
     blocks: (usize, usize),
     /// The lowest bit to which each coefficient is known, in zigzag order; a coefficient is complete at 0.
     known: [Option<u8>; 64],
-    /// The quantisation table in row-major order; all zero, which no valid table is, before the component's first scan.
-    quantisers: Block,
+    /// The quantization table in row-major order; all zero, which no valid table is, before the component's first scan.
+    quantizers: Block,
     /// The coefficients of a progressive image, block after block, until all of its scans are decoded.
     coefficients: Vec<i16>,
     /// The samples of whole blocks, row by row.
@@ -76,7 +76,7 @@ impl Stored {
         Ok(Self {
             blocks: component.blocks,
             known: [None; 64],
-            quantisers: [0; 64],
+            quantizers: [0; 64],
             coefficients: buffer(coefficients)?,
             samples: buffer(samples)?,
         })
@@ -91,7 +91,7 @@ impl Stored {
     #[inline(always)]
     fn transform(&mut self, coefficients: &Block, (x, y): (usize, usize)) {
         let stride = self.blocks.0 * 8;
-        idct::block(coefficients, &self.quantisers, &mut self.samples[y * 8 * stride + x * 8..], stride);
+        idct::block(coefficients, &self.quantizers, &mut self.samples[y * 8 * stride + x * 8..], stride);
     }
 
     /// Computes samples from the stored coefficients and drops the coefficients.

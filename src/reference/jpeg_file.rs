@@ -58,7 +58,7 @@ impl<'a> Container<'a> {
                     scans.push(Scan { header, data, tables });
                 }
                 0xC4 => tables.read_codes(walk.segment()?)?,
-                0xDB => tables.read_quantisers(walk.segment()?)?,
+                0xDB => tables.read_quantizers(walk.segment()?)?,
                 0xDD => tables.read_restart(walk.segment()?)?,
                 // APP1: the first Exif and the last XMP segment count, as in other decoders.
                 0xE1 => {
@@ -69,7 +69,7 @@ impl<'a> Container<'a> {
                         xmp = Some(data);
                     }
                 }
-                // APP0 and APP14 tell the colour space, which must be known when the first scan begins.
+                // APP0 and APP14 tell the color space, which must be known when the first scan begins.
                 0xE0 if scans.is_empty() => notes.read_app0(walk.segment()?),
                 0xEE if scans.is_empty() => notes.read_app14(walk.segment()?),
                 // Markers without a segment, which are invalid outside of entropy-coded data.

@@ -12,7 +12,7 @@ pub(super) enum Kind {
     Jpeg,
 }
 
-/// Formats that are only recognised.
+/// Formats that are only recognized.
 const OTHERS: [Magic; 16] = [
     (0, b"GIF8", "GIF"),
     (8, b"WEBP", "WebP"),

@@ -5,7 +5,7 @@
 //! alpha is dropped, not blended.
 
 use super::orientation::Orientation;
-use super::{Fault, buffer, check_size, compact, ends_early, grey_to_rgb};
+use super::{Fault, buffer, check_size, compact, ends_early, gray_to_rgb};
 use crate::image::Image;
 use std::io::Cursor;
 
@@ -122,15 +122,15 @@ struct Header {
 
 impl Header {
     fn read(data: &[u8]) -> Result<Self, Fault> {
-        let &[w0, w1, w2, w3, h0, h1, h2, h3, depth, colour, _, _, _] = data else {
+        let &[w0, w1, w2, w3, h0, h1, h2, h3, depth, color, _, _, _] = data else {
             return Err(damaged("its header has the wrong length"));
         };
-        let samples = match colour {
+        let samples = match color {
             0 | 3 => 1,
             2 => 3,
             4 => 2,
             6 => 4,
-            _ => return Err(damaged(format!("its header names the unknown colour type {colour}"))),
+            _ => return Err(damaged(format!("its header names the unknown color type {color}"))),
         };
         let side = |bytes| usize::try_from(u32::from_be_bytes(bytes)).unwrap_or(usize::MAX);
         Ok(Self { width: side([w0, w1, w2, w3]), height: side([h0, h1, h2, h3]), bits: samples * u64::from(depth) })
@@ -163,11 +163,11 @@ fn pixels(container: &Container<'_>) -> Result<Image, Fault> {
             compact(&mut samples, |[r, g, b, _]| [r, g, b]);
             samples
         }
-        (png::ColorType::Grayscale, png::BitDepth::Eight) => grey_to_rgb(&samples)?,
+        (png::ColorType::Grayscale, png::BitDepth::Eight) => gray_to_rgb(&samples)?,
         (png::ColorType::GrayscaleAlpha, png::BitDepth::Eight) => {
-            let grey: Vec<u8> = samples.chunks_exact(2).map(|pixel| pixel[0]).collect();
+            let gray: Vec<u8> = samples.chunks_exact(2).map(|pixel| pixel[0]).collect();
             drop(samples);
-            grey_to_rgb(&grey)?
+            gray_to_rgb(&gray)?
         }
         other => return Err(damaged(format!("it decodes to {other:?}"))),
     };

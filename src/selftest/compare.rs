@@ -20,7 +20,7 @@ pub enum Agreement {
 /// between two values of bf16, which is the finest of the formats, and this is four times as many.
 const SHARE: usize = 128;
 
-/// What the rounding of products and of normalised heads to bf16 amounts to, relative to a pair of a head: each kernel rounds the result
+/// What the rounding of products and of normalized heads to bf16 amounts to, relative to a pair of a head: each kernel rounds the result
 /// once, and the naive one the pair and what it is divided by before.
 const HEADS: f32 = 4.5 / 512.0;
 

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::tensor::DType;
 use crate::tensor::formats::{e2m1, e4m3, to_e2m1, to_e4m3};
 
-/// The values of all codes of a format that are not negative, those halfway between two, the neighbours of all, and some beyond the range.
+/// The values of all codes of a format that are not negative, those halfway between two, the neighbors of all, and some beyond the range.
 fn ties(codes: u8, decode: fn(u8) -> f32) -> Vec<f32> {
     let values: Vec<f32> = (0..codes).map(decode).collect();
     let middles = values.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);

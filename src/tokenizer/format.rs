@@ -15,7 +15,7 @@ pub struct PromptFormat {
     pub removed: Option<&'static str>,
     /// The padding token.
     pub pad: &'static str,
-    /// The special tokens by which a vocabulary of the family is recognised; it has all of them.
+    /// The special tokens by which a vocabulary of the family is recognized; it has all of them.
     pub marks: &'static [&'static str],
 }
 

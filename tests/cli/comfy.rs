@@ -2,7 +2,7 @@
 //! spellings of tensor names. The PNG is the same to the byte as that of the diffusers folder with the same weights.
 
 use common::header::safetensors;
-use common::quantised::{Content, Form};
+use common::quantized::{Content, Form};
 use common::sandbox::{QUICK, Sandbox};
 use kiln::internals::names::Layout;
 use kiln::internals::tensor::{DType, Nvfp4Layout};
@@ -167,16 +167,16 @@ fn the_folder_of_models_is_a_model() {
     assert_eq!(run.stderr, told);
 }
 
-/// Generates an image in bf16, in which activations are quantised, and returns the PNG.
+/// Generates an image in bf16, in which activations are quantized, and returns the PNG.
 fn generate_bf16(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
     let size = ["x", "--seed", "5", "--width", "64", "--height", "64", "--steps", "1", "--precision", "bf16"];
     sandbox.run(size.iter().chain(&["--force", "-o", "out.png", "--tokenizer", "tokenizer.json"]).chain(flags)).good();
     fs::read(sandbox.path("out.png")).unwrap()
 }
 
-/// The folder of models with files as ComfyUI's users have them, quantised by layer, against the same weights in other files.
+/// The folder of models with files as ComfyUI's users have them, quantized by layer, against the same weights in other files.
 #[test]
-fn quantised_split_files_generate_the_same_image() {
+fn quantized_split_files_generate_the_same_image() {
     let files = Files::new();
     let sandbox = prepared(&files);
     let write = |name: &str, bytes: &[u8]| {

@@ -139,21 +139,21 @@ fn sparse(path: &Path, tensors: &Tensors) {
     write_sparse(path, &tensors.iter().map(described).collect::<Vec<_>>());
 }
 
-/// Files of the real sizes, without their values, are recognised; with one tensor changed, that one is named.
+/// Files of the real sizes, without their values, are recognized; with one tensor changed, that one is named.
 #[test]
-fn headers_of_published_files_are_recognised() {
+fn headers_of_published_files_are_recognized() {
     let sandbox = Sandbox::new();
     let path = sandbox.path("file.safetensors");
     let plain = |tensors: &Tensors| tensors.values().all(|(dtype, _)| ["BF16", "F32", "I64"].contains(dtype));
-    let mut recognised = 0;
+    let mut recognized = 0;
     for file in &KNOWN {
-        // Quantised files need scales, which a file of zeros does not have.
+        // Quantized files need scales, which a file of zeros does not have.
         let Some(mut tensors) = file.tensors().filter(plain) else { continue };
         sparse(&path, &tensors);
         let finding = identify(&Weights::open(file.part, &path).unwrap());
         assert!(matches!(finding.likeness, Likeness::Same(found) if found.name == file.name), "{finding:?}");
         assert_eq!((finding.tensors, finding.files, finding.fingerprint), (tensors.len(), 1, fingerprint(&tensors)));
-        recognised += 1;
+        recognized += 1;
         let name = tensors.keys().find(|name| name.ends_with(".weight")).unwrap().clone();
         tensors.get_mut(&name).unwrap().1[0] += 1;
         sparse(&path, &tensors);
@@ -162,7 +162,7 @@ fn headers_of_published_files_are_recognised() {
         assert_eq!((nearest.name, differences.len()), (file.name, 1));
         assert!(differences[0].starts_with(&format!("`{name}` is ")), "{differences:?}");
     }
-    assert_eq!(recognised, 12);
+    assert_eq!(recognized, 12);
 }
 
 /// The first tap by itself, of four tokens, is that of a whole prompt: later tokens and layers change nothing in it.
@@ -187,7 +187,7 @@ fn the_first_text_layer_is_that_of_a_whole_run() {
     let found = model.first_text_layer(backend.as_mut(), &tokens, columns).unwrap();
     let width = model.configs.text_encoder.features();
     let want: Vec<f32> = (0..rows).flat_map(|row| record.prompt_embeds[row * width..][..columns].to_vec()).collect();
-    // Sums may be added in another order with fewer rows, which bf16 rounds to a neighbour at most a few times.
+    // Sums may be added in another order with fewer rows, which bf16 rounds to a neighbor at most a few times.
     for (found, want) in found.iter().zip(&want) {
         assert!((found - want).abs() <= 0.02 * want.abs().max(0.1), "{found} {want}");
     }

@@ -343,7 +343,7 @@ fn a_flat_image_is_warned_about() {
     bytes[range].chunks_exact_mut(4).for_each(|value| value.copy_from_slice(&1e-9f32.to_le_bytes()));
     fs::write(&path, bytes).unwrap();
     let run = sandbox.quick(&["x", "-o", "flat.png", "--model", "model"]);
-    assert!(run.stderr.contains("\nwarning: the image is one flat colour ("), "{}", run.stderr);
+    assert!(run.stderr.contains("\nwarning: the image is one flat color ("), "{}", run.stderr);
     assert!(Png::read(&sandbox.path("flat.png")).pixels.chunks(3).all(|pixel| pixel.iter().all(|v| v.abs_diff(pixel[0]) < 64)));
     assert!(!sandbox.quick(&["x", "-o", "noise.png"]).stderr.contains("flat"));
 }

@@ -1,7 +1,7 @@
-//! What the program says about quantised models: `kiln plan` for a GPU, `kiln doctor` and `-v` for the CPU, and the note where
+//! What the program says about quantized models: `kiln plan` for a GPU, `kiln doctor` and `-v` for the CPU, and the note where
 //! weights are expanded.
 
-use common::quantised::{Content, Form, Layer, Plain, plain_tensors};
+use common::quantized::{Content, Form, Layer, Plain, plain_tensors};
 use common::sandbox::{Png, Sandbox, grouped};
 use kiln::internals::component::Component;
 use kiln::internals::config::Configs;
@@ -50,7 +50,7 @@ fn formats_are_named_by_kind_of_layer() {
             rest.into(),
         ]
     };
-    let blocks = attention("1 block bf16 (made from inputs that are not quantised); 3 blocks q and k fp8, v bf16");
+    let blocks = attention("1 block bf16 (made from inputs that are not quantized); 3 blocks q and k fp8, v bf16");
     let want = [&["on the CPU:".to_owned()][..], &transformer("fp8 (w8a8)"), &encoder("fp8 (w8a16)", "bf16"), &blocks].concat();
     assert_eq!(lines(&doctor, "formats ", 10), want, "{doctor}");
     let run = sandbox.quick(&["x", "-o", "out.png", "--model", "model", "-v"]);
@@ -60,28 +60,28 @@ fn formats_are_named_by_kind_of_layer() {
 
     // A GPU without FP8 tensor cores keeps them, and multiplies them by bf16.
     let args = ["plan", "--model", "model", "--gpu", "RTX 3090"];
-    let kept = "fp8 (w8a16: no GEMM of quantised inputs here)";
+    let kept = "fp8 (w8a16: no GEMM of quantized inputs here)";
     let plain = attention("bf16 (no fp8 attention here)");
     let want = [&transformer(kept)[..], &encoder("fp8 (w8a16)", "bf16"), &plain].concat();
     assert_eq!(lines(&text(&args), "formats ", 21), want);
     let plan = |model: &str| sandbox.run(["plan", "--model", model, "--gpu", "3090", "--json"]).good().json().remove(0);
-    let (plain, quantised) = (plan("plain"), plan("model"));
-    assert_eq!(plain["token_embedding_bytes"], quantised["token_embedding_bytes"]);
+    let (plain, quantized) = (plan("plain"), plan("model"));
+    assert_eq!(plain["token_embedding_bytes"], quantized["token_embedding_bytes"]);
     for bytes in ["weight_bytes", "low_memory_weight_bytes"] {
-        let [plain, quantised] = [&plain, &quantised].map(|plan| plan[bytes].as_u64().unwrap());
-        assert!(quantised < plain, "{bytes}: {quantised} of {plain}");
+        let [plain, quantized] = [&plain, &quantized].map(|plan| plan[bytes].as_u64().unwrap());
+        assert!(quantized < plain, "{bytes}: {quantized} of {plain}");
     }
-    let rows = quantised["formats"].as_array().unwrap();
+    let rows = quantized["formats"].as_array().unwrap();
     let row = |kind: &str, stored: &str| {
         let fits = |row: &&Value| row["kind"] == kind && row["stored"][0] == stored;
-        rows.iter().find(fits).unwrap_or_else(|| panic!("{kind} {stored}: {quantised}"))
+        rows.iter().find(fits).unwrap_or_else(|| panic!("{kind} {stored}: {quantized}"))
     };
     let linear = row("single blocks linear1", "fp8");
     assert_eq!((&linear["held"], &linear["input"]), (&json!(["fp8"]), &json!("bf16")));
     assert_eq!(linear["held_bytes"], linear["stored_bytes"]);
-    assert_eq!((&linear["accumulation"], &linear["reason"]), (&Value::Null, &json!("no GEMM of quantised inputs here")));
+    assert_eq!((&linear["accumulation"], &linear["reason"]), (&Value::Null, &json!("no GEMM of quantized inputs here")));
     let blocks = json!([{ "blocks": 4, "heads": "bf16", "values": "bf16", "reason": "no fp8 attention here" }]);
-    assert_eq!(quantised["attention"], blocks);
+    assert_eq!(quantized["attention"], blocks);
     let qkv = row("qkv", "fp8");
     assert_eq!(
         (&qkv["part"], &qkv["stored"], &qkv["held"]),
@@ -131,7 +131,7 @@ fn how_fp8_is_computed_with_is_chosen_told_and_recorded() {
     let warning = "warning: --fp8-accumulate is ignored: the CPU adds up in f32\n";
     assert!(other.stderr.contains(warning), "{}", other.stderr);
     let refused = sandbox.run(flags.iter().chain(&["-o", "no.png", "--attention", "fp8", "--precision", "f32"]));
-    let why = "error: FP8 attention cannot be had: nothing is quantised in f32 precision\n\nhint: leave out --attention: then";
+    let why = "error: FP8 attention cannot be had: nothing is quantized in f32 precision\n\nhint: leave out --attention: then";
     assert!(refused.code == Some(2) && refused.stderr.contains(why), "{}", refused.stderr);
 
     transformer(&Content::of("fp8").changed(too_small));
@@ -181,13 +181,13 @@ fn what_nvfp4_is_multiplied_as_is_chosen_told_and_recorded() {
 }
 
 #[test]
-fn what_is_quantised_at_load_is_told_and_recorded() {
+fn what_is_quantized_at_load_is_told_and_recorded() {
     let sandbox = Sandbox::new();
     sandbox.tiny("model", &["--layout", "bfl"]);
     let flags = ["x", "--model", "model", "--width", "64", "--height", "64", "--steps", "1", "--seed", "1", "--json", "-v"];
     let run = |name: &str, more: &[&str]| {
         let run = sandbox.run(flags.iter().chain(&["-o", name]).chain(more)).good();
-        let blocks = "formats transformer double blocks, single blocks: bf16 quantised at load to ";
+        let blocks = "formats transformer double blocks, single blocks: bf16 quantized at load to ";
         let formats = run.stderr.lines().find_map(|line| line.strip_prefix(blocks)).map(String::from);
         (Png::read(&sandbox.path(name)), formats, run)
     };
@@ -208,7 +208,7 @@ fn what_is_quantised_at_load_is_told_and_recorded() {
         let told = plan(&["--quantize", format]);
         let line = lines(&told, "formats ", 21)[0];
         assert!(
-            line.starts_with(&format!("transformer double blocks, single blocks: bf16 quantised at load to {format}")),
+            line.starts_with(&format!("transformer double blocks, single blocks: bf16 quantized at load to {format}")),
             "{told}"
         );
     }
@@ -225,7 +225,7 @@ fn what_is_quantised_at_load_is_told_and_recorded() {
     let refused = |model: &str, why: &str| {
         let run = sandbox.run(["x", "--model", model, "-o", "no.png", "--quantize", "nvfp4"]);
         let message =
-            format!("error: the weights cannot be quantised to nvfp4 at load: {why}\n\nhint: leave out --quantize, or name");
+            format!("error: the weights cannot be quantized to nvfp4 at load: {why}\n\nhint: leave out --quantize, or name");
         assert!(run.code == Some(2) && run.stderr.contains(&message), "{}", run.stderr);
     };
     fs::write(sandbox.path("model/flux-2-klein-tiny.safetensors"), Content::of("fp8").file(Form::BFL)).unwrap();

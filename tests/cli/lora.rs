@@ -48,7 +48,7 @@ fn inspect(sandbox: &Sandbox, file: &str, flags: &[&str]) -> Value {
 }
 
 #[test]
-fn every_spelling_is_recognised_and_placed() {
+fn every_spelling_is_recognized_and_placed() {
     let sandbox = Sandbox::new();
     for (i, (layer, tensors, spelling)) in [
         ("transformer.transformer_blocks.0.attn.to_q", PEFT, "diffusers (diffusers, SimpleTuner)"),

@@ -1,4 +1,4 @@
-//! Quantised files as `kiln quantize` writes them: laid out as the official ones, with the values of the formulas to the bit, and
+//! Quantized files as `kiln quantize` writes them: laid out as the official ones, with the values of the formulas to the bit, and
 //! whole or not at all, however often the work is stopped.
 
 mod command;
@@ -51,7 +51,7 @@ struct Observer {
     at: At,
     stop: AtomicBool,
     reports: Cell<usize>,
-    /// The layers that were quantised.
+    /// The layers that were quantized.
     layers: RefCell<Vec<String>>,
     warnings: RefCell<Vec<String>>,
 }

@@ -85,7 +85,7 @@ fn lines_are_answered_in_order_and_errors_end_nothing() {
         "a fox",
         r#"{"prompt": "a fox", "seed": 7, "output": "seven.png"}"#,
         "",
-        r#"{"prompt": "a fox", "colour": "red"}"#,
+        r#"{"prompt": "a fox", "color": "red"}"#,
         "狐 🦊 \\ \"quoted\"",
         r#"{"prompt": "wide", "size": "96x64", "steps": 2, "output": "wide.webp"}"#,
         r#"{"prompt": "odd", "size": "100x64"}"#,
@@ -113,7 +113,7 @@ fn lines_are_answered_in_order_and_errors_end_nothing() {
         assert!(answer["error"].as_str().is_some_and(|text| !text.is_empty()) && answer.get("hint").is_some(), "{answer}");
         assert_eq!(answer.as_object().unwrap().len(), 4);
     }
-    assert!(answers[2]["error"].as_str().unwrap().contains("unknown field `colour`"));
+    assert!(answers[2]["error"].as_str().unwrap().contains("unknown field `color`"));
     assert!(answers[7]["error"].as_str().unwrap().starts_with("an earlier line has the same file"));
     let written = fs::read_dir(sandbox.path("out")).unwrap().count();
     assert_eq!(written, 5);

@@ -16,7 +16,7 @@ pub mod moments;
 pub mod ops;
 pub mod order;
 pub mod photo_like;
-pub mod quantised;
+pub mod quantized;
 pub mod random;
 pub mod sandbox;
 pub mod scratch;

@@ -1,7 +1,7 @@
 //! Adapters that a backend merges with weights in its own memory, against those that the host merges.
 
 use super::adapter_files::{Factor, adapters, lokr, lora_of_all};
-use super::quantised::{SHORT, model, plain_tensors, weights, written};
+use super::quantized::{SHORT, model, plain_tensors, weights, written};
 use half::bf16;
 use kiln::internals::adapter::{AdapterMode, Adapters, Merger};
 use kiln::internals::backend::Backend;

@@ -79,7 +79,7 @@ pub fn hashed(name: &str, index: usize) -> u8 {
     (splitmix(fnv1a(name.bytes()), index as u64) >> 56) as u8
 }
 
-/// Image `i`: blocks of 8x8 pixels of one colour each, cropped around its centre to multiples of 16.
+/// Image `i`: blocks of 8x8 pixels of one color each, cropped around its center to multiples of 16.
 pub fn reference(i: usize, source: &Source) -> ReferenceInput {
     let (w, h) = (source.width, source.height);
     let pixel = |y: usize, x: usize, c: usize| hashed(&format!("image.{i}"), ((y / 8) * w.div_ceil(8) + x / 8) * 3 + c);

@@ -4,7 +4,7 @@
 //! A result has to satisfy two conditions:
 //! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the same
 //!   precision, plus a floor. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
-//!   Quantised results are the oracle rounded once by the format's own rule, and each code is the one of the exact result, but
+//!   Quantized results are the oracle rounded once by the format's own rule, and each code is the one of the exact result, but
 //!   where this is so close to a tie that f32 arithmetic may take the other side.
 //!   The backend counts the values that are beyond the range of e4m3.
 //! - Every element was written (results start as NaN), and nothing else in the arena changed: padding columns of strided buffers,
@@ -23,11 +23,11 @@ pub mod mistakes;
 mod nvfp4_gemms;
 pub mod oracle;
 pub mod outputs;
-pub mod quantised;
+pub mod quantized;
 pub mod tiles;
 
 use crate::random::one_in;
-use formats::{BLOCK, Filed, NAN, Quantised};
+use formats::{BLOCK, Filed, NAN, Quantized};
 use half::{bf16, f16};
 pub use judge::Expected;
 use judge::{judge, judge_codes, judge_saturated};
@@ -143,7 +143,7 @@ pub struct Rig<'a> {
     storage: DType,
     fit: Fit,
     seed: u32,
-    /// All of the arena: the whole buffer of each operand, and its content before the op. Those of quantised operands are bytes.
+    /// All of the arena: the whole buffer of each operand, and its content before the op. Those of quantized operands are bytes.
     buffers: Vec<(Tensor, Vec<f32>)>,
     verify: bool,
     /// The results of the op.
@@ -182,8 +182,8 @@ impl Rig<'_> {
         Operand { t, host: Mat::new(rows, cols, data) }
     }
 
-    /// A quantised matrix: its elements and scales, or NaN. The padding is NaN as well.
-    fn place_codes(&mut self, rows: usize, cols: usize, format: Stored, data: Option<&Quantised>) -> Tensor {
+    /// A quantized matrix: its elements and scales, or NaN. The padding is NaN as well.
+    fn place_codes(&mut self, rows: usize, cols: usize, format: Stored, data: Option<&Quantized>) -> Tensor {
         let (left, right) = match (self.fit, format.dtype) {
             (Fit::Whole, _) => (0, 0),
             (Fit::Slice, DType::E2m1) => (nvfp4::TILE_COLS, 2 * nvfp4::TILE_COLS),
@@ -211,18 +211,18 @@ impl Rig<'_> {
 
     /// Input activations in this format: `f` of values in -1..1.
     pub fn input_stored(&mut self, format: Stored, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
-        if !format.dtype.is_quantised() {
+        if !format.dtype.is_quantized() {
             return self.input_as(format.dtype, rows, cols, f);
         }
         let values = self.noise(rows * cols).into_iter().map(|v| f64::from(f(v)));
-        let data = formats::quantise(values, format);
+        let data = formats::quantize(values, format);
         let t = self.place_codes(rows, cols, format, Some(&data));
-        Operand { t, host: Mat::new(rows, cols, formats::dequantise(&data, format)) }
+        Operand { t, host: Mat::new(rows, cols, formats::dequantize(&data, format)) }
     }
 
     /// A result in this format, NaN until written.
     pub fn output_stored(&mut self, format: Stored, rows: usize, cols: usize) -> Tensor {
-        match format.dtype.is_quantised() {
+        match format.dtype.is_quantized() {
             true => self.place_codes(rows, cols, format, None),
             false => self.output_as(format.dtype, rows, cols),
         }
@@ -346,7 +346,7 @@ impl Rig<'_> {
         self.backend.take_saturated().unwrap();
         self.backend.run(op).unwrap();
         let saturated = self.backend.take_saturated().unwrap();
-        let mut quantised = Vec::new();
+        let mut quantized = Vec::new();
         for (out, want) in checks {
             let out = *out;
             let mut got = vec![0.0; out.len()];
@@ -354,23 +354,23 @@ impl Rig<'_> {
             if self.verify {
                 let want = want(out.stored());
                 self.faults.extend(judge(out, &got, &want));
-                if out.dtype.is_quantised() {
+                if out.dtype.is_quantized() {
                     let codes = self.codes(out);
                     self.faults.extend(judge_codes(out, &got, &codes, &want));
-                    quantised.push((out, want));
+                    quantized.push((out, want));
                 }
             }
             self.results.push(got);
         }
         if self.verify {
-            self.faults.extend(judge_saturated(saturated, &quantised));
+            self.faults.extend(judge_saturated(saturated, &quantized));
             let written: Vec<Tensor> = checks.iter().map(|c| c.0).collect();
             self.check_surroundings(&written);
         }
     }
 
-    /// The elements and the block scales of a quantised result.
-    fn codes(&mut self, t: Tensor) -> Quantised {
+    /// The elements and the block scales of a quantized result.
+    fn codes(&mut self, t: Tensor) -> Quantized {
         let mut views = t.as_bytes().map(|view| {
             let mut bytes = vec![0; view.len()];
             self.backend.read_bytes(view, &mut bytes).unwrap();
@@ -386,7 +386,7 @@ impl Rig<'_> {
         let blocks = t.cols / BLOCK;
         let scale = |tiles: &Vec<u8>, i: usize| tiles[formats::tiled(i / blocks, i % blocks, blocks)];
         let scales = tiles.map_or_else(Vec::new, |tiles| (0..t.rows * blocks).map(|i| scale(&tiles, i)).collect());
-        Quantised { codes, scales }
+        Quantized { codes, scales }
     }
 
     /// Checks that nothing but the results changed.

@@ -1,5 +1,5 @@
 //! The ordering that CUDA guarantees: work on one stream runs in order, work on several streams only where an event or the host
-//! synchronises them. Copies and kernels are checked against it as they are queued, with a vector clock per stream.
+//! synchronizes them. Copies and kernels are checked against it as they are queued, with a vector clock per stream.
 
 use std::collections::{BTreeMap, HashMap};
 

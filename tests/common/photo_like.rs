@@ -14,13 +14,13 @@ pub const KINDS: [&str; 5] = ["noise", "portrait", "gradient", "text", "flat"];
 /// - `flat`: letters on a plain ground, such as a poster.
 pub fn photo_like(kind: &str, width: usize, height: usize) -> Image {
     let pixel: &dyn Fn(usize, usize) -> [f32; 3] = match kind {
-        "noise" => &|x, y| coloured(x, y, 2.0, 1.0, 60.0, 1),
+        "noise" => &|x, y| colored(x, y, 2.0, 1.0, 60.0, 1),
         "portrait" => &|x, y| {
-            // Distance from the centre in units of the image, without a square root.
+            // Distance from the center in units of the image, without a square root.
             let (u, v) = (x as f32 / width as f32 - 0.5, y as f32 / height as f32 - 0.55);
             let inside = 1.0 / (1.0 + (400.0 * (u * u + 0.6 * v * v - 0.06)).clamp(-8.0, 8.0).powi(2) * 0.2);
-            let sharp = coloured(x, y, 2.0, 0.7, 45.0, 2);
-            let soft = coloured(x, y, 64.0, 1.0, 70.0, 3);
+            let sharp = colored(x, y, 2.0, 0.7, 45.0, 2);
+            let soft = colored(x, y, 64.0, 1.0, 70.0, 3);
             std::array::from_fn(|c| soft[c] + inside * (sharp[c] - soft[c]) + 1.5 * white(x, y, 4 + c as u32))
         },
         "gradient" => &|x, y| {
@@ -29,7 +29,7 @@ pub fn photo_like(kind: &str, width: usize, height: usize) -> Image {
             std::array::from_fn(|c| sky[c] + 0.5 * white(x, y, 9 + c as u32))
         },
         "text" => &|x, y| {
-            let paper = coloured(x, y, 4.0, 0.8, 6.0, 5);
+            let paper = colored(x, y, 4.0, 0.8, 6.0, 5);
             let level = if is_ink(x, y) { 0.15 } else { 0.85 };
             std::array::from_fn(|c| 240.0 * level + 0.5 * (paper[c] - 128.0) + 1.5 * white(x, y, 20 + c as u32))
         },
@@ -47,7 +47,7 @@ pub fn photo_like(kind: &str, width: usize, height: usize) -> Image {
 
 /// Noise with as much energy in every octave: lattices of 256 pixels down to `finest`, each `slope` times as high per halving of its
 /// pitch. The channels share most of it, as those of photographs do.
-fn coloured(x: usize, y: usize, finest: f32, slope: f32, contrast: f32, seed: u32) -> [f32; 3] {
+fn colored(x: usize, y: usize, finest: f32, slope: f32, contrast: f32, seed: u32) -> [f32; 3] {
     let (mut light, mut tint, mut height, mut pitch) = (0.0, [0.0; 3], 1.0, 256.0);
     while pitch >= finest {
         light += height * lattice(x, y, pitch, seed);

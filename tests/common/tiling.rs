@@ -37,7 +37,7 @@ impl Case {
         (0..self.grid().tokens() * 128).map(|i| (2.0 * f32::from(hashed(&name, i)) - 255.0) / 128.0).collect()
     }
 
-    /// The image to encode: blocks of 8x8 pixels of one colour each.
+    /// The image to encode: blocks of 8x8 pixels of one color each.
     fn pixels(&self) -> Vec<f32> {
         let name = format!("{}.image", self.name);
         let pixel = |y: usize, x: usize, c: usize| hashed(&name, ((y / 8) * (self.width / 8) + x / 8) * 3 + c);

@@ -61,7 +61,7 @@ pub fn before_write(inner: Cpu, before_write: impl FnMut(Tensor, &mut Vec<f32>) 
     wrapped
 }
 
-/// The backend with these quantised GEMMs only.
+/// The backend with these quantized GEMMs only.
 pub fn with_formats(inner: Cpu, formats: GemmFormats) -> Wrapped {
     let mut wrapped = instead(inner, Cpu::run);
     wrapped.observer.formats = formats;

@@ -22,12 +22,12 @@ const STEPS_E4M3: f64 = 16.0;
 
 /// How far below the largest result the smallest step is taken: the error of a sum is relative to its terms, and not to what is left of
 /// them where they cancel.
-const CANCELLED: f32 = 256.0;
+const CANCELED: f32 = 256.0;
 
 /// The same for attention, which rounds probabilities to bf16. The hardware's exp2 is an approximation that is not published to the bit,
-/// so one in some thousand probabilities is rounded to its neighbour, which moves the result by a step of bf16 of that key's value. How
+/// so one in some thousand probabilities is rounded to its neighbor, which moves the result by a step of bf16 of that key's value. How
 /// much is left of the values after they were averaged does not matter: the step is that of the largest result.
-const CANCELLED_ATTENTION: f32 = 1.0;
+const CANCELED_ATTENTION: f32 = 1.0;
 
 /// Cases of one kernel.
 #[derive(Default)]
@@ -40,10 +40,10 @@ struct Row {
     largest: f64,
 }
 
-/// The largest difference in steps of bf16. A step is at least that of a value `cancelled` times smaller than the largest one.
-fn steps(got: &[f32], want: &[f32], cancelled: f32) -> f64 {
+/// The largest difference in steps of bf16. A step is at least that of a value `canceled` times smaller than the largest one.
+fn steps(got: &[f32], want: &[f32], canceled: f32) -> f64 {
     let largest = want.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
-    let step = |v: f32| f64::from(f32::from_bits(v.abs().max(largest / cancelled).to_bits() & 0x7f80_0000)) / 128.0;
+    let step = |v: f32| f64::from(f32::from_bits(v.abs().max(largest / canceled).to_bits() & 0x7f80_0000)) / 128.0;
     let difference = |(&g, &w): (&f32, &f32)| if g.to_bits() == w.to_bits() { 0.0 } else { f64::from(g - w).abs() / step(w) };
     got.iter().zip(want).map(difference).fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { most.max(d) })
 }
@@ -64,8 +64,8 @@ fn compare(recorded: &Recorded) -> (BTreeMap<&'static str, Row>, Vec<String>) {
         // A case counts for the first of its kernels in the table.
         let launched = runner.cuda.launched().zip(before).find(|((_, now), (_, then))| now > then).map(|((kernel, _), _)| kernel);
         let row = rows.entry(launched.map_or("none", Kernel::symbol)).or_default();
-        let cancelled = if case.name.starts_with("attention") { CANCELLED_ATTENTION } else { CANCELLED };
-        let off = got.iter().zip(&want).map(|(got, want)| steps(got, want, cancelled)).fold(0.0, f64::max);
+        let canceled = if case.name.starts_with("attention") { CANCELED_ATTENTION } else { CANCELED };
+        let off = got.iter().zip(&want).map(|(got, want)| steps(got, want, canceled)).fold(0.0, f64::max);
         let exact = EXACT.iter().any(|op| case.name.starts_with(op));
         let e4m3 = case.name.split_once(" into ").is_some_and(|(_, formats)| formats.contains("e4m3"));
         let allowed = match (exact, e4m3) {
@@ -111,8 +111,8 @@ fn results_are_recorded_and_compared() {
     let (rows, wrong) = compare(&recorded);
     assert!(wrong.is_empty() && rows.values().all(|row| row.cases == row.equal && row.values == row.equal_values), "{wrong:?}");
     assert!(rows.len() > 10 && count >= rows.values().map(|row| row.cases).sum());
-    assert_eq!(steps(&[1.0, 0.5], &[1.0, 0.5], CANCELLED), 0.0);
-    assert_eq!(steps(&[1.0, 0.5 + 1.0 / 256.0], &[1.0, 0.5], CANCELLED), 1.0);
-    assert_eq!(steps(&[1.0, 0.5 + 1.0 / 256.0], &[1.0, 0.5], CANCELLED_ATTENTION), 0.5);
-    assert_eq!(steps(&[1.0, f32::NAN], &[1.0, 0.5], CANCELLED), f64::INFINITY);
+    assert_eq!(steps(&[1.0, 0.5], &[1.0, 0.5], CANCELED), 0.0);
+    assert_eq!(steps(&[1.0, 0.5 + 1.0 / 256.0], &[1.0, 0.5], CANCELED), 1.0);
+    assert_eq!(steps(&[1.0, 0.5 + 1.0 / 256.0], &[1.0, 0.5], CANCELED_ATTENTION), 0.5);
+    assert_eq!(steps(&[1.0, f32::NAN], &[1.0, 0.5], CANCELED), f64::INFINITY);
 }

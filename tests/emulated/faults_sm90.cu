@@ -8,7 +8,7 @@ constexpr uint32_t kOnes = 0x3f803f80;  // two bf16 values
 inline uint32_t barrier_address() { return shared_address(dynamic_shared); }
 inline uint32_t box_address() { return barrier_address() + kBoxOffset; }
 
-// Initialises the mbarrier of each CTA for one arrival.
+// Initializes the mbarrier of each CTA for one arrival.
 inline uint32_t open_barrier() {
   if (threadIdx.x == 0) {
     mbarrier_init(barrier_address(), 1);
@@ -20,7 +20,7 @@ inline uint32_t open_barrier() {
 
 // -------------------------------------------------------------------------------------------------------------------- mbarriers
 
-KL_FAULT(mbarrier_not_initialised) {
+KL_FAULT(mbarrier_not_initialized) {
   if (threadIdx.x != 0) return;
   if (!p.faulty) mbarrier_init(barrier_address(), 1);
   mbarrier_arrive(barrier_address());
@@ -54,7 +54,7 @@ KL_FAULT(mbarrier_misaligned) {
   if (threadIdx.x == 0) mbarrier_init(barrier_address() + 4 * p.faulty, 1);
 }
 
-KL_FAULT(mbarrier_initialised_twice) {
+KL_FAULT(mbarrier_initialized_twice) {
   if (threadIdx.x != 0) return;
   mbarrier_init(barrier_address(), 1);
   mbarrier_init(barrier_address() + (p.faulty ? 0 : 8), 1);

@@ -151,7 +151,7 @@ fn a_barrier_tells_whether_any_predicate_is_true() {
 }
 
 /// Values to convert to a format with so many magnitudes: every one of these, all that lie in the middle between two, their
-/// neighbours, what is out of range, and some at random with exponents of f32 in this range; all of them with both signs.
+/// neighbors, what is out of range, and some at random with exponents of f32 in this range; all of them with both signs.
 fn converted_values(codes: &Codes, magnitudes: u8, exponents: Range<u32>) -> Vec<f32> {
     let magnitudes: Vec<f32> = (0..magnitudes).map(|code| codes.decode(code) as f32).collect();
     let middles = magnitudes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);

@@ -32,7 +32,7 @@ mod layouts;
 mod planted;
 mod policies;
 mod portable;
-mod quantised;
+mod quantized;
 mod runner;
 mod selftest;
 

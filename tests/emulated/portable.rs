@@ -13,7 +13,7 @@ use kiln::progress::Silent;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 
-/// The kernels for quantised operands that one format takes on one GPU, or how their names begin.
+/// The kernels for quantized operands that one format takes on one GPU, or how their names begin.
 struct Path {
     gpu: Gpu,
     format: Option<DType>,
@@ -51,7 +51,7 @@ impl Path {
         let backend: Box<dyn Backend> = Box::new(Lockstep::new(cpu(), cuda));
         let found = locate(&LocateRequest { model: Some(FOLDER.into()), ..LocateRequest::default() }).unwrap();
         let model = OpenModel::open(&found, None).unwrap();
-        let options = LoadOptions { quantise: self.format, ..LoadOptions::DEFAULT };
+        let options = LoadOptions { quantize: self.format, ..LoadOptions::DEFAULT };
         let mut engine = Engine::load(backend, model, options, &Silent).unwrap();
         let steps = if long() { 2 } else { 1 };
         let job = Job { prompt: "a red circle".into(), steps, ..small_job() };
@@ -62,8 +62,8 @@ impl Path {
         const SM120: [&str; 4] = ["kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120", "kl_gemm_nvfp4_sm120", "kl_attention_fp8_sm120"];
         let known = ["kl_expand"].into_iter().chain(SM89).chain(SM120);
         let is_launched = |known: &&str| launched.iter().any(|name| name.starts_with(known));
-        let quantised: Vec<&str> = known.filter(is_launched).collect();
-        assert_eq!(quantised, self.kernels, "{again}");
+        let quantized: Vec<&str> = known.filter(is_launched).collect();
+        assert_eq!(quantized, self.kernels, "{again}");
         assert!(!launched.iter().any(|name| name.contains("sm90")), "{launched:?}");
     }
 }

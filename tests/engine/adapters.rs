@@ -1,7 +1,7 @@
 //! Adapters on a whole model: merged with its weights, or computed beside them.
 
 use common::adapter_files::{Factor, PEFT, adapters, lokr, lora, lora_of_all};
-use common::quantised::{Content, Form, Plain, SHORT, engine, model, plain_tensors, weights, written};
+use common::quantized::{Content, Form, Plain, SHORT, engine, model, plain_tensors, weights, written};
 use common::{cpu, relative_l2, run, small_job};
 use kiln::error::{Error, Result};
 use kiln::internals::adapter::{AdapterMode, Adapters};
@@ -36,16 +36,16 @@ fn plain() -> OpenModel {
     )
 }
 
-/// The same with a quantised transformer.
-fn quantised(format: &str) -> OpenModel {
+/// The same with a quantized transformer.
+fn quantized(format: &str) -> OpenModel {
     model(weights(Component::Transformer, Content::of(format).file(Form::BFL)), None, SHORT)
 }
 
 /// The transformer of a model with all its weights decoded to f32.
-fn dequantised(quantised: &OpenModel) -> OpenModel {
+fn dequantized(quantized: &OpenModel) -> OpenModel {
     let tensor = |spec: &kiln::internals::names::TensorSpec| {
         let mut values = Vec::new();
-        for part in quantised.weights().transformer.weight(spec).unwrap().parts {
+        for part in quantized.weights().transformer.weight(spec).unwrap().parts {
             for row in 0..part.rows {
                 let mut decoded = vec![0.0; part.cols()];
                 part.decode(row, &mut decoded);
@@ -154,7 +154,7 @@ fn two_adapters_are_their_sum() {
 fn without_strength_nothing_changes() {
     for (model, precision, modes) in [
         (plain as fn() -> OpenModel, Precision::F32, &[AdapterMode::Merge, AdapterMode::Branch][..]),
-        (|| quantised("fp8"), Precision::Bf16, &[AdapterMode::Merge]),
+        (|| quantized("fp8"), Precision::Bf16, &[AdapterMode::Merge]),
     ] {
         let without = bytes(&record(model(), options(precision, AdapterMode::Auto)));
         for &mode in modes {
@@ -176,7 +176,7 @@ fn jobs_can_have_adapters_of_their_own() {
     let (a, b) = (of_transformer(4), other());
     for (open, options) in [
         (plain as fn() -> OpenModel, LoadOptions { low_memory: true, ..options(Precision::Bf16, AdapterMode::Branch) }),
-        (|| quantised("nvfp4"), options(Precision::Bf16, AdapterMode::Branch)),
+        (|| quantized("nvfp4"), options(Precision::Bf16, AdapterMode::Branch)),
     ] {
         let model = with(open(), &[(&b, 0.125)]);
         let sets = [
@@ -207,8 +207,8 @@ fn jobs_can_have_adapters_of_their_own() {
 
 #[test]
 fn merged_adapters_cannot_be_replaced() {
-    // The layers of blocks are quantised and have branches, but others are merged.
-    let model = with(quantised("nvfp4"), &[(&of_transformer(4), 0.1)]);
+    // The layers of blocks are quantized and have branches, but others are merged.
+    let model = with(quantized("nvfp4"), &[(&of_transformer(4), 0.1)]);
     let [others, same] = [set(&model, &[(&other(), 1.0)]), set(&model, &[(&of_transformer(4), 0.1)])];
     let mut engine = engine(Box::new(cpu()), model, options(Precision::Bf16, AdapterMode::Auto));
     let first = run(&mut engine, &job()).unwrap().image;
@@ -221,28 +221,28 @@ fn merged_adapters_cannot_be_replaced() {
 }
 
 #[test]
-fn quantised_weights_stay_as_they_are() {
+fn quantized_weights_stay_as_they_are() {
     let (a, b) = (of_transformer(4), other());
     let given: [(&[Factor], f32); 2] = [(&a, 0.1), (&b, 0.1)];
     for (format, modes) in [("fp8", &MODES[..]), ("nvfp4", &MODES[..1])] {
-        // In f32 inputs are not quantised, so that the weights alone are different.
+        // In f32 inputs are not quantized, so that the weights alone are different.
         let wide = |mode| options(Precision::F32, mode);
-        let want = record(with(dequantised(&quantised(format)), &given), wide(AdapterMode::Merge));
-        let without = record(dequantised(&quantised(format)), wide(AdapterMode::Merge));
+        let want = record(with(dequantized(&quantized(format)), &given), wide(AdapterMode::Merge));
+        let without = record(dequantized(&quantized(format)), wide(AdapterMode::Merge));
         for &mode in modes {
-            let error = difference(&record(with(quantised(format), &given), wide(mode)), &want);
+            let error = difference(&record(with(quantized(format), &given), wide(mode)), &want);
             println!("{format} {mode:?}: {error:.2e} of an effect of {:.2e}", difference(&without, &want));
             assert!(error < 1e-5 && difference(&without, &want) > 1e-2, "{format} {mode:?}: {error}");
         }
-        // In bf16 the errors are those of the quantised model without adapters.
+        // In bf16 the errors are those of the quantized model without adapters.
         let narrow = options(Precision::Bf16, AdapterMode::Auto);
-        let usual = difference(&record(quantised(format), narrow), &without);
-        let error = difference(&record(with(quantised(format), &given), narrow), &want);
+        let usual = difference(&record(quantized(format), narrow), &without);
+        let error = difference(&record(with(quantized(format), &given), narrow), &want);
         println!("{format} in bf16: {error:.2e}, without adapters {usual:.2e}");
         assert!(error < 2.0 * usual, "{format}: {error} {usual}");
 
         // Layers of blocks have a branch, plain ones are merged.
-        let model = with(quantised(format), &given);
+        let model = with(quantized(format), &given);
         let formats = model.formats(narrow, GemmFormats::ALL).unwrap();
         for layer in &formats.layers {
             let is_named = a
@@ -251,7 +251,7 @@ fn quantised_weights_stay_as_they_are() {
                 .any(|factor| layer.id.canonical().strip_suffix(".weight").is_some_and(|l| factor.name.contains(l)));
             let is_other = [LayerRole::EncoderQkv.of_block(3), LayerRole::FinalModulation.only()].contains(&layer.id);
             assert!(!layer.merged || is_named || is_other);
-            assert!(!(layer.merged && layer.parts.iter().any(|part| part.held.is_quantised())), "{}", layer.id);
+            assert!(!(layer.merged && layer.parts.iter().any(|part| part.held.is_quantized())), "{}", layer.id);
         }
         let uses = formats.adapter_uses(&model.adapters);
         assert!(uses[0].beside > 0 && uses[0].merged > 0 && uses[0].beside + uses[0].merged == uses[0].layers, "{uses:?}");
@@ -274,37 +274,37 @@ fn what_is_too_wide_for_a_branch_is_merged() {
     };
     // Whole factors have the rank of the weight itself, which is no more than 256 here.
     let whole = lokr(name, ([4, 8], None), ([64, 128], None));
-    let model = with(quantised("fp8"), &[(&whole, 0.05)]);
+    let model = with(quantized("fp8"), &[(&whole, 0.05)]);
     assert_eq!(merged(&model, AdapterMode::Auto).unwrap(), [""; 0]);
     let [merge, beside] = [AdapterMode::Merge, AdapterMode::Branch]
-        .map(|mode| record(with(quantised("fp8"), &[(&whole, 0.05)]), options(Precision::F32, mode)));
+        .map(|mode| record(with(quantized("fp8"), &[(&whole, 0.05)]), options(Precision::F32, mode)));
     assert!(difference(&beside, &merge) < 1e-5);
     // Five of them are too much.
-    let five = || with(quantised("fp8"), &[(&whole[..], 0.05); 5]);
+    let five = || with(quantized("fp8"), &[(&whole[..], 0.05); 5]);
     assert_eq!(merged(&five(), AdapterMode::Auto).unwrap(), [format!("{name}.weight")]);
     let lines = format_lines(&five().formats(narrow(AdapterMode::Auto), GemmFormats::ALL).unwrap());
     assert!(lines.iter().any(|line| line.contains("1 fp8 expanded to bf16 (merged with an adapter)")), "{lines:?}");
     let refused = merged(&five(), AdapterMode::Branch).unwrap_err();
     let want = "adapters add a rank of 1280 to `single_blocks.1.linear2.weight`; up to 1024 is computed beside a weight";
     assert_eq!((refused.to_string().as_str(), refused.hint().is_some()), (want, true));
-    let mut engine = engine(Box::new(cpu()), quantised("fp8"), narrow(AdapterMode::Auto));
+    let mut engine = engine(Box::new(cpu()), quantized("fp8"), narrow(AdapterMode::Auto));
     let job = Job { adapters: Some(Arc::new(five().adapters)), ..job() };
     assert_eq!(run(&mut engine, &job).unwrap_err().to_string(), want);
     // They are the sum that one of five times the strength is.
     let sum = record(five(), options(Precision::F32, AdapterMode::Auto));
-    let one = record(with(quantised("fp8"), &[(&whole, 0.25)]), options(Precision::F32, AdapterMode::Branch));
+    let one = record(with(quantized("fp8"), &[(&whole, 0.25)]), options(Precision::F32, AdapterMode::Branch));
     assert!(difference(&sum, &one) < 1e-5);
 }
 
 #[test]
-fn weights_that_are_quantised_at_load() {
+fn weights_that_are_quantized_at_load() {
     let given: [(&[Factor], f32); 1] = [(&of_transformer(4), 0.1)];
     for format in [DType::E4m3, DType::E2m1] {
-        let options = |precision, mode| LoadOptions { quantise: Some(format), ..options(precision, mode) };
+        let options = |precision, mode| LoadOptions { quantize: Some(format), ..options(precision, mode) };
         let model = with(plain(), &given);
         let uses = |mode| {
             let formats = model.formats(options(Precision::Bf16, mode), GemmFormats::ALL).unwrap();
-            assert!(formats.quantised_at_load().is_some());
+            assert!(formats.quantized_at_load().is_some());
             let of = formats.adapter_uses(&model.adapters).remove(0);
             (of.merged, of.beside)
         };
@@ -315,9 +315,9 @@ fn weights_that_are_quantised_at_load() {
         if format == DType::E2m1 {
             continue;
         }
-        // Both are the model with its adapter, up to the error of quantising it.
+        // Both are the model with its adapter, up to the error of quantizing it.
         let of = |mode| record(with(plain(), &given), options(Precision::F32, mode));
-        let want = record(with(plain(), &given), LoadOptions { quantise: None, ..options(Precision::F32, AdapterMode::Merge) });
+        let want = record(with(plain(), &given), LoadOptions { quantize: None, ..options(Precision::F32, AdapterMode::Merge) });
         let [merged, beside] = [AdapterMode::Merge, AdapterMode::Auto].map(|mode| difference(&of(mode), &want));
         println!("{format:?}: merged before {merged:.2e}, beside {beside:.2e}");
         assert!(beside < 1.2 * merged && merged < 0.5, "{format:?}: {beside} {merged}");

@@ -119,7 +119,7 @@ fn add_to_byte(cpu: &mut Cpu, t: Tensor, view: usize, at: usize, steps: u8) -> R
 /// Two correct backends may round a value to two codes. More than that is found, even in one element among many, and what passes
 /// becomes equal to the byte, because decoded values would not always be encoded the same again.
 #[test]
-fn lockstep_compares_quantised_results_by_element() {
+fn lockstep_compares_quantized_results_by_element() {
     let (rows, cols) = (130, 192);
     let (mut arena, scale) = (Arena::new(Region::Arena), |value| Scale::new(value).unwrap());
     let [fp8, nvfp4] =

@@ -43,7 +43,7 @@ struct Disc {
     cx: i64,
     cy: i64,
     r: i64,
-    colour: [u8; 3],
+    color: [u8; 3],
     background: [u8; 3],
 }
 
@@ -51,7 +51,7 @@ impl Disc {
     fn pixels(&self) -> Vec<u8> {
         let inside = |x: usize, y: usize| (x as i64 - self.cx).pow(2) + (y as i64 - self.cy).pow(2) <= self.r.pow(2);
         let points = (0..self.height).flat_map(|y| (0..self.width).map(move |x| (x, y)));
-        points.flat_map(|(x, y)| if inside(x, y) { self.colour } else { self.background }).collect()
+        points.flat_map(|(x, y)| if inside(x, y) { self.color } else { self.background }).collect()
     }
 
     fn reference(&self) -> ReferenceInput {
@@ -302,7 +302,7 @@ mod program {
             let run = sandbox.bare([&[prompt, "-o", "a.png", "--force"], &SMALL[..], flags].concat()).good();
             run.stderr.lines().filter(|line| line.contains("does not know")).map(str::to_owned).collect::<Vec<_>>()
         };
-        let draws = "it draws one to three circles, squares, triangles, stars, hearts, rings, crosses or hexagons in twelve colours on \
+        let draws = "it draws one to three circles, squares, triangles, stars, hearts, rings, crosses or hexagons in twelve colors on \
             plain, gradient or striped backgrounds";
         let note = |words: &str, rest: &str| vec![format!("note: builtin does not know {words}; {draws}{rest}")];
         let help = ", see kiln --help";
@@ -364,7 +364,7 @@ mod program {
         assert_eq!((&bench["model"], &bench["width"], &bench["steps"]), (&"builtin".into(), &256.into(), &1.into()));
 
         let doctor = |args: &[&str]| sandbox.bare([&["doctor"], args].concat()).good().text().to_owned();
-        let line = "model     builtin, part of this program, draws coloured shapes";
+        let line = "model     builtin, part of this program, draws colored shapes";
         assert!(doctor(&[]).lines().any(|l| l == format!("{line}; no FLUX.2 model was found")), "{}", doctor(&[]));
         assert!(doctor(&["--model", "builtin"]).lines().any(|l| l == line));
         let help = sandbox.bare(["--help"]).good().text().to_owned();

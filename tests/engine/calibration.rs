@@ -1,6 +1,6 @@
 //! Calibration: what it finds and what it does not depend on, that the scales which follow hold every value, and what is refused.
 
-use common::quantised::{Content, Form, SHORT, engine, model, plain_tensors, weights};
+use common::quantized::{Content, Form, SHORT, engine, model, plain_tensors, weights};
 use common::sandbox::Sandbox;
 use common::wrapped;
 use common::{cpu, run, short_model};

@@ -3,7 +3,7 @@
 use common::adapter_files::{Factor, PEFT, file, lora, read};
 use common::dev::{Dev, dev, model, model_of, model_with, tokenizer};
 use common::modes::hashed;
-use common::quantised::{Content, Form, Plain, SHORT, plain_tensors, weights as weights_in, written};
+use common::quantized::{Content, Form, Plain, SHORT, plain_tensors, weights as weights_in, written};
 use common::random::long;
 use common::wrapped;
 use common::{Goldens, cpu, relative_l2, run, small_job};
@@ -349,8 +349,8 @@ fn the_plan_has_the_sizes_of_the_published_model() {
     let denoise = plain.stages.iter().find(|(phase, _)| *phase == Phase::Denoise).unwrap().1 as f64 / 50e12;
     assert!((denoise - 282.6).abs() < 3.0, "{denoise}");
     for (format, least, most) in [(DType::E4m3, 32.0e9, 55.0e9), (DType::E2m1, 18.0e9, 33.0e9)] {
-        let quantised = estimate(LoadOptions { quantise: Some(format), ..LoadOptions::DEFAULT });
-        let (low, all) = (quantised.low_memory_weight_bytes as f64, quantised.weight_bytes as f64);
+        let quantized = estimate(LoadOptions { quantize: Some(format), ..LoadOptions::DEFAULT });
+        let (low, all) = (quantized.low_memory_weight_bytes as f64, quantized.weight_bytes as f64);
         println!("{format:?}: {low:e} bytes, all at once {all:e}");
         assert!(low > least && all < most && low < all, "{format:?}: {low:e} {all:e}");
     }
@@ -403,7 +403,7 @@ fn latents(transformer: &Content, form: Form) -> Vec<f32> {
 }
 
 /// As they are published: ComfyUI's FP8 file has the attention of double blocks in bf16, that of NVFP4 the text half of it. A reader that took
-/// such layers for quantised ones, or quantised ones for such layers, would not come close to the model in bf16.
+/// such layers for quantized ones, or quantized ones for such layers, would not come close to the model in bf16.
 #[test]
 fn files_with_some_layers_in_bf16_are_read() {
     let plain = |content: &Content| {

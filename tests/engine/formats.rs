@@ -8,7 +8,7 @@ mod elements;
 mod fp8;
 mod nvfp4;
 mod products;
-mod quantising;
+mod quantizing;
 mod reencoding;
 
 use kiln::internals::backend::Backend;
@@ -131,7 +131,7 @@ fn stored_bytes(cpu: &mut Cpu, tensor: Tensor) -> Vec<Vec<u8>> {
 }
 
 /// What the CPU backend stores of values.
-fn quantised(values: &[f32], cols: usize, stored: Stored) -> Vec<Vec<u8>> {
+fn quantized(values: &[f32], cols: usize, stored: Stored) -> Vec<Vec<u8>> {
     let (mut cpu, mut arena) = (cpu(), Arena::new(Region::Arena));
     let tensor = arena.alloc_stored(values.len() / cols, cols, stored).unwrap();
     cpu.reserve(Region::Arena, arena.peak()).unwrap();

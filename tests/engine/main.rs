@@ -13,7 +13,7 @@ mod model;
 mod modes;
 mod ops;
 mod predictions;
-mod quantised;
+mod quantized;
 mod runtime;
 mod service;
 mod tiling;

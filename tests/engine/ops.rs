@@ -2,7 +2,7 @@
 //! tolerances are in `common/ops`.
 
 use common::ops;
-use common::ops::formats::{Codes, pack, quantise};
+use common::ops::formats::{Codes, pack, quantize};
 use common::ops::fp8_sums::Fp8Sums;
 use common::ops::oracle::Real;
 use common::wrapped;
@@ -34,9 +34,9 @@ fn every_op_matches_a_naive_loop_at_klein_widths() {
 }
 
 #[test]
-fn every_quantised_operand_matches_a_naive_loop() {
+fn every_quantized_operand_matches_a_naive_loop() {
     // The others are in the table of all ops.
-    ops::check(&mut cpu(0), ops::quantised::all().into_iter().filter(|case| !ops::quantised::has_kernels(&case.name)));
+    ops::check(&mut cpu(0), ops::quantized::all().into_iter().filter(|case| !ops::quantized::has_kernels(&case.name)));
 }
 
 /// The figures of the published model for factors of 1.125.
@@ -52,7 +52,7 @@ fn coherent_sums_of_tensor_cores_come_out_too_small() {
     assert_eq!(sum(12288), 13115.0);
 }
 
-/// Exactly where the cases allow either code: values between two codes, with their neighbours, and the ends of the range.
+/// Exactly where the cases allow either code: values between two codes, with their neighbors, and the ends of the range.
 #[test]
 fn ties_go_to_the_even_code() {
     let codes = Codes::of(DType::E4m3);
@@ -69,7 +69,7 @@ fn ties_go_to_the_even_code() {
         let t = arena.alloc_stored(1, values.len(), format).unwrap();
         cpu.reserve(Region::Arena, arena.peak()).unwrap();
         cpu.write(t, &values).unwrap();
-        let want = quantise(values.iter().copied().map(f64::from), format);
+        let want = quantize(values.iter().copied().map(f64::from), format);
         let bytes = t.as_bytes().next().unwrap();
         let mut got = vec![0; bytes.len()];
         cpu.read_bytes(bytes, &mut got).unwrap();
@@ -80,16 +80,16 @@ fn ties_go_to_the_even_code() {
 
 /// Two backends that agree pass every comparison by element.
 #[test]
-fn lockstep_is_clean_on_quantised_operands() {
+fn lockstep_is_clean_on_quantized_operands() {
     let mut both = Lockstep::new(cpu(1), cpu(2));
-    let (mut weights, cases) = (ops::Weights::default(), ops::quantised::all());
+    let (mut weights, cases) = (ops::Weights::default(), ops::quantized::all());
     for case in &cases {
         ops::run(&mut both, &mut weights, case, false, &mut Vec::new());
     }
     assert_eq!(both.ops(), cases.len());
 }
 
-/// The control of the quantised cases: one code that is one step off, one scale, or one byte beside the result is a fault.
+/// The control of the quantized cases: one code that is one step off, one scale, or one byte beside the result is a fault.
 #[test]
 fn a_wrong_code_is_found() {
     /// Changes the last bit of the byte at a place of the elements (0) or of the block scales (1).
@@ -101,7 +101,7 @@ fn a_wrong_code_is_found() {
         cpu.write(byte, &[f32::from(value[0] ^ 1)]).unwrap();
     }
     let faults = |name: &str, place: Option<(usize, u64)>| {
-        let case = ops::quantised::all().into_iter().find(|case| case.name == name).expect(name);
+        let case = ops::quantized::all().into_iter().find(|case| case.name == name).expect(name);
         let mut cpu = wrapped::after_op(cpu(1), move |_, op, cpu| {
             if let (Op::RmsNorm { out, .. }, Some((view, place))) = (op, place) {
                 change(cpu, out, view, place);
@@ -198,7 +198,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let mut machines = [1, 2, 3].map(|threads| (cpu(threads), ops::Weights::default()));
     // The cases at klein widths take long and are partitioned in the same way.
     let plain = ops::cases::all().into_iter().filter(|case| !is_klein(&case.name));
-    for case in ops::drawn(12, "ops by threads", plain.chain(ops::quantised::all())) {
+    for case in ops::drawn(12, "ops by threads", plain.chain(ops::quantized::all())) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
             let results = ops::run(cpu, weights, &case, false, &mut Vec::new());
             results.into_iter().flatten().map(f32::to_bits).collect::<Vec<_>>()
@@ -300,8 +300,8 @@ fn mismatched_operands_are_rejected() {
         ("a shortcut with a LoRA branch", beside(None, c.rows(4..8), &lora, same)),
         ("a shortcut that is overwritten", beside(None, a, &w, same)),
         ("a norm with other groups", normed(a, 2, &norm)),
-        ("another number of normalised pixels", normed(a, 3, &eight)),
-        ("the result is normalised", normed(b, 2, &eight)),
+        ("another number of normalized pixels", normed(a, 3, &eight)),
+        ("the result is normalized", normed(b, 2, &eight)),
         ("an odd side halved", image(a.rows(0..1), b, 4, 1, Sampling::Down)),
         ("groups do not divide", Op::GroupNorm { out: a, x: b, norm: &norm, stats: None, silu: false }),
         ("statistics of what changes", Op::GroupNorm { out: b, x: b, norm: &one_group, stats: None, silu: false }),
@@ -318,9 +318,9 @@ fn mismatched_operands_are_rejected() {
     }
 }
 
-/// The rules of quantised operands: an op that keeps them all passes, and each of its mistakes breaks one.
+/// The rules of quantized operands: an op that keeps them all passes, and each of its mistakes breaks one.
 #[test]
-fn quantised_operands_keep_their_rules() {
+fn quantized_operands_keep_their_rules() {
     let (mut arena, mut weights) = (Arena::new(Region::Arena), Arena::new(Region::Weights));
     let scale = |value| Scale::new(value).unwrap();
     let (fp8, nvfp4) = (Stored::fp8(scale(0.5)), Stored::nvfp4(scale(0.25)));
@@ -344,7 +344,7 @@ fn quantised_operands_keep_their_rules() {
     let (w8a8, w8a16, w4a4) = (layer(w8, fp8), layer(w8, plain), layer(w4, nvfp4));
     let lora = |down, up| Linear { lora: Some(LoraBranch { down, up }), ..w8a8 };
     let (good, short, long) = (lora(down, up), lora(down.cols(0..63), up), lora(down, up.rows(0..63)));
-    let (ranks, quantised) = (lora(down, up.cols(0..2)), [lora(down8, up), lora(down, up8)]);
+    let (ranks, quantized) = (lora(down, up.cols(0..2)), [lora(down8, up), lora(down, up8)]);
     let other_scale = layer(w8, Stored::fp8(scale(0.75)));
     let halves = Linear { weight: Weight::stack(&[w8.rows(0..32), w8.rows(32..64)]).unwrap(), ..w8a8 };
     assert!(Weight::stack(&[w8, wide]).is_none(), "parts of different widths");
@@ -407,17 +407,17 @@ fn quantised_operands_keep_their_rules() {
         op.check().unwrap_or_else(|error| panic!("{what}: {error}"));
     }
     let refused: &[(&str, &str, Op<'_>)] = &[
-        ("e4m3 copied", "quantised values", Op::Copy { out, x: x8 }),
-        ("a copy into e4m3", "quantised values", Op::Copy { out: result8, x }),
-        ("e4m3 activated", "quantised values", Op::Silu { out, x: x8 }),
-        ("a norm of e4m3", "quantised values", Op::RmsNorm { out, x: x8, weight: gain, eps: 0.0 }),
+        ("e4m3 copied", "quantized values", Op::Copy { out, x: x8 }),
+        ("a copy into e4m3", "quantized values", Op::Copy { out: result8, x }),
+        ("e4m3 activated", "quantized values", Op::Silu { out, x: x8 }),
+        ("a norm of e4m3", "quantized values", Op::RmsNorm { out, x: x8, weight: gain, eps: 0.0 }),
         ("a norm weight in e4m3", "shapes", norm(out, norm8)),
-        ("a modulation by e4m3", "quantised values", Op::LayerNormModulate { streams: &modulated(out, row8), eps: 0.0 }),
-        ("guidance into e4m3", "quantised values", Op::Guidance { out: result8, cond: x, uncond: x, scale: 1.0 }),
-        ("a blend of e4m3", "quantised values", Op::Blend { into, from: x8, seam: Seam::Top }),
+        ("a modulation by e4m3", "quantized values", Op::LayerNormModulate { streams: &modulated(out, row8), eps: 0.0 }),
+        ("guidance into e4m3", "quantized values", Op::Guidance { out: result8, cond: x, uncond: x, scale: 1.0 }),
+        ("a blend of e4m3", "quantized values", Op::Blend { into, from: x8, seam: Seam::Top }),
         ("latents in e4m3", "shapes", Op::Euler { latents: latents8, velocity: x, dt: 1.0 }),
-        ("a linear layer into e4m3", "quantised values", Op::Linear(&gemm(result8, x8, &w8a8))),
-        ("a residual stream in e4m3", "quantised values", Op::LinearGateResidual(&gated(result8, gate))),
+        ("a linear layer into e4m3", "quantized values", Op::Linear(&gemm(result8, x8, &w8a8))),
+        ("a residual stream in e4m3", "quantized values", Op::LinearGateResidual(&gated(result8, gate))),
         ("a gate in e4m3", "shapes", Op::LinearGateResidual(&gated(into, row8))),
         ("NVFP4 without scales", "scales", norm(unscaled, gain)),
         ("bf16 with a scale", "scales", norm(scaled, gain)),
@@ -433,8 +433,8 @@ fn quantised_operands_keep_their_rules() {
         ("low rank of another width", "shapes", Op::Linear(&gemm(out, x8, &short))),
         ("low rank of another height", "shapes", Op::Linear(&gemm(out, x8, &long))),
         ("two ranks", "shapes", Op::Linear(&gemm(out, x8, &ranks))),
-        ("a quantised first matrix of low rank", "shapes", Op::Linear(&gemm(out, x8, &quantised[0]))),
-        ("a quantised second matrix of low rank", "shapes", Op::Linear(&gemm(out, x8, &quantised[1]))),
+        ("a quantized first matrix of low rank", "shapes", Op::Linear(&gemm(out, x8, &quantized[0]))),
+        ("a quantized second matrix of low rank", "shapes", Op::Linear(&gemm(out, x8, &quantized[1]))),
         ("scales over their own elements", "scales", norm(scales_at(result4, result4.offset), gain)),
         ("scales over the end of their own elements", "scales", norm(scales_at(result4, result4.extent().end - 1), gain)),
         ("scales over the input", "operands overlap", norm(scales_at(result4, x.offset), gain)),
@@ -522,9 +522,9 @@ fn mismatched_weights_are_rejected() {
     ops::mistakes::check(&mut cpu);
 }
 
-/// Quantised weights are not converted: a tensor has the format of its only part.
+/// Quantized weights are not converted: a tensor has the format of its only part.
 #[test]
-fn quantised_weights_keep_their_format() {
+fn quantized_weights_keep_their_format() {
     let (mut cpu, mut arena, scale) = (cpu(1), Arena::new(Region::Weights), |value| Scale::new(value).unwrap());
     let bytes = |count: usize| Bytes::new(Arc::new(vec![0u8; count]));
     let part = |rows, scaling| WeightSlice { bytes: bytes(rows * 16), dtype: DType::E4m3, rows, scaling };

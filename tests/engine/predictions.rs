@@ -26,20 +26,20 @@ fn job(side: usize) -> Job {
     Job { size: Pixels::new(side, side).unwrap(), ..job }
 }
 
-fn request(configs: &Configs, quantise: Option<DType>, gemms: GemmFormats) -> EstimateRequest<'_> {
-    let options = LoadOptions { quantise, ..LoadOptions::DEFAULT };
+fn request(configs: &Configs, quantize: Option<DType>, gemms: GemmFormats) -> EstimateRequest<'_> {
+    let options = LoadOptions { quantize, ..LoadOptions::DEFAULT };
     EstimateRequest::new(configs, Variant::Distilled, options, gemms)
 }
 
-fn predict(configs: &Configs, quantise: Option<DType>, side: usize, gpu: &GpuSpec, arch: Arch) -> (Prediction, Estimate) {
+fn predict(configs: &Configs, quantize: Option<DType>, side: usize, gpu: &GpuSpec, arch: Arch) -> (Prediction, Estimate) {
     let predictor = Predictor::new(gpu, arch).unwrap();
-    let request = request(configs, quantise, gemm_formats(gpu, arch));
+    let request = request(configs, quantize, gemm_formats(gpu, arch));
     let estimate = estimate(EstimateRequest { time: Some(predictor.op_time()), ..request }, &job(side)).unwrap();
     (Prediction::of(&estimate), estimate)
 }
 
-fn step(configs: &Configs, quantise: Option<DType>, side: usize, gpu: &GpuSpec) -> f64 {
-    predict(configs, quantise, side, gpu, gpu.arch()).0.step().unwrap()
+fn step(configs: &Configs, quantize: Option<DType>, side: usize, gpu: &GpuSpec) -> f64 {
+    predict(configs, quantize, side, gpu, gpu.arch()).0.step().unwrap()
 }
 
 /// The formats of kernels of this architecture.
@@ -48,10 +48,10 @@ fn gemm_formats(gpu: &GpuSpec, arch: Arch) -> GemmFormats {
 }
 
 /// The vendor's peak of the fastest instruction that a format's ops have.
-fn peak(gpu: &GpuSpec, arch: Arch, quantise: Option<DType>) -> f64 {
+fn peak(gpu: &GpuSpec, arch: Arch, quantize: Option<DType>) -> f64 {
     let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| gpu.tensor_flops(dtype));
     let block_scaled = e2m1.filter(|_| arch == Arch::Sm120);
-    let peak = match quantise {
+    let peak = match quantize {
         None => bf16,
         // With scales of blocks e4m3 has half the rate of e2m1.
         Some(DType::E4m3) => block_scaled.map(|e2m1| e2m1 / 2.0).or(e4m3).or(bf16),
@@ -64,10 +64,10 @@ fn peak(gpu: &GpuSpec, arch: Arch, quantise: Option<DType>) -> f64 {
 #[test]
 fn no_op_exceeds_the_hardware() {
     for gpu in &GPU_SPECS {
-        for (_, quantise) in FORMATS {
+        for (_, quantize) in FORMATS {
             for arch in [gpu.arch(), Arch::Portable] {
                 let predictor = Predictor::new(gpu, arch).unwrap();
-                let peak = peak(gpu, arch, quantise);
+                let peak = peak(gpu, arch, quantize);
                 let (card_bandwidth, ops) = (gpu.bandwidth as f64, Rc::new(Cell::new(0)));
                 let seen = ops.clone();
                 let check = Rc::new(move |op: &kiln::internals::backend::Op<'_>| {
@@ -81,7 +81,7 @@ fn no_op_exceeds_the_hardware() {
                     seconds
                 });
                 let configs = Configs::KLEIN_4B;
-                let request = request(&configs, quantise, gemm_formats(gpu, arch));
+                let request = request(&configs, quantize, gemm_formats(gpu, arch));
                 estimate(EstimateRequest { time: Some(check), ..request }, &job(512)).unwrap();
                 assert!(ops.get() > 500, "only {} ops", ops.get());
             }
@@ -115,10 +115,10 @@ fn more_work_takes_longer() {
 #[test]
 fn predicting_changes_nothing_of_the_plan() {
     for gpu in &GPU_SPECS {
-        for (_, quantise) in FORMATS {
-            let (_, timed) = predict(&Configs::KLEIN_4B, quantise, 512, gpu, gpu.arch());
+        for (_, quantize) in FORMATS {
+            let (_, timed) = predict(&Configs::KLEIN_4B, quantize, 512, gpu, gpu.arch());
             let gemms = gpu.gemm_formats();
-            let plain = estimate(request(&Configs::KLEIN_4B, quantise, gemms), &job(512)).unwrap();
+            let plain = estimate(request(&Configs::KLEIN_4B, quantize, gemms), &job(512)).unwrap();
             assert!(plain.seconds.is_empty() && timed.seconds.len() == plain.stages.len());
             assert_eq!(Estimate { seconds: Vec::new(), ..timed }, plain);
         }
@@ -195,16 +195,16 @@ fn tables() -> String {
     let mut text = format!("| a step, and peak memory | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
     for (name, configs) in &models() {
         for side in [512, 1024] {
-            for (format, quantise) in FORMATS {
-                let cells: Vec<String> = cards.iter().map(|gpu| cell(configs, quantise, side, gpu)).collect();
+            for (format, quantize) in FORMATS {
+                let cells: Vec<String> = cards.iter().map(|gpu| cell(configs, quantize, side, gpu)).collect();
                 let _ = writeln!(text, "| {name}, {side}x{side}, {format} | {} |", cells.join(" | "));
             }
         }
     }
     let _ = write!(text, "\n| ms | {} |\n| --- |{}\n", names.join(" | "), " --- |".repeat(names.len()));
     for (name, configs) in &models() {
-        for (format, quantise) in FORMATS {
-            let cells = cards.iter().map(|gpu| predict(configs, quantise, 1024, gpu, gpu.arch()).0);
+        for (format, quantize) in FORMATS {
+            let cells = cards.iter().map(|gpu| predict(configs, quantize, 1024, gpu, gpu.arch()).0);
             let cells: Vec<String> = cells.map(|prediction| format!("{:.0}", stages(&prediction)[0])).collect();
             let _ = writeln!(text, "| {name}, encoding a prompt, {format} | {} |", cells.join(" | "));
         }
@@ -228,8 +228,8 @@ fn tables() -> String {
 }
 
 /// A step and memory on a card; memory with the transformer in the text encoder's place if both do not fit.
-fn cell(configs: &Configs, quantise: Option<DType>, side: usize, gpu: &GpuSpec) -> String {
-    let (prediction, estimate) = predict(configs, quantise, side, gpu, gpu.arch());
+fn cell(configs: &Configs, quantize: Option<DType>, side: usize, gpu: &GpuSpec) -> String {
+    let (prediction, estimate) = predict(configs, quantize, side, gpu, gpu.arch());
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let (all, low) = (estimate.weight_bytes + estimate.arena_bytes, estimate.low_memory_weight_bytes + estimate.arena_bytes);
     // The driver and the desktop take some of it.

@@ -6,7 +6,7 @@ mod modules;
 mod timed;
 
 use common::ops;
-use common::quantised::{self, Content, Form};
+use common::quantized::{self, Content, Form};
 use common::random::one_in;
 use common::stand_in::StandIn;
 use common::wrapped;
@@ -189,9 +189,9 @@ impl Lost {
 #[test]
 fn weights_are_expanded_in_free_working_memory() {
     let open = || {
-        let weights = |part, name, form| quantised::weights(part, Content::of(name).file(form));
+        let weights = |part, name, form| quantized::weights(part, Content::of(name).file(form));
         let encoder = weights(Component::TextEncoder, "fp8mixed", Form::COMFY);
-        quantised::model(weights(Component::Transformer, "nvfp4", Form::BFL), Some(encoder), 64)
+        quantized::model(weights(Component::Transformer, "nvfp4", Form::BFL), Some(encoder), 64)
     };
     let (options, job, stop) = (LoadOptions::DEFAULT, Job { steps: 3, ..small_job() }, Arc::default());
     let arena_bytes = |gemms| estimate(open().estimate_request(options, gemms), &job).unwrap().arena_bytes;
@@ -228,13 +228,13 @@ fn weights_are_expanded_in_free_working_memory() {
     };
     let mut backend = wrapped::after_op(cuda(&driver, &stop).unwrap(), after_op);
     backend.observer.before_write = Box::new(move |to, _| written.borrow_mut().write(&to.extent()));
-    generate(&mut quantised::engine(Box::new(backend), open(), options), &job).unwrap();
+    generate(&mut quantized::engine(Box::new(backend), open(), options), &job).unwrap();
     assert!(expansions.get() > 50, "{}", expansions.get());
 }
 
-/// Weights that are quantised while they are uploaded take the memory that was planned, and are there when a kernel reads them.
+/// Weights that are quantized while they are uploaded take the memory that was planned, and are there when a kernel reads them.
 #[test]
-fn weights_are_quantised_while_they_are_uploaded() {
+fn weights_are_quantized_while_they_are_uploaded() {
     let (model, stop) = (Model::new(), Arc::default());
     let [(variant, job), _] = jobs();
     let load = |options: LoadOptions| {
@@ -248,12 +248,12 @@ fn weights_are_quantised_while_they_are_uploaded() {
             assert_eq!(driver.bytes.get().0, weights + estimate.arena_bytes.next_multiple_of(ALIGN) + SCRATCH);
             assert_eq!(driver.replays.get(), 2 * image, "the second and the third step");
         }
-        let quantised = estimate.formats.layers.iter().filter(|layer| layer.parts[0].held.is_quantised());
-        (weights, quantised.flat_map(|layer| &layer.parts).map(|part| part.stored_bytes - part.held_bytes).sum::<u64>())
+        let quantized = estimate.formats.layers.iter().filter(|layer| layer.parts[0].held.is_quantized());
+        (weights, quantized.flat_map(|layer| &layer.parts).map(|part| part.stored_bytes - part.held_bytes).sum::<u64>())
     };
     for low_memory in [false, true] {
         let [plain, fp8, nvfp4] =
-            [None, Some(DType::E4m3), Some(DType::E2m1)].map(|quantise| load(LoadOptions { quantise, low_memory, ..OPTIONS }));
+            [None, Some(DType::E4m3), Some(DType::E2m1)].map(|quantize| load(LoadOptions { quantize, low_memory, ..OPTIONS }));
         assert!(plain.1 == 0 && nvfp4.0 < fp8.0 && fp8.0 < plain.0, "{plain:?} {fp8:?} {nvfp4:?}");
         // What is saved is the difference, but for the rounding of each allocation; in low-memory mode it is that of one side.
         let close =
@@ -405,7 +405,7 @@ fn any_call_of_loading_may_fail() {
         let driver = StandIn::new(PLENTY);
         driver.fail_after(n);
         let result = model.engine(&driver, &stop, Variant::Distilled, false).map(drop);
-        // A failure to synchronise when the backend is dropped cannot be reported.
+        // A failure to synchronize when the backend is dropped cannot be reported.
         let failed = matches!(result, Err(Error::Device { .. }) | Err(Error::DeviceMemory { .. }));
         assert!(failed || (result.is_ok() && driver.failed.get() == "synchronize"), "call {n} ({})", driver.failed.get());
         assert!(driver.taken.borrow().is_empty(), "call {n} ({}): {:?}", driver.failed.get(), driver.taken.borrow());
@@ -442,7 +442,7 @@ impl Observer<Cuda> for Refusing {
 
     fn upload(&mut self, cuda: &mut Cuda, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
         match cuda.upload(to, role, parts) {
-            Err(Error::Op { op: "upload", what }) if to.dtype.is_quantised() => {
+            Err(Error::Op { op: "upload", what }) if to.dtype.is_quantized() => {
                 assert!(to.dtype == DType::E5m2 && what.contains("there are no kernels for"), "{what}");
                 Ok(())
             }
@@ -455,7 +455,7 @@ impl Observer<Cuda> for Refusing {
 
     fn read(&mut self, cuda: &mut Cuda, from: Tensor, to: &mut [f32]) -> Result<()> {
         match cuda.read(from, to) {
-            Err(Error::Op { op: "read", .. }) if from.dtype.is_quantised() => Ok(()),
+            Err(Error::Op { op: "read", .. }) if from.dtype.is_quantized() => Ok(()),
             other => other,
         }
     }
@@ -483,11 +483,11 @@ impl Observer<Cuda> for Refusing {
 
 /// An op that there are no kernels for launches none.
 #[test]
-fn quantised_operands_are_refused() {
+fn quantized_operands_are_refused() {
     let driver = StandIn::new(PLENTY);
     let cuda = Box::new(cuda(&driver, &Arc::default()).unwrap());
     let mut backend = Observed::new(cuda, Refusing { driver, refused: 0, accepted: 0 });
-    let (mut weights, cases) = (ops::Weights::default(), ops::quantised::all());
+    let (mut weights, cases) = (ops::Weights::default(), ops::quantized::all());
     for case in &cases {
         ops::run(&mut backend, &mut weights, case, false, &mut Vec::new());
     }

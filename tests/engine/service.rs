@@ -119,7 +119,7 @@ fn halting(at: usize, reached: Sender<()>, go_on: Receiver<()>) -> Wrapped<Cpu> 
 }
 
 #[test]
-fn a_cancelled_job_ends_alone() {
+fn a_canceled_job_ends_alone() {
     let ((reached, at_op), (go, go_on)) = (channel(), channel());
     let service = service(move || Box::new(halting(20, reached, go_on)), Variant::Distilled);
     let job = small_job();
@@ -159,8 +159,8 @@ fn jobs_on_a_gpu_end_when_asked_to() {
     let service = service(move || Box::new(cuda(&own)), Variant::Distilled);
     let job = Job { steps: 3, ..small_job() };
     one(submit(&service, &job).wait());
-    let cancelled = Job { seeds: (0..10_000).collect(), ..job.clone() };
-    let ticket = submit(&service, &cancelled);
+    let canceled = Job { seeds: (0..10_000).collect(), ..job.clone() };
+    let ticket = submit(&service, &canceled);
     assert!(matches!(ticket.next(), Event::Image(_)));
     ticket.cancel();
     assert!(matches!(ticket.wait(), Err(Error::Interrupted)));
@@ -176,7 +176,7 @@ fn jobs_on_a_gpu_end_when_asked_to() {
 #[test]
 fn dropping_the_service_ends_its_thread() {
     let (reached, at_op) = channel();
-    // Its first job never gets beyond an op, which it repeats until the job is cancelled.
+    // Its first job never gets beyond an op, which it repeats until the job is canceled.
     let repeating = move |number, op: Op<'_>, cpu: &mut Cpu| {
         if number == 5 {
             reached.send(()).unwrap();

@@ -4,7 +4,7 @@
 use common::adapter_files::{adapters, lora_of_all};
 use common::alone::alone;
 use common::cost::{ARENA, OTHER, allocations};
-use common::quantised::{self, Content, Form, SHORT};
+use common::quantized::{self, Content, Form, SHORT};
 use common::{engine_on, opened, small_job, tiny_weights};
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::backend::cpu::Cpu;
@@ -43,7 +43,7 @@ fn wide_model() -> OpenModel {
 /// The tiny model from a file with NVFP4 layers in one of their orders.
 fn nvfp4_model(form: Form) -> OpenModel {
     let file = Content::of("nvfp4").with_names_of_diffusers().file(form);
-    quantised::model(quantised::weights(Component::Transformer, file), None, SHORT)
+    quantized::model(quantized::weights(Component::Transformer, file), None, SHORT)
 }
 
 /// The bytes that a model takes beside its files after a run in bf16, and the bytes of weights that the plan says are copied.

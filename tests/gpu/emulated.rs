@@ -69,7 +69,7 @@ fn scale_term(code: u8) -> (i64, i32) {
     }
 }
 
-/// `significand * 2^places`, truncated towards zero.
+/// `significand * 2^places`, truncated toward zero.
 fn shifted(significand: i128, places: i32) -> i128 {
     if places >= 0 { significand << places } else { significand / (1i128 << (-places).min(120)) }
 }

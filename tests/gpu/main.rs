@@ -155,7 +155,7 @@ struct Share {
     part: usize,
     parts: usize,
     limit: usize,
-    /// For sanitizers that do not see what TMA stores, and would report that the next kernel reads uninitialised memory.
+    /// For sanitizers that do not see what TMA stores, and would report that the next kernel reads uninitialized memory.
     portable: bool,
 }
 
@@ -193,7 +193,7 @@ impl Share {
     fn cases(&self) {
         let alone = self.parts == 1;
         let mut cuda = unpoisoned();
-        // Neighbours in the table are of one kind and take equally long, so they go to different processes.
+        // Neighbors in the table are of one kind and take equally long, so they go to different processes.
         let (turn, others) = (Cell::new(0), (self.parts - 1).max(1));
         let only = std::env::var("KILN_TEST_CASE").unwrap_or_default();
         let ours = |name: &str| {
@@ -229,7 +229,7 @@ impl Share {
     }
 }
 
-/// Without poison, because a sanitizer would take memory that was filled with NaN for initialised.
+/// Without poison, because a sanitizer would take memory that was filled with NaN for initialized.
 fn unpoisoned() -> Cuda {
     let mut cuda = cuda();
     cuda.set_poison(false);

@@ -16,7 +16,7 @@ fn some(all: Vec<Prompt>, count: usize) -> Vec<Prompt> {
     all.into_iter().enumerate().filter(|(i, _)| i * count % length < count).map(|(_, prompt)| prompt).collect()
 }
 
-/// Colours, shapes and places of the moons, or of all objects where there are none, and backgrounds.
+/// Colors, shapes and places of the moons, or of all objects where there are none, and backgrounds.
 fn score(name: &str, model: &mut Model, prompts: &[Prompt]) -> [Share; 4] {
     let (mut objects, mut backgrounds, mut images): (Vec<Seen>, Vec<bool>, Vec<_>) = Default::default();
     for (i, prompt) in prompts.iter().enumerate() {
@@ -30,7 +30,7 @@ fn score(name: &str, model: &mut Model, prompts: &[Prompt]) -> [Share; 4] {
         backgrounds.push(verdict.background);
     }
     let column = |of: &dyn Fn(&Seen) -> bool| Share::of(objects.iter().map(of));
-    let shares = [column(&|o| o.colour), column(&|o| o.shape), column(&|o| o.place), Share::of(backgrounds)];
+    let shares = [column(&|o| o.color), column(&|o| o.shape), column(&|o| o.place), Share::of(backgrounds)];
     println!("{name:<40} {}", line(&shares));
     if prompts.len() > 1 {
         let folder = root().join("target/score");
@@ -77,7 +77,7 @@ fn adapter_score() {
     assert_eq!(before[1].right, 0, "the model draws moons by itself");
     assert!(after[1].percent() >= 30.0, "too few moons: {:?}", after[1]);
     for (plain, kept) in plain.iter().zip(&kept) {
-        assert!(kept.percent() >= plain.percent() - 5.0, "other images are spoilt: {plain:?}, {kept:?}");
+        assert!(kept.percent() >= plain.percent() - 5.0, "other images are spoiled: {plain:?}, {kept:?}");
     }
 }
 
@@ -88,10 +88,10 @@ fn moons_are_held_out_and_judged() {
     for prompt in &prompts {
         let moons: Vec<_> = prompt.scene.objects.iter().filter(|object| object.shape == MOON).collect();
         assert!(moons.len() == 1 && prompt.text.contains(MOON), "{}", prompt.text);
-        assert!(held_out_pair(&moons[0].colour, MOON), "{} is trained", moons[0].colour);
+        assert!(held_out_pair(&moons[0].color, MOON), "{} is trained", moons[0].color);
         let verdict = judge(&render(&prompt.scene), &prompt.scene);
         assert!(
-            verdict.background && verdict.objects.iter().all(|o| o.colour && o.shape && o.place),
+            verdict.background && verdict.objects.iter().all(|o| o.color && o.shape && o.place),
             "{}: {verdict:?}",
             prompt.text
         );

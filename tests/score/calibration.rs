@@ -21,7 +21,7 @@ use std::rc::Rc;
 /// The largest magnitude of every layer's input, by the layer's name.
 pub type Largest = BTreeMap<String, f32>;
 
-/// The weights of the linear layers of the transformer's blocks, which are those that the files of Black Forest Labs quantise,
+/// The weights of the linear layers of the transformer's blocks, which are those that the files of Black Forest Labs quantize,
 /// and all other tensors.
 pub fn block_linears(weights: &Weights) -> (Vec<TensorSpec>, Vec<TensorSpec>) {
     let config = TransformerConfig::detect(weights, None).unwrap();

@@ -4,10 +4,10 @@ use crate::calibration::{block_linears, layer_name, values};
 use crate::engine::{Format, Model, files_of, model_folder};
 use crate::fixture;
 use crate::full::{Score, Source, limit};
-use crate::quantised::{FORMATS, QuantisedFiles, content, open};
+use crate::quantized::{FORMATS, QuantizedFiles, content, open};
 use crate::report::{COLUMNS, Share, line};
 use crate::settings::number;
-use common::quantised::{Change, Content};
+use common::quantized::{Change, Content};
 use common::random::{long, seed};
 use common::relative_l2;
 use kiln::internals::backend::GemmFormats;
@@ -34,9 +34,9 @@ fn means(columns: &Columns) -> [f64; 6] {
 }
 
 /// The columns whose means differ by more than they may.
-fn apart(bf16: &Columns, quantised: &Columns, leeway: Leeway) -> Vec<&'static str> {
-    let (a, b) = (means(bf16), means(quantised));
-    // A share is a quotient of whole numbers, so the comparison is not spoilt by rounding if it allows for some.
+fn apart(bf16: &Columns, quantized: &Columns, leeway: Leeway) -> Vec<&'static str> {
+    let (a, b) = (means(bf16), means(quantized));
+    // A share is a quotient of whole numbers, so the comparison is not spoiled by rounding if it allows for some.
     let close = |i: &usize| (a[*i] - b[*i]).abs() <= leeway[*i] + 1e-9;
     // What is not a number is not close.
     (0..6).filter(|i| !close(i)).map(|i| COLUMNS[i]).collect()
@@ -65,9 +65,9 @@ fn score_like_bf16(formats: &[Format], leeway: Leeway) {
     let (bf16, _) = columns("bf16", Model::of_score(Format::BF16), limits, sets);
     let mut far = Vec::new();
     for format in formats {
-        let (quantised, model) = columns(format.name, Model::of_score(*format), limits, sets);
+        let (quantized, model) = columns(format.name, Model::of_score(*format), limits, sets);
         println!("{} activations did not fit into FP8", model.saturated);
-        far.extend(apart(&bf16, &quantised, leeway).iter().map(|column| format!("{} {column}", format.name)));
+        far.extend(apart(&bf16, &quantized, leeway).iter().map(|column| format!("{} {column}", format.name)));
     }
     assert!(far.is_empty(), "further apart than they may be: {}", far.join(", "));
 }
@@ -143,7 +143,7 @@ fn faults_break_the_rule() {
     for (_, (format, weights, leeway, fault)) in faults.into_iter().enumerate().filter(|(index, _)| long() || *index == drawn) {
         let name = format.name;
         let (right, sound) = columns(name, Model::of_score(format), (1, 0), 1);
-        let (wrong, faulty) = columns("fault", Model::quantised(format, &content(weights).changed(fault)), (1, 0), 1);
+        let (wrong, faulty) = columns("fault", Model::quantized(format, &content(weights).changed(fault)), (1, 0), 1);
         println!("{} activations did not fit into FP8, {} with the fault", sound.saturated, faulty.saturated);
         assert_eq!((sound.saturated > 0, faulty.saturated > 0), (false, name != "nvfp4"), "{name}");
         assert!(apart(&bf16, &right, leeway).is_empty(), "{name}: {bf16:?} {right:?}");
@@ -193,10 +193,10 @@ impl Rounding {
 
 /// The error of every layer's weight has to be that of rounding.
 fn check_errors(format: DType, content: &Content) -> Result<(), String> {
-    let (files, plain) = (QuantisedFiles::write(content), open(&files_of(&model_folder())));
-    let quantised = open(&files.files);
+    let (files, plain) = (QuantizedFiles::write(content), open(&files_of(&model_folder())));
+    let quantized = open(&files.files);
     for spec in block_linears(&plain).0 {
-        let (exact, rounded) = (values(&plain, &spec), values(&quantised, &spec));
+        let (exact, rounded) = (values(&plain, &spec), values(&quantized, &spec));
         let (error, Rounding { errors: [least, most], allowed }) = (relative_l2(&rounded, &exact), Rounding::of(format, &exact));
         if !(least..=most).contains(&error) {
             return Err(format!("{}: {error:.4} is not within {least:.4} and {most:.4}", spec.name));
@@ -217,8 +217,8 @@ fn the_files_are_what_they_claim() {
 /// The file has what those of Black Forest Labs have, and its weights are the model's, rounded.
 fn check_file(format: DType) {
     let (content, files) = (content(format), files_of(&model_folder()));
-    let written = QuantisedFiles::write(content);
-    let (plain, quantised) = (open(&files), open(&written.files));
+    let written = QuantizedFiles::write(content);
+    let (plain, quantized) = (open(&files), open(&written.files));
     let (linears, rest) = block_linears(&plain);
     let [mut doubles, mut singles] = [BTreeSet::new(), BTreeSet::new()];
     for name in linears.iter().map(layer_name) {
@@ -233,7 +233,7 @@ fn check_file(format: DType) {
     assert_eq!(singles, ["linear1", "linear2"].map(String::from).into());
 
     for spec in &linears {
-        let weight = quantised.weight(spec).unwrap();
+        let weight = quantized.weight(spec).unwrap();
         let [part] = &weight.parts[..] else { panic!("{} has {} parts", spec.name, weight.parts.len()) };
         assert_eq!((part.dtype, part.rows), (format, spec.shape[0]), "{}", spec.name);
         let input =
@@ -251,8 +251,8 @@ fn check_file(format: DType) {
         assert!(has_largest, "{}: no weight has the largest code", spec.name);
     }
     for spec in &rest {
-        assert!(quantised.weight(spec).unwrap().parts.iter().all(|part| part.dtype == DType::Bf16), "{}", spec.name);
-        assert_eq!(values(&quantised, spec), values(&plain, spec), "{}", spec.name);
+        assert!(quantized.weight(spec).unwrap().parts.iter().all(|part| part.dtype == DType::Bf16), "{}", spec.name);
+        assert_eq!(values(&quantized, spec), values(&plain, spec), "{}", spec.name);
     }
 
     let [model, original] = [written.found(), Found::Files(Box::new(files))].map(|found| OpenModel::open(&found, None).unwrap());

@@ -32,7 +32,7 @@ fn all_reach(name: &str, verdicts: &[Verdict], prompts: &[Prompt], percent: f64)
     let shares = tally(verdicts);
     println!("{name:<28} {}", line(&shares));
     for (v, p) in verdicts.iter().zip(prompts) {
-        if !v.background || v.objects.iter().any(|o| !(o.colour && o.shape && o.place)) {
+        if !v.background || v.objects.iter().any(|o| !(o.color && o.shape && o.place)) {
             println!("  {}\n    {v:?}", p.text);
         }
     }
@@ -69,7 +69,7 @@ fn images_of_other_prompts_fail() {
     assert!(shares.iter().all(|s| s.percent() <= 30.0), "{}", line(&shares));
 }
 
-/// The columns of images of changed scenes, judged against the original scenes: colours, shapes, places, backgrounds.
+/// The columns of images of changed scenes, judged against the original scenes: colors, shapes, places, backgrounds.
 fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
     let changed = |p: &Prompt| {
         let mut scene = p.scene.clone();
@@ -105,15 +105,15 @@ fn every_column_can_fail() {
         after(&prompts, |s| s.objects[0].shape = other(&shapes, &s.objects[0].shape).into()),
         [true, false, true, true],
     );
-    // A colour that differs clearly from those of the objects and of the background.
+    // A color that differs clearly from those of the objects and of the background.
     let loud = |s: &Scene| {
-        let taken: Vec<&str> = s.objects.iter().map(|o| o.colour.as_str()).chain([s.background.colour.as_str()]).collect();
+        let taken: Vec<&str> = s.objects.iter().map(|o| o.color.as_str()).chain([s.background.color.as_str()]).collect();
         *["green", "purple", "cyan", "yellow", "black", "white"]
             .iter()
             .find(|c| !taken.contains(c) && stands_out(c, &taken))
             .unwrap()
     };
-    expect("another colour", after(&plain, |s| s.objects[0].colour = loud(s).into()), [false, true, true, true]);
+    expect("another color", after(&plain, |s| s.objects[0].color = loud(s).into()), [false, true, true, true]);
     let alone: Vec<Prompt> = prompts.iter().filter(|p| p.scene.objects.len() == 1).cloned().collect();
     expect("moved by 31 pixels", after(&alone, |s| moved(&mut s.objects[0])), [true, true, false, true]);
     expect("nothing there", after(&alone, |s| s.objects.clear()), [false, false, false, true]);
@@ -121,14 +121,14 @@ fn every_column_can_fail() {
     expect("one object too many", after(&plain_alone, |s| s.objects.push(far_from(s, loud(s)))), [true, true, true, false]);
     expect(
         "the same object twice",
-        after(&plain_alone, |s| s.objects.push(far_from(s, &s.objects[0].colour))),
+        after(&plain_alone, |s| s.objects.push(far_from(s, &s.objects[0].color))),
         [true, true, true, false],
     );
-    expect("another background", after(&plain, |s| s.background.colour = loud(s).into()), [true, true, true, false]);
+    expect("another background", after(&plain, |s| s.background.color = loud(s).into()), [true, true, true, false]);
     let mixed: Vec<Prompt> = prompts.iter().filter(|p| p.scene.background.kind != "plain").cloned().collect();
     let swap = |s: &mut Scene| {
         let b = &mut s.background;
-        std::mem::swap(&mut b.colour, &mut b.colour2);
+        std::mem::swap(&mut b.color, &mut b.color2);
     };
     expect("the background turned round", after(&mixed, swap), [true, true, true, false]);
     let turn = |s: &mut Scene| {
@@ -138,9 +138,9 @@ fn every_column_can_fail() {
     expect("the background turned", after(&mixed, turn), [true, true, true, false]);
 }
 
-/// Whether a colour differs clearly from all others.
-fn stands_out(colour: &str, others: &[&str]) -> bool {
-    others.iter().all(|o| crate::world::distance(crate::world::rgb(colour), crate::world::rgb(o)) > 100.0)
+/// Whether a color differs clearly from all others.
+fn stands_out(color: &str, others: &[&str]) -> bool {
+    others.iter().all(|o| crate::world::distance(crate::world::rgb(color), crate::world::rgb(o)) > 100.0)
 }
 
 /// Moves an object inwards, where there is room.
@@ -150,10 +150,10 @@ fn moved(o: &mut Object) {
 }
 
 /// A small circle away from a scene's only object.
-fn far_from(s: &Scene, colour: &str) -> Object {
+fn far_from(s: &Scene, color: &str) -> Object {
     let away = |c: f32| if c < 128.0 { 225.0 } else { 31.0 };
     let (cx, cy) = (away(s.objects[0].cx), away(s.objects[0].cy));
-    Object { shape: "circle".into(), colour: colour.into(), cx, cy, r: 16.0, ..s.objects[0].clone() }
+    Object { shape: "circle".into(), color: color.into(), cx, cy, r: 16.0, ..s.objects[0].clone() }
 }
 
 #[test]

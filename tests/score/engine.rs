@@ -1,11 +1,11 @@
 //! Generates images through the library.
 
-use crate::quantised::{QuantisedFiles, content};
+use crate::quantized::{QuantizedFiles, content};
 use crate::render::Image;
 use crate::settings::choice;
 use crate::world::SIDE;
 use common::cpu;
-use common::quantised::Content;
+use common::quantized::Content;
 use kiln::internals::adapter::{Adapter, AdapterMode, Adapters};
 use kiln::internals::backend::cuda::Cuda;
 use kiln::internals::backend::{Backend, Fp8Accumulate, GemmFormats};
@@ -52,9 +52,9 @@ fn located(folder: &Path) -> Found {
 #[derive(Clone, Copy, Debug)]
 pub struct Format {
     pub name: &'static str,
-    /// The format of the file's quantised weights, which are those of the linear layers of the transformer's blocks.
+    /// The format of the file's quantized weights, which are those of the linear layers of the transformer's blocks.
     weights: Option<DType>,
-    /// What the same weights of the plain model, and those of the text encoder, are quantised to when it is loaded, without calibration.
+    /// What the same weights of the plain model, and those of the text encoder, are quantized to when it is loaded, without calibration.
     at_load: Option<DType>,
     /// What NVFP4 weights are multiplied as.
     nvfp4_math: Nvfp4Math,
@@ -109,7 +109,7 @@ impl Format {
         choice("KILN_SCORE_FORMAT", &Self::ALL.map(|format| (format.name, format))).unwrap_or(default)
     }
 
-    /// The precision of what is not quantised.
+    /// The precision of what is not quantized.
     pub fn precision(self) -> Precision {
         if self.name == Self::F32.name { Precision::F32 } else { Precision::Bf16 }
     }
@@ -126,7 +126,7 @@ fn accumulate() -> Fp8Accumulate {
     choice("KILN_SCORE_ACCUMULATE", &named).unwrap_or_default()
 }
 
-/// In which format queries and keys of quantised models are: what `KILN_SCORE_ATTENTION` says.
+/// In which format queries and keys of quantized models are: what `KILN_SCORE_ATTENTION` says.
 fn attention() -> AttentionFormat {
     let named = [("auto", AttentionFormat::Auto), ("bf16", AttentionFormat::Bf16), ("fp8", AttentionFormat::Fp8)];
     choice("KILN_SCORE_ATTENTION", &named).unwrap_or_default()
@@ -159,20 +159,20 @@ pub struct Model {
     /// The adapters that it draws with.
     pub adapters: Option<Arc<Adapters>>,
     /// The files in use, if they are temporary.
-    _files: Option<QuantisedFiles>,
+    _files: Option<QuantizedFiles>,
 }
 
 impl Model {
     /// The model that is scored.
     pub fn of_score(format: Format) -> Self {
         match format.weights {
-            Some(weights) => Self::quantised(format, content(weights)),
+            Some(weights) => Self::quantized(format, content(weights)),
             None => {
                 let backend = backend();
                 assert!((format.is_multiplied_by)(backend.gemm_formats()), "this device has no GEMM of {}", format.name);
-                let (precision, quantise) = (format.precision(), format.at_load);
-                let attention = quantise.map_or(AttentionFormat::Auto, |_| attention());
-                Self::load(backend, &located(&model_folder()), LoadOptions { attention, precision, quantise, ..OPTIONS })
+                let (precision, quantize) = (format.precision(), format.at_load);
+                let attention = quantize.map_or(AttentionFormat::Auto, |_| attention());
+                Self::load(backend, &located(&model_folder()), LoadOptions { attention, precision, quantize, ..OPTIONS })
             }
         }
     }
@@ -183,8 +183,8 @@ impl Model {
     }
 
     /// The model that is scored, with this transformer.
-    pub fn quantised(format: Format, content: &Content) -> Self {
-        let (backend, files) = (backend(), QuantisedFiles::write(content));
+    pub fn quantized(format: Format, content: &Content) -> Self {
+        let (backend, files) = (backend(), QuantizedFiles::write(content));
         assert!((format.is_multiplied_by)(backend.gemm_formats()), "this device has no GEMM of {}", format.name);
         let options = LoadOptions { attention: attention(), nvfp4_math: format.nvfp4_math, ..OPTIONS };
         let model = Self::load(backend, &files.found(), options);

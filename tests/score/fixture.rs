@@ -7,7 +7,7 @@ use crate::{fixture, moons, read_images, root};
 use std::collections::BTreeSet;
 
 const KINDS: [(&str, usize); 7] =
-    [("recolour", 1), ("background", 1), ("remove", 1), ("reshape", 1), ("add", 1), ("combine", 2), ("colourlike", 2)];
+    [("recolor", 1), ("background", 1), ("remove", 1), ("reshape", 1), ("add", 1), ("combine", 2), ("colorlike", 2)];
 
 #[test]
 fn a_quarter_of_the_pairs_is_held_out() {
@@ -36,8 +36,8 @@ fn prompts_are_held_out() {
         let words = |words: [&str; 2]| text.split([' ', ',', ';', '.']).filter(|w| words.contains(w)).count();
         assert_eq!((sizes("small"), sizes("large")), (words(["small", "little"]), words(["large", "big"])), "{}", p.text);
         for o in &p.scene.objects {
-            assert!(held_out_pair(&o.colour, &o.shape), "{} {} is not held out: {}", o.colour, o.shape, p.text);
-            assert!(said(&o.colour) && said(&o.shape), "{}", p.text);
+            assert!(held_out_pair(&o.color, &o.shape), "{} {} is not held out: {}", o.color, o.shape, p.text);
+            assert!(said(&o.color) && said(&o.shape), "{}", p.text);
             // The object is in this third of the image; a large one is moved inwards.
             let third = |c: f32| if c < 90.0 { 0 } else { 1 + usize::from(c > 166.0) };
             let column = ["left", "right"].iter().position(|side| o.place.contains(side)).map_or(1, |i| 2 * i);
@@ -45,7 +45,7 @@ fn prompts_are_held_out() {
             assert_eq!((third(o.cx), third(o.cy)), (column, row), "{}", p.text);
             assert_eq!((o.rot, o.tint), (0.0, 0.0), "{}", p.text);
         }
-        assert!(said(&p.scene.background.colour) && said(&p.scene.background.colour2), "{}", p.text);
+        assert!(said(&p.scene.background.color) && said(&p.scene.background.color2), "{}", p.text);
     }
     // Templates are drawn at random, so one may be missing; another list would miss more.
     assert!(used.len() + 1 >= PROMPTS.len(), "wordings are never used");

@@ -149,7 +149,7 @@ impl<'a> Score<'a> {
 
     /// Saves all images, those that failed beside the rendered ones, and of each edit the references, the result and the target.
     fn save_images(&self, folder: &Path) {
-        let right = |v: &Verdict| v.background && v.objects.iter().all(|o| o.colour && o.shape && o.place);
+        let right = |v: &Verdict| v.background && v.objects.iter().all(|o| o.color && o.shape && o.place);
         let grid = |name: String, cells: &[(Image, bool)], columns: usize| {
             save_grid(&folder.join(name), &cells.iter().map(|(p, right)| (p, *right)).collect::<Vec<_>>(), columns);
         };

@@ -1,4 +1,4 @@
-//! Images of the built-in model, judged by geometry that shares no code with its training: colours, shapes and places of objects,
+//! Images of the built-in model, judged by geometry that shares no code with its training: colors, shapes and places of objects,
 //! backgrounds, edits. Controls test the judge itself.
 //!
 //! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` tells how it works.
@@ -11,7 +11,7 @@ mod controls;
 mod engine;
 mod fixture;
 mod full;
-mod quantised;
+mod quantized;
 mod report;
 mod settings;
 mod wording;

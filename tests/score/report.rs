@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-pub const COLUMNS: [&str; 6] = ["colours", "shapes", "places", "backgrounds", "edits made", "rest kept"];
+pub const COLUMNS: [&str; 6] = ["colors", "shapes", "places", "backgrounds", "edits made", "rest kept"];
 /// The limits of a release, as percentages of objects (three columns), prompts, and edits (two columns).
 pub const MUSTS: [f64; 6] = [95.0, 85.0, 92.0, 97.0, 80.0, 85.0];
 pub const GOALS: [f64; 6] = [98.0, 92.0, 96.0, 99.0, 92.0, 92.0];
@@ -18,7 +18,7 @@ pub const GOALS: [f64; 6] = [98.0, 92.0, 96.0, 99.0, 92.0, 92.0];
 pub fn tally(verdicts: &[Verdict]) -> [Share; 4] {
     let objects = || verdicts.iter().flat_map(|v| &v.objects);
     [
-        Share::of(objects().map(|o| o.colour)),
+        Share::of(objects().map(|o| o.color)),
         Share::of(objects().map(|o| o.shape)),
         Share::of(objects().map(|o| o.place)),
         Share::of(verdicts.iter().map(|v| v.background)),

@@ -3,7 +3,7 @@
 use crate::world::{PALETTE, SHAPES};
 
 /// In a template `{a}` is an object with its article, `{n}` one without, `{p}` a place, `{b}` a background with its article,
-/// `{s}` a shape, `{t}` a shape with its article, `{c}` a colour.
+/// `{s}` a shape, `{t}` a shape with its article, `{c}` a color.
 pub const PROMPTS: [&str; 25] = [
     "{b} with {a} {p}",
     "{p} there is {a}, on {b}",
@@ -34,10 +34,10 @@ pub const PROMPTS: [&str; 25] = [
 
 /// The kind of edit, and a template of it.
 pub const EDITS: [(&str, &str); 28] = [
-    ("recolour", "paint the {s} {c}"),
-    ("recolour", "make the {s} of image 1 {c}"),
-    ("recolour", "paint the {n} {c}"),
-    ("recolour", "change the {s} in image 1 to {c}"),
+    ("recolor", "paint the {s} {c}"),
+    ("recolor", "make the {s} of image 1 {c}"),
+    ("recolor", "paint the {n} {c}"),
+    ("recolor", "change the {s} in image 1 to {c}"),
     ("background", "replace the background with {b}"),
     ("background", "the same picture on {b}"),
     ("background", "put image 1 on {b}"),
@@ -59,9 +59,9 @@ pub const EDITS: [(&str, &str); 28] = [
     ("combine", "combine the {s} of image 1 with the background of image 2"),
     ("combine", "replace the background of image 1 with that of image 2"),
     ("combine", "put image 1 on the background from image 2"),
-    ("colourlike", "the {s} of image 1 in the color of the {s} of image 2"),
-    ("colourlike", "color the {s} of image 1 with the color of the {s} of image 2"),
-    ("colourlike", "make the {s} of image 1 like the {s} of image 2 in color"),
+    ("colorlike", "the {s} of image 1 in the color of the {s} of image 2"),
+    ("colorlike", "color the {s} of image 1 with the color of the {s} of image 2"),
+    ("colorlike", "make the {s} of image 1 like the {s} of image 2 in color"),
 ];
 
 /// Whether words can replace a placeholder.

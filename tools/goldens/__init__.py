@@ -10,7 +10,7 @@
     lora             lora.*                 adapters: each spelling of LoRA and LoKr
     dev              dev.*, dev_turbo.*     FLUX.2 [dev]
     tiling           tiling.*               the VAE in tiles
-    quantised        quantised.*            FP8, NVFP4 and mixed files
+    quantized        quantized.*            FP8, NVFP4 and mixed files
     builtin          builtin.*              the built-in model; again whenever its weights change
     tokens           tokens.json            token ids
     tokens_mistral   tokens_mistral.json    token ids of FLUX.2 [dev]; --json FILE writes its tokenizer.json instead, 17 MB

@@ -9,7 +9,7 @@ tests/fixtures/builtin.safetensors, F32 where not said otherwise:
     noise                  [N, 128]    the initial noise of all cases, token order
     <case>.token_ids   I32 [T]         what the text encoder is given
     <case>.prompt_embeds   [T/8, 384]  every 8th of the rows
-    <case>.latents         [N, 128]    after the last step, still normalised
+    <case>.latents         [N, 128]    after the last step, still normalized
     <case>.image       U16 [H/8, W/8, 3]  every 8th pixel of every 8th row, round(65535 * v)
 
 tests/fixtures/builtin.json:
@@ -38,7 +38,7 @@ from goldens.values import PACKAGES, Recording, to_u16
 
 FOLDER = ROOT / "models" / "builtin"
 SEED = 7
-DISC = dict(width=256, height=256, cx=128, cy=128, r=58, colour=[214, 40, 40], background=[40, 80, 205])
+DISC = dict(width=256, height=256, cx=128, cy=128, r=58, color=[214, 40, 40], background=[40, 80, 205])
 CASES = (
     dict(name="prompt", prompt="a large red star on a blue background", reference=None),
     dict(name="edit", prompt="make the circle green", reference=DISC),
@@ -54,7 +54,7 @@ def defaults():
 def disc(reference):
     y, x = np.mgrid[: reference["height"], : reference["width"]]
     inside = (x - reference["cx"]) ** 2 + (y - reference["cy"]) ** 2 <= reference["r"] ** 2
-    pixels = np.where(inside[..., None], reference["colour"], reference["background"]).astype(np.uint8)
+    pixels = np.where(inside[..., None], reference["color"], reference["background"]).astype(np.uint8)
     return PIL.Image.fromarray(pixels)
 
 

@@ -24,7 +24,7 @@ tests/fixtures/dev.safetensors, for each case, F32 from the fp32 run where not s
     <case>.sigmas             [steps + 1]  the last is 0
     <case>.noise_head         [64]         start of the initial noise, token order
     <case>.velocity           [N, 128]     what the scheduler is given in step 0
-    <case>.latents            [N, 128]     after the last step, still normalised
+    <case>.latents            [N, 128]     after the last step, still normalized
     <case>.image          U16 [H, W, 3]    round(65535 * v), v in [0, 1]
     <case>.reference.1.tokens [n, 128]     as in modes.py
     Only what `kept` of the case names; prompt_embeds and prompt_rows of a case that does
@@ -351,7 +351,7 @@ class Rules:
     theta: float = 1e9
     eps: float = 1e-5
     taps: tuple[int, ...] = TAPS
-    adjacent: bool = False  # pairs of neighbours are rotated, not of the halves
+    adjacent: bool = False  # pairs of neighbors are rotated, not of the halves
     modulo: bool = False  # query head h uses key head h mod 2, not h / 4
     scale: float = 128**-0.5
     causal: bool = True
@@ -447,7 +447,7 @@ def mistakes():
 
     return (
         rule("theta", "RoPE theta 1e6", theta=1e6),
-        rule("adjacent", "RoPE rotates pairs of neighbours", adjacent=True),
+        rule("adjacent", "RoPE rotates pairs of neighbors", adjacent=True),
         rule("eps", "RMS eps 1e-6", eps=1e-6),
         rule("taps_early", "taps after 9, 19, 29 layers", taps=(9, 19, 29)),
         rule("taps_late", "taps after 11, 21, 31 layers", taps=(11, 21, 31)),

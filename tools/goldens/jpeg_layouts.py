@@ -1,7 +1,7 @@
 """JPEG files of every layout: a small encoder for what Pillow does not write.
 
 `encode` makes a file of given coefficients with any sampling factors, any order and
-split of scans, sequential or progressive, restart marks and colour markers. Codes are
+split of scans, sequential or progressive, restart marks and color markers. Codes are
 those of ITU T.81; every scan gets Huffman tables made for it.
 
 `layouts` makes the files behind tests/fixtures/layouts.safetensors.
@@ -22,8 +22,8 @@ class Component:
     id: int
     h: int
     v: int
-    # Quantisers and quantised coefficients, both in coded order: [64], [rows, columns, 64] with whole MCUs.
-    quantisers: np.ndarray
+    # Quantizers and quantized coefficients, both in coded order: [64], [rows, columns, 64] with whole MCUs.
+    quantizers: np.ndarray
     blocks: np.ndarray
 
 
@@ -36,7 +36,7 @@ class Layout:
     sof: int | None = None
     restart: int = 0
     app: list = field(default_factory=list)  # (marker, data)
-    wide_quantisers: bool = False
+    wide_quantizers: bool = False
     end_run: int = 0x7FFF  # the longest run of blocks without coefficients
 
 
@@ -220,9 +220,9 @@ def encode(size, components, layout):
     """The file, in pieces: what comes first, then each scan with its tables, then the end mark."""
     pieces = [b"\xff\xd8" + b"".join(segment(*app) for app in layout.app)]
     for index, c in enumerate(components):
-        kind = ">64H" if layout.wide_quantisers else ">64B"
-        head = bytes([index | (16 if layout.wide_quantisers else 0)])
-        pieces[0] += segment(0xDB, head + struct.pack(kind, *map(int, c.quantisers)))
+        kind = ">64H" if layout.wide_quantizers else ">64B"
+        head = bytes([index | (16 if layout.wide_quantizers else 0)])
+        pieces[0] += segment(0xDB, head + struct.pack(kind, *map(int, c.quantizers)))
     frame = struct.pack(">BHHB", 8, size[1], size[0], len(components))
     frame += b"".join(bytes([c.id, c.h << 4 | c.v, i]) for i, c in enumerate(components))
     pieces[0] += segment(layout.sof or (0xC2 if layout.progressive else 0xC0), frame)
@@ -242,12 +242,12 @@ def encode(size, components, layout):
 COSINE = np.array([[np.cos((2 * x + 1) * k * np.pi / 16) / (2 if k else 8**0.5) for x in range(8)] for k in range(8)])
 
 
-def coefficients(plane, quantisers, blocks):
-    """Quantised coefficients of samples 0..255, repeated at the edges to so many blocks across and down."""
+def coefficients(plane, quantizers, blocks):
+    """Quantized coefficients of samples 0..255, repeated at the edges to so many blocks across and down."""
     plane = np.pad(plane, ((0, blocks[1] * 8 - plane.shape[0]), (0, blocks[0] * 8 - plane.shape[1])), mode="edge")
     tiles = plane.reshape(blocks[1], 8, blocks[0], 8).transpose(0, 2, 1, 3) - 128.0
     values = (COSINE @ tiles @ COSINE.T).reshape(*tiles.shape[:2], 64)[..., ZIGZAG]
-    return np.rint(values / quantisers).astype(int)
+    return np.rint(values / quantizers).astype(int)
 
 
 # --- The fixtures -------------------------------------------------------------
@@ -322,7 +322,7 @@ def layouts_of(parts, fits):
     }
     if fits and parts > 1:
         found["together"] = Layout(whole(together))
-        found["restarts"] = Layout(whole(together), restart=2, wide_quantisers=True)
+        found["restarts"] = Layout(whole(together), restart=2, wide_quantizers=True)
     if parts == 3:
         found["luma_first"] = Layout(whole(first), restart=3)
     return found
@@ -344,8 +344,8 @@ def image_components(ids, factors):
         plane[down // 4 : down // 2, across // 5 : across // 2] = 230 - 60 * index
         corner = plane[down * 2 // 3 :, across * 2 // 3 :]
         corner += 30 * np.sin(np.indices(corner.shape).sum(axis=0) * 2)
-        c.quantisers = np.array([min(12 + index + k * 5, 255) for k in range(64)])
-        c.blocks = coefficients(np.clip(plane, 0, 255), c.quantisers, blocks)
+        c.quantizers = np.array([min(12 + index + k * 5, 255) for k in range(64)])
+        c.blocks = coefficients(np.clip(plane, 0, 255), c.quantizers, blocks)
     return components
 
 

@@ -8,7 +8,7 @@ tests/fixtures/goldens.safetensors, for each case:
     <case>.prompt_embeds  F32 [32, 384]     every 16th of the 512 rows
     <case>.noise_head     F32 [64]          start of the initial noise, token order
     <case>.velocity       F32 [N, 128]      what the scheduler is given in step 0
-    <case>.latents        F32 [N, 128]      after the last step, still normalised
+    <case>.latents        F32 [N, 128]      after the last step, still normalized
     <case>.image          U16 [H, W, 3]     round(65535 * v), v in [0, 1]
     All come from the fp32 run; N is the number of 16x16 pixel patches, row-major.
 

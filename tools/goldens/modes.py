@@ -3,16 +3,16 @@
 tests/fixtures/modes.safetensors, F32 from the fp32 run where not said otherwise:
     <case>.velocity                [N, 128]   what the scheduler is given in step 0, so
                                               with the guidance of `base_negative` applied
-    <case>.latents                 [N, 128]   after the last step, still normalised
+    <case>.latents                 [N, 128]   after the last step, still normalized
     <case>.image               U16 [H, W, 3]  round(65535 * v), v in [0, 1]
     <case>.reference.<j>.tokens    [n, 128]   reference j = 1, 2, ... as the transformer
-                                              gets it: mean latents, patchified, normalised
+                                              gets it: mean latents, patchified, normalized
     kv.velocity_cached             [N, 128]   the velocity of step 1, the first that runs
                                               on the cached keys and values
     base_negative.negative_prompt_embeds  [32, 384]  every 16th of the 512 rows
     guidance_embed.velocity.<i>    [N, 128]   the transformer's output for guidance[i]
     encode.mean                    [32, H/8, W/8]  mean of the posterior of one image, as
-                                              the encoder gives it: not patchified or normalised
+                                              the encoder gives it: not patchified or normalized
 
 tests/fixtures/modes.json:
     cases            the pipeline calls; `references` are indices into `images`, in order

@@ -12,7 +12,7 @@ tests/fixtures/references.json
 
 tests/fixtures/references.safetensors
     lanczos.<index>   U8 [height, width, 3]   the resized bytes of the first cases
-    image.<file>      U8 [height, width, 1 or 3]   the pixels of each JPEG, 1 for grey
+    image.<file>      U8 [height, width, 1 or 3]   the pixels of each JPEG, 1 for gray
 
 tests/fixtures/layouts.safetensors
     jpeg.<image>.<layout>     U8 [length]   a JPEG of that sampling and order of scans
@@ -22,8 +22,8 @@ Sources of `lanczos` and `prepared`. Byte i of an image with seed s is the top b
 splitmix64's output for the state s + (i + 1) * GAMMA; for an odd seed only its top bit
 counts and the byte is 0 or 255, which makes the filter overshoot.
 
-One expectation is not Pillow's: of 16-bit grey the upper byte is kept, as Pillow does
-with 16-bit colour, while its conversion of grey to RGB clips at 255.
+One expectation is not Pillow's: of 16-bit gray the upper byte is kept, as Pillow does
+with 16-bit color, while its conversion of gray to RGB clips at 255.
 """
 
 import io
@@ -152,7 +152,7 @@ def saved(image, kind, **options):
 ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
 
 
-def written_png(samples, colour, interlaced=False, extra=()):
+def written_png(samples, color, interlaced=False, extra=()):
     """A PNG of the kinds Pillow does not write. `samples` is uint8 or uint16, [height, width, channels]."""
 
     def chunk(name, data):
@@ -165,7 +165,7 @@ def written_png(samples, colour, interlaced=False, extra=()):
         return b"".join(b"\2" + row.tobytes() for row in part - above)
 
     height, width = samples.shape[:2]
-    header = struct.pack(">IIBBBBB", width, height, samples.itemsize * 8, colour, 0, 0, int(interlaced))
+    header = struct.pack(">IIBBBBB", width, height, samples.itemsize * 8, color, 0, 0, int(interlaced))
     passes = [samples[y::dy, x::dx] for x, y, dx, dy in ADAM7] if interlaced else [samples]
     data = zlib.compress(b"".join(rows(part) for part in passes), 9)
     chunks = [(b"IHDR", header), *extra, (b"IDAT", data), (b"IEND", b"")]
@@ -179,7 +179,7 @@ def with_orientation(value):
 
 
 def jpeg_files():
-    rgb, grey = Image.fromarray(eight_bit(3)), Image.fromarray(eight_bit(1)[..., 0])
+    rgb, gray = Image.fromarray(eight_bit(3)), Image.fromarray(eight_bit(1)[..., 0])
     cmyk = saved(Image.fromarray(eight_bit(4), "CMYK"), "JPEG", quality=90)
     adobe = cmyk.index(b"Adobe")
     files = {
@@ -188,21 +188,21 @@ def jpeg_files():
         "baseline_420": saved(rgb, "JPEG", quality=92, subsampling="4:2:0"),
         "progressive_420": saved(rgb, "JPEG", quality=85, progressive=True, subsampling="4:2:0"),
         "progressive_444": saved(rgb, "JPEG", quality=85, progressive=True, subsampling="4:4:4"),
-        "restarts": saved(grey, "JPEG", quality=85, restart_marker_blocks=3),
+        "restarts": saved(gray, "JPEG", quality=85, restart_marker_blocks=3),
         "rgb": saved(rgb, "JPEG", quality=85, keep_rgb=True),
         "grey": saved(grey, "JPEG", quality=90),
         "cmyk": cmyk,
-        # Same data, declared as luma, chroma and black: odd colours, right file.
+        # Same data, declared as luma, chroma and black: odd colors, right file.
         "ycck": cmyk[: adobe + 11] + b"\x02" + cmyk[adobe + 12 :],
-        "xmp_orientation_8": saved(grey, "JPEG", quality=90, xmp=b'<x:xmpmeta tiff:Orientation="8"/>'),
+        "xmp_orientation_8": saved(gray, "JPEG", quality=90, xmp=b'<x:xmpmeta tiff:Orientation="8"/>'),
     }
     for value in range(1, 9):
-        files[f"orientation_{value}"] = saved(grey, "JPEG", quality=90, exif=with_orientation(value))
+        files[f"orientation_{value}"] = saved(gray, "JPEG", quality=90, exif=with_orientation(value))
     return {f"{name}.jpg": data for name, data in files.items()}
 
 
 def png_files():
-    rgb, grey = Image.fromarray(eight_bit(3)), Image.fromarray(eight_bit(1)[..., 0])
+    rgb, gray = Image.fromarray(eight_bit(3)), Image.fromarray(eight_bit(1)[..., 0])
     palette = rgb.quantize(200)
     files = {
         "rgb": saved(rgb, "PNG"),
@@ -221,7 +221,7 @@ def png_files():
         "rgba_16": written_png(sixteen_bit(4), 6),
         "rgb_transparent": saved(rgb, "PNG", transparency=(20, 30, 40)),
         "interlaced": written_png(eight_bit(3), 2, interlaced=True),
-        "interlaced_grey_16": written_png(sixteen_bit(1), 0, interlaced=True),
+        "interlaced_gray_16": written_png(sixteen_bit(1), 0, interlaced=True),
         "animated": saved(rgb, "PNG", save_all=True, append_images=[rgb.rotate(180)]),
         "orientation_6": saved(rgb, "PNG", exif=with_orientation(6)),
         "orientation_late": written_png(eight_bit(3), 2)[:-12],
@@ -249,8 +249,8 @@ def image_cases():
             if name.endswith(".png"):
                 case["pixels"] = checksum(pixels.tobytes())
             else:
-                is_grey = (pixels[..., :1] == pixels).all()
-                tensors[f"image.{name}"] = np.ascontiguousarray(pixels[..., :1] if is_grey else pixels)
+                is_gray = (pixels[..., :1] == pixels).all()
+                tensors[f"image.{name}"] = np.ascontiguousarray(pixels[..., :1] if is_gray else pixels)
             cases.append(case)
     return cases, tensors, files
 

@@ -2,7 +2,7 @@
 
 tests/fixtures/tiling.safetensors, from the fp32 run:
     <case>.image    U16 [H, W, 3]  the decoded tokens: round(65535 * v), v in [0, 1]
-    <case>.tokens   F32 [N, 128]   the encoded image: mean latents, patchified, normalised
+    <case>.tokens   F32 [N, 128]   the encoded image: mean latents, patchified, normalized
 
 tests/fixtures/tiling.json: the side of a tile, the cases and the bf16 errors.
 
@@ -74,7 +74,7 @@ def run_all(vae):
 
 
 def copying(blend):
-    """What is blended into does not change, so that neighbours find it as it was decoded."""
+    """What is blended into does not change, so that neighbors find it as it was decoded."""
     return lambda _self, a, b, extent: blend(_self, a, b.clone(), extent)
 
 
@@ -86,7 +86,7 @@ def mistakes():
     return {
         "no tiles": dict(_decode=untiled(kind._decode), _encode=untiled(kind._encode)),
         "nothing is blended": dict(blend_v=none, blend_h=none),
-        "neighbours are not blended": dict(blend_v=copying(down), blend_h=copying(right)),
+        "neighbors are not blended": dict(blend_v=copying(down), blend_h=copying(right)),
         "half of the overlap is blended": dict(blend_v=later(down), blend_h=later(right)),
         "nothing is blended from above": dict(blend_v=none),
         "nothing is blended from the left": dict(blend_h=none),

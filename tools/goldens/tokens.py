@@ -52,7 +52,7 @@ PROMPTS = [
     "\n\n<think>\n\n",
     "\t<|endoftext|>\t",
     "x <|im_end|> y",
-    # What the split pattern and the normalisation are about.
+    # What the split pattern and the normalization are about.
     *SPACES,
     "it's IT'S I'Ll they'VE 'd'",
     "1234567890 \u0661\u0662\u0663 \u2460 \u00bd",

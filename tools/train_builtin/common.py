@@ -132,7 +132,7 @@ def unpatchify(p):
 
 @torch.no_grad()
 def to_tokens(vae, img, chunk=128, encode=None):
-    """Pictures -> normalised tokens [B,256,128] in bf16 on a GPU, fp32 on a CPU."""
+    """Pictures -> normalized tokens [B,256,128] in bf16 on a GPU, fp32 on a CPU."""
     dt = next(vae.parameters()).dtype
     out = []
     for part in img.split(chunk):

@@ -14,7 +14,7 @@ import common as C
 import world
 from tokenizer import Tok
 
-PAL = torch.tensor([world.RGB[c] for c in world.COLOURS], dtype=torch.float32) / 127.5 - 1
+PAL = torch.tensor([world.RGB[c] for c in world.COLORS], dtype=torch.float32) / 127.5 - 1
 
 
 def masks(shapes, cx, cy, r, rot, dev, stride=2):
@@ -27,20 +27,20 @@ def masks(shapes, cx, cy, r, rot, dev, stride=2):
 
 
 def score_scene(img, scene, dev):
-    """img [3,256,256] in [-1,1] -> per-object (colour ok, shape ok, place ok), background ok."""
+    """img [3,256,256] in [-1,1] -> per-object (color ok, shape ok, place ok), background ok."""
     small = torch.nn.functional.avg_pool2d(img[None], 2)[0]
     pix = small.permute(1, 2, 0)
-    names = list(dict.fromkeys([o.colour for o in scene.objs] + world.bg_colours(scene.bg)))
+    names = list(dict.fromkeys([o.color for o in scene.objs] + world.bg_colors(scene.bg)))
     near_all = (pix[..., None, :] - PAL.to(dev)).square().sum(-1).argmin(-1)
-    near = (pix[..., None, :] - PAL.to(dev)[[world.COLOURS.index(c) for c in names]]).square().sum(-1).argmin(-1)
+    near = (pix[..., None, :] - PAL.to(dev)[[world.COLORS.index(c) for c in names]]).square().sum(-1).argmin(-1)
     yy, xx = torch.meshgrid(torch.arange(128, device=dev) * 2 + 1.0, torch.arange(128, device=dev) * 2 + 1.0, indexing="ij")
     out, taken = [], torch.zeros(128, 128, dtype=torch.bool, device=dev)
     for o in scene.objs:
         core = masks([world.shape_index(o.shape)], [o.cx], [o.cy], [o.r * 0.85], [0.0], dev)[0]
-        want = world.COLOURS.index(o.colour)
+        want = world.COLORS.index(o.color)
         col = bool((near_all[core] == want).float().mean() > 0.6) if core.any() else False
         box = ((xx - o.cx).abs() < o.r * 1.2 + 14) & ((yy - o.cy).abs() < o.r * 1.2 + 14)
-        m = (near == names.index(o.colour)) & box
+        m = (near == names.index(o.color)) & box
         taken |= box
         if m.sum() < 30:
             out.append((col, False, False))
@@ -103,7 +103,7 @@ def report(flow, vae, dev, folder, tag, n=200, steps=C.STEPS, batch=100, guidanc
     res = [score_scene(im.float(), s, dev) for im, s in zip(imgs, scenes)]
     per = [o for r, _ in res for o in r]
     pc = lambda v: 100.0 * sum(v) / max(len(v), 1)
-    print(f"{tag}: {n} held-out prompts, {steps} steps: colours {pc([o[0] for o in per]):.1f} shapes {pc([o[1] for o in per]):.1f} "
+    print(f"{tag}: {n} held-out prompts, {steps} steps: colors {pc([o[0] for o in per]):.1f} shapes {pc([o[1] for o in per]):.1f} "
           f"places {pc([o[2] for o in per]):.1f} backgrounds {pc([b for _, b in res]):.1f}", flush=True)
     shown = imgs[:32].float()
     world.to_png(world.grid(shown, 8), os.path.join(folder, f"{tag}_prompts.png"))

@@ -4,7 +4,7 @@
 
 Only the low-rank factors beside the transformer's linear layers are trained, by rectified flow, as train.py trains the model itself. Scenes
 with a moon are mixed with scenes without one, so that the other shapes stay as they are. Two CPU cores are enough. The file is spelled as
-diffusers and PEFT spell theirs. At the end the model is scored with and without it, on colours of the moon and wordings that training
+diffusers and PEFT spell theirs. At the end the model is scored with and without it, on colors of the moon and wordings that training
 never shows (`world.held_out_pair`, `world.held_out_wording`).
 """
 import argparse
@@ -74,7 +74,7 @@ class Pool:
 
 
 def score(flow, vae, scenes, texts):
-    """Per cent of the moons (of all objects where there is none) whose colour, shape and place are right, and of backgrounds."""
+    """Per cent of the moons (of all objects where there is none) whose color, shape and place are right, and of backgrounds."""
     generator, images = torch.Generator().manual_seed(5), []
     for i in range(0, len(texts), 16):
         ids, lengths = (torch.from_numpy(t).long() for t in Tok()(texts[i:i + 16]))
@@ -101,9 +101,9 @@ def report(flow, vae, adapted, n, folder):
         for strength in (0.0, 1.0):
             for module in adapted.values():
                 module.strength = strength
-            images, (colours, shapes, places, backgrounds) = score(flow, vae, scenes, texts)
+            images, (colors, shapes, places, backgrounds) = score(flow, vae, scenes, texts)
             shown.append(images[:16])
-            print(f"{name}, {n} prompts, {'with' if strength else 'without'} the adapter: colours {colours:.1f} shapes {shapes:.1f} "
+            print(f"{name}, {n} prompts, {'with' if strength else 'without'} the adapter: colors {colors:.1f} shapes {shapes:.1f} "
                   f"places {places:.1f} backgrounds {backgrounds:.1f}", flush=True)
         if folder:
             file = os.path.join(folder, name.replace(" ", "_") + ".png")
@@ -161,7 +161,7 @@ def main():
             for name, module in adapted.items():
                 module.down.copy_(kept[f"transformer.{name}.lora_A.weight"]), module.up.copy_(kept[f"transformer.{name}.lora_B.weight"])
     params = [p for module in adapted.values() for p in (module.down, module.up)]
-    optimiser = torch.optim.AdamW(params, lr=a.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(params, lr=a.lr, betas=(0.9, 0.99), weight_decay=0.0)
     sigmas = C.schedule()[:C.STEPS]      # the noise levels that are sampled, and no others
     running, said = None, time.time()
     for step in range(a.steps):
@@ -170,13 +170,13 @@ def main():
         noise, sigma = torch.randn_like(x0), sigmas[torch.randint(0, C.STEPS, (len(x0),))]
         velocity = flow.velocity(x0 + sigma[:, None, None] * (noise - x0), [], text, sigma)
         loss = ((velocity - (noise - x0)).square() * weight[..., None]).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         # Warm for 20 steps, then down a cosine.
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = a.lr * min(1.0, (step + 1) / 20) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / a.steps)))
-        optimiser.step()
+        optimizer.step()
         running = loss.item() if running is None else running + 0.03 * (loss.item() - running)
         if time.time() - said > 20:
             said = time.time()

@@ -3,7 +3,7 @@ and `moons.png`.
 
     python prompts.py
 
-200 prompts of colour-shape pairs and wordings that training never shows, 105 edits in wordings that training never uses, and a
+200 prompts of color-shape pairs and wordings that training never shows, 105 edits in wordings that training never uses, and a
 few scenes with their pictures, which hold the score's own renderer to this one. Seeds are fixed: the same files every time.
 """
 import json
@@ -62,11 +62,11 @@ def edits(rng):
 
 
 def renders(rng):
-    """Every shape, colour, kind and direction of background, with jitter."""
+    """Every shape, color, kind and direction of background, with jitter."""
     while True:
         scenes = [world.sample_scene(rng, 1 + i % 3, held=None) for i in range(RENDERS)]
         objects = [o for s in scenes for o in s.objs]
-        if ({o.shape for o in objects} == set(world.SHAPES) and {o.colour for o in objects} == set(world.COLOURS)
+        if ({o.shape for o in objects} == set(world.SHAPES) and {o.color for o in objects} == set(world.COLORS)
                 and len({(s.bg.kind, s.bg.direction) for s in scenes}) == 6):
             return scenes
 

@@ -2,7 +2,7 @@
 
     python train.py --stage vae|flow|distil --minutes M --work DIR [--init DIR]
 
-DIR/state_<stage>.pt holds weights, optimiser and EMA; DIR/ema/{vae,transformer,text_encoder}.safetensors hold the
+DIR/state_<stage>.pt holds weights, optimizer and EMA; DIR/ema/{vae,transformer,text_encoder}.safetensors hold the
 EMA weights in bf16, which is all that the next stage, another machine (--init) or export.py needs.
 """
 import argparse
@@ -213,7 +213,7 @@ class Muon:
             m.copy_(v)
 
 
-def make_optimiser(a, flow, lr, dev):
+def make_optimizer(a, flow, lr, dev):
     return Muon(flow, lr, a.muon, dev) if a.muon else Adam(flow.parameters(), lr, dev)
 
 
@@ -429,7 +429,7 @@ def train_flow(a, dev):
     flow = C.Flow().to(dev)
     init_flow(a, flow)
     peak = a.lr or 1e-3
-    opt, ema = make_optimiser(a, flow, peak, dev), Ema(flow, 0.9992)
+    opt, ema = make_optimizer(a, flow, peak, dev), Ema(flow, 0.9992)
     step, before = load_state(a, "flow", flow, opt, ema, dev)
     clock = Clock(a.minutes, a.total, before)
     pool = Pool(a, dev, vae, sizes_of(a, dev), a.slots, a.reuse, seed=f"flow{step}")
@@ -472,7 +472,7 @@ def train_distil(a, dev):
     assert init_flow(a, flow) or a.warm, "no flow weights: run --stage flow, or give --init"
     teacher = copy.deepcopy(flow).eval().requires_grad_(False)
     peak = a.lr or 4e-4
-    opt, ema = make_optimiser(a, flow, peak, dev), Ema(flow, 0.998)
+    opt, ema = make_optimizer(a, flow, peak, dev), Ema(flow, 0.998)
     step, before = load_state(a, "distil", flow, opt, ema, dev)
     clock = Clock(a.minutes, a.total, before)
     pool = Pool(a, dev, vae, sizes_of(a, dev), 16, 1.0, seed=f"distil{step}")

@@ -14,7 +14,7 @@ import sys
 import world as W
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "models/builtin/kiln.json"
-DRAWS = ("one to three circles, squares, triangles, stars, hearts, rings, crosses or hexagons in twelve colours "
+DRAWS = ("one to three circles, squares, triangles, stars, hearts, rings, crosses or hexagons in twelve colors "
          "on plain, gradient or striped backgrounds")
 
 
@@ -26,12 +26,12 @@ def sentences():
     for places in W.PLACE_WORDS.values():
         yield from places
     rng = random.Random(0)
-    for colour in W.COLOURS:
+    for color in W.COLORS:
         for _ in range(200):
             for shape in W.SHAPES:
-                yield W.noun(W.Obj(shape, colour, rng.choice(W.SIZES), "left"), rng)
+                yield W.noun(W.Obj(shape, color, rng.choice(W.SIZES), "left"), rng)
             for kind in W.BG_KINDS:
-                yield W.bg_words(W.Background(kind, colour, rng.choice(W.COLOURS), rng.choice(W.DIRECTIONS)), rng)
+                yield W.bg_words(W.Background(kind, color, rng.choice(W.COLORS), rng.choice(W.DIRECTIONS)), rng)
 
 
 def words():

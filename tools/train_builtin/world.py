@@ -5,7 +5,7 @@ in position, size, rotation and tint is all that is free), which is what lets a 
 exact in four steps.
 
 Held out from training, by rule:
-  * held_out_pair(colour, shape): a quarter of the 96 (colour, shape) pairs never occur in training;
+  * held_out_pair(color, shape): a quarter of the 96 (color, shape) pairs never occur in training;
   * held_out_wording(index): every fifth sentence template of each list is never used in training.
 """
 import math
@@ -18,13 +18,13 @@ import torch
 SIZE = 256
 SHAPES = ["circle", "square", "triangle", "star", "heart", "ring", "cross", "hexagon"]
 MOON = "moon"     # which the built-in model cannot draw: lora.py teaches it
-COLOURS = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink", "brown", "black", "white", "gray"]
+COLORS = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink", "brown", "black", "white", "gray"]
 RGB = {
     "red": (214, 40, 40), "orange": (245, 134, 20), "yellow": (250, 215, 45), "green": (46, 158, 68),
     "cyan": (60, 205, 215), "blue": (40, 80, 205), "purple": (128, 50, 170), "pink": (245, 150, 190),
     "brown": (120, 72, 36), "black": (24, 24, 28), "white": (246, 246, 246), "gray": (140, 142, 146),
 }
-# Colours never put next to each other in one scene (object against background, or stripes).
+# Colors never put next to each other in one scene (object against background, or stripes).
 TOO_CLOSE = {frozenset(p) for p in [("brown", "black"), ("brown", "orange"), ("white", "gray"), ("yellow", "orange"),
                                     ("blue", "purple"), ("red", "orange"), ("red", "brown"), ("white", "pink")]}
 SIZES = ["small", "medium", "large"]
@@ -37,9 +37,9 @@ BG_KINDS = ["plain", "gradient", "stripes"]
 DIRECTIONS = ["vertical", "horizontal", "diagonal"]  # gradients use the first two
 
 
-def held_out_pair(colour, shape):
-    """True for the quarter of (colour, shape) pairs that training never shows. Names or indices."""
-    c = colour if isinstance(colour, int) else COLOURS.index(colour)
+def held_out_pair(color, shape):
+    """True for the quarter of (color, shape) pairs that training never shows. Names or indices."""
+    c = color if isinstance(color, int) else COLORS.index(color)
     s = shape if isinstance(shape, int) else shape_index(shape)
     return (c + s + s // 4) % 4 == 0
 
@@ -57,7 +57,7 @@ def held_out_wording(index):
 @dataclass
 class Obj:
     shape: str
-    colour: str
+    color: str
     size: str
     place: str
     cx: float = 0.0
@@ -70,8 +70,8 @@ class Obj:
 @dataclass
 class Background:
     kind: str
-    colour: str
-    colour2: str = ""
+    color: str
+    color2: str = ""
     direction: str = "vertical"
 
 
@@ -87,17 +87,17 @@ def clash(a, b):
     return a == b or frozenset((a, b)) in TOO_CLOSE
 
 
-def bg_colours(bg):
-    return [bg.colour] + ([bg.colour2] if bg.kind != "plain" else [])
+def bg_colors(bg):
+    return [bg.color] + ([bg.color2] if bg.kind != "plain" else [])
 
 
-def hidden(colour, bg):
-    """True if an object of that colour would not stand out on the background."""
-    if any(clash(colour, b) for b in bg_colours(bg)):
+def hidden(color, bg):
+    """True if an object of that color would not stand out on the background."""
+    if any(clash(color, b) for b in bg_colors(bg)):
         return True
     if bg.kind != "gradient":
         return False
-    a, b, c = (np.array(RGB[k], float) for k in (bg.colour, bg.colour2, colour))
+    a, b, c = (np.array(RGB[k], float) for k in (bg.color, bg.color2, color))
     t = np.clip(np.dot(c - a, b - a) / np.dot(b - a, b - a), 0, 1)
     return float(np.linalg.norm(a + t * (b - a) - c)) < 95
 
@@ -105,7 +105,7 @@ def hidden(colour, bg):
 def sample_bg(rng, avoid=(), kind=None):
     kind = kind or rng.choices(BG_KINDS, (0.6, 0.2, 0.2))[0]
     while True:
-        a, b = rng.sample(COLOURS, 2)
+        a, b = rng.sample(COLORS, 2)
         if kind != "plain" and clash(a, b):
             continue
         d = rng.choice(DIRECTIONS if kind == "stripes" else DIRECTIONS[:2])
@@ -135,7 +135,7 @@ def apart(a, b):
 def pick_pair(rng, held):
     """held: None any pair, False training pairs only, True held-out pairs only."""
     while True:
-        c, s = rng.choice(COLOURS), rng.choice(SHAPES)
+        c, s = rng.choice(COLORS), rng.choice(SHAPES)
         if held is None or held_out_pair(c, s) == held:
             return c, s
 
@@ -151,9 +151,9 @@ def sample_scene(rng, n=None, held=False, jitter=1.0, distinct_shapes=False, bg_
         for i in range(n):
             for _ in range(30):
                 c, s = pick_pair(rng, held)
-                if hidden(c, bg) or any(o.colour == c and o.shape == s for o in objs):
+                if hidden(c, bg) or any(o.color == c and o.shape == s for o in objs):
                     continue
-                if any(o.colour == c for o in objs) or (distinct_shapes and any(o.shape == s for o in objs)):
+                if any(o.color == c for o in objs) or (distinct_shapes and any(o.shape == s for o in objs)):
                     continue
                 if layout:
                     p = layout[i]
@@ -173,13 +173,13 @@ def sample_scene(rng, n=None, held=False, jitter=1.0, distinct_shapes=False, bg_
 
 
 def with_moon(scene, rng, held=False):
-    """The scene with a moon in place of one of its objects; None if there is no colour for it."""
+    """The scene with a moon in place of one of its objects; None if there is no color for it."""
     i = rng.randrange(len(scene.objs))
-    others = {o.colour for o in scene.objs} - {scene.objs[i].colour}
-    fits = [c for c in COLOURS if held_out_pair(c, MOON) == held and c not in others and not hidden(c, scene.bg)]
+    others = {o.color for o in scene.objs} - {scene.objs[i].color}
+    fits = [c for c in COLORS if held_out_pair(c, MOON) == held and c not in others and not hidden(c, scene.bg)]
     if not fits:
         return None
-    scene.objs[i].shape, scene.objs[i].colour = MOON, rng.choice(fits)
+    scene.objs[i].shape, scene.objs[i].color = MOON, rng.choice(fits)
     return scene
 
 
@@ -218,9 +218,9 @@ def article(words):
 
 def noun(o, rng, art=True):
     size = {"small": rng.choice(LITTLE), "large": rng.choice(BIG), "medium": ""}[o.size]
-    colour = grey(o.colour, rng)
-    # Said apart now and then: colour and shape are two things, not one word for each pair.
-    w = f"{size} {o.shape} in {colour}" if rng.random() < 0.12 else f"{size} {colour} {o.shape}"
+    color = grey(o.color, rng)
+    # Said apart now and then: color and shape are two things, not one word for each pair.
+    w = f"{size} {o.shape} in {color}" if rng.random() < 0.12 else f"{size} {color} {o.shape}"
     return article(w.strip()) if art else w.strip()
 
 
@@ -229,7 +229,7 @@ def where(o, rng):
 
 
 def bg_words(bg, rng, art=True):
-    a, b = grey(bg.colour, rng), grey(bg.colour2, rng)
+    a, b = grey(bg.color, rng), grey(bg.color2, rng)
     if bg.kind == "plain":
         w = rng.choice([f"{a} background", f"{a} background", f"plain {a} background", f"solid {a} background"])
     elif bg.kind == "gradient":
@@ -299,7 +299,7 @@ WORDINGS = {
         "a simple picture of {a1} on {b}", "{a1} against {b}", "please draw {a1} on {b}", "an image of {a1}, {b}",
         "show {a1} over {b}", "a simple drawing of {a1}, {b}"],
     # edits
-    "recolour": ["make the {s1} {c}", "change the {s1} to {c}", "recolor the {s1} {c}", "turn the {n1} {c}",
+    "recolor": ["make the {s1} {c}", "change the {s1} to {c}", "recolor the {s1} {c}", "turn the {n1} {c}",
                  "paint the {s1} {c}", "make the {n1} {c}", "change the color of the {s1} to {c}",
                  "the {s1} should be {c}", "color the {s1} {c}", "make the {s1} of image 1 {c}",
         "the {n1} should be painted {c}", "i want the {s1} in {c}", "give the {s1} the color {c}", "let the {s1} be {c}",
@@ -349,7 +349,7 @@ WORDINGS = {
         "the shapes of image 1 on the background from image 2", "combine image 1 with the background of image 2",
         "use the background of image 2 behind the {s1} of image 1", "image 1 with the background of image 2",
         "put image 1 on the background from image 2"],
-    "colourlike": ["make the {s1} of image 1 the color of the {s2} of image 2",
+    "colorlike": ["make the {s1} of image 1 the color of the {s2} of image 2",
                    "give the {s1} of image 1 the color of the {s2} in image 2",
                    "color the {s1} of image 1 like the {s2} of image 2",
                    "paint the {s1} in image 1 with the color of the {s2} in image 2",
@@ -412,8 +412,8 @@ def caption(scene, rng, held=False):
 
 # ---------------------------------------------------------------- edits
 
-EDITS1 = ["recolour", "background", "remove", "reshape", "add"]
-EDITS2 = ["combine", "colourlike"]
+EDITS1 = ["recolor", "background", "remove", "reshape", "add"]
+EDITS2 = ["combine", "colorlike"]
 
 
 def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=False):
@@ -435,28 +435,28 @@ def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=Fal
         i = rng.randrange(n)
         o = src.objs[i]
         others = [q for q in src.objs if q is not o]
-        if kind == "recolour":
-            cs = [c for c in COLOURS if c != o.colour and ok_pair(c, o.shape)
-                  and not hidden(c, src.bg) and all(q.colour != c for q in others)]
+        if kind == "recolor":
+            cs = [c for c in COLORS if c != o.color and ok_pair(c, o.shape)
+                  and not hidden(c, src.bg) and all(q.color != c for q in others)]
             if not cs:
                 continue
             c = rng.choice(cs)
-            new = replace(o, colour=c)
+            new = replace(o, color=c)
             dst = Scene(src.bg, [new if q is o else q for q in src.objs])
             return kind, [src], dst, lambda: say(W(kind), rng, [o], c=grey(c, rng))
         if kind == "background":
-            bg = sample_bg(rng, [q.colour for q in src.objs])
+            bg = sample_bg(rng, [q.color for q in src.objs])
             if bg == src.bg:
                 continue
             dst = Scene(bg, src.objs)
             if bg.kind == "plain":
-                return kind, [src], dst, lambda: (say(W("bgplain"), rng, [], c=grey(bg.colour, rng))
+                return kind, [src], dst, lambda: (say(W("bgplain"), rng, [], c=grey(bg.color, rng))
                                                   if rng.random() < 0.6 else say(W(kind), rng, [], bg))
             return kind, [src], dst, lambda: say(W(kind), rng, [], bg)
         if kind == "remove":
             return kind, [src], Scene(src.bg, others), lambda: say(W(kind), rng, [o])
         if kind == "reshape":
-            ss = [s for s in SHAPES if s != o.shape and ok_pair(o.colour, s) and all(q.shape != s for q in others)]
+            ss = [s for s in SHAPES if s != o.shape and ok_pair(o.color, s) and all(q.shape != s for q in others)]
             if not ss:
                 continue
             s = rng.choice(ss)
@@ -466,13 +466,13 @@ def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=Fal
             for _ in range(20):
                 c, s = pick_pair(rng, held)
                 new = place_object(Obj(s, c, rng.choice(SIZES), rng.choice(list(PLACES))), n + 1, rng, jitter)
-                if (not hidden(c, src.bg) and all(q.colour != c and q.shape != s for q in src.objs)
+                if (not hidden(c, src.bg) and all(q.color != c and q.shape != s for q in src.objs)
                         and all(apart(new, q) for q in src.objs)):
                     return kind, [src], Scene(src.bg, src.objs + [new]), lambda: say(W(kind), rng, [new])
             continue
         if kind == "combine":
             other = sample_scene(rng, rng.choices((0, 1, 2), (0.5, 0.35, 0.15))[0], held, jitter)
-            if any(hidden(q.colour, other.bg) for q in src.objs):
+            if any(hidden(q.color, other.bg) for q in src.objs):
                 continue
             dst = Scene(other.bg, src.objs)
             if n == 1:
@@ -480,14 +480,14 @@ def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=Fal
             return kind, [src, other], dst, lambda: rng.choice([
                 "use the background of image 2 for image 1", "put the shapes of image 1 on the background of image 2",
                 "change the background of image 1 to the background of image 2"])
-        if kind == "colourlike":
+        if kind == "colorlike":
             other = sample_scene(rng, rng.choice((1, 2)), held, jitter, distinct_shapes=True)
             q2 = rng.choice(other.objs)
-            c = q2.colour
-            if (c == o.colour or not ok_pair(c, o.shape) or hidden(c, src.bg)
-                    or any(q.colour == c for q in others)):
+            c = q2.color
+            if (c == o.color or not ok_pair(c, o.shape) or hidden(c, src.bg)
+                    or any(q.color == c for q in others)):
                 continue
-            dst = Scene(src.bg, [replace(o, colour=c) if q is o else q for q in src.objs])
+            dst = Scene(src.bg, [replace(o, color=c) if q is o else q for q in src.objs])
             return kind, [src, other], dst, lambda: say(W(kind), rng, [o, q2])
         raise ValueError(kind)
 
@@ -504,11 +504,11 @@ def describe(scenes):
     ob[:, :, 3] = 1.0
     for i, s in enumerate(scenes):
         for j, o in enumerate(s.objs):
-            rgb = [min(max(v / 255 * (1 + o.tint), 0), 1) for v in RGB[o.colour]]
+            rgb = [min(max(v / 255 * (1 + o.tint), 0), 1) for v in RGB[o.color]]
             ob[i, j] = [shape_index(o.shape) + 1, o.cx, o.cy, o.r, o.rot, *rgb, 1]
         b = s.bg
-        bg[i] = [BG_KINDS.index(b.kind), DIRECTIONS.index(b.direction), *[v / 255 for v in RGB[b.colour]],
-                 *[v / 255 for v in RGB[b.colour2 or b.colour]]]
+        bg[i] = [BG_KINDS.index(b.kind), DIRECTIONS.index(b.direction), *[v / 255 for v in RGB[b.color]],
+                 *[v / 255 for v in RGB[b.color2 or b.color]]]
     return ob, bg
 
 
@@ -585,7 +585,7 @@ def render(ob, bg, size=SIZE, layer=layer):
     grad = torch.where(dirn == 0, Y, X).expand(-1, size, size) / size
     # vertical stripes vary along x, horizontal along y, diagonal along (x+y)/sqrt 2; period 64 px
     u = torch.where(dirn == 0, X.expand(1, size, size), torch.where(dirn == 1, Y.expand(1, size, size), (X + Y) * 0.70710678))
-    tri = ((u / 64) % 1.0 - 0.5).abs() - 0.25                                   # >0: the first colour
+    tri = ((u / 64) % 1.0 - 0.5).abs() - 0.25                                   # >0: the first color
     stripe = (0.5 - tri * 64).clamp(0, 1)
     mix = torch.where(kind == 1, grad, torch.where(kind == 2, stripe, torch.zeros_like(grad)))[:, None]
     rgb = lambda t, i: t[:, i:i + 3, None, None]

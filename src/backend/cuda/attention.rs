@@ -105,7 +105,7 @@ fn key_values(cx: &OpContext, op: &'static str, q: Tensor, args: &AttentionArgs<
     let &AttentionArgs { kv, head_dim, .. } = args;
     let limits = kv.len() <= abi::KL_KV_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
     let values = kv[0].v.dtype;
-    let types = !values.is_quantised() && (q.dtype == values || q.dtype == DType::E4m3);
+    let types = !values.is_quantized() && (q.dtype == values || q.dtype == DType::E4m3);
     if !limits || !types || kv.iter().any(|s| s.k.dtype != q.dtype || s.v.dtype != values) {
         let (keys, count) = (kv[0].k.dtype, kv.len());
         let what = format!("{:?} by {keys:?} by {values:?}, {count} KV segments, heads of {head_dim}, or mixed types", q.dtype);

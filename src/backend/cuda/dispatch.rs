@@ -36,8 +36,8 @@ pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
     }
 }
 
-/// Fails if an op writes a weight other than to merge adapters, holds f16 in working memory, has values of attention in a quantised
-/// format or anything that `abi.h` has no code for: there are no kernels for these. Which operands may be quantised at all is a rule of ops.
+/// Fails if an op writes a weight other than to merge adapters, holds f16 in working memory, has values of attention in a quantized
+/// format or anything that `abi.h` has no code for: there are no kernels for these. Which operands may be quantized at all is a rule of ops.
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let mut usable = Ok(());
     let mut refuse = |t: Tensor, why: &str| {
@@ -57,12 +57,12 @@ fn check_operands(op: &Op<'_>) -> Result<()> {
             refuse(t, "only weights are stored in f16");
         }
         if dtype_code(t.dtype) == NO_CODE {
-            refuse(t, "the only quantised formats with kernels are e4m3 and NVFP4");
+            refuse(t, "the only quantized formats with kernels are e4m3 and NVFP4");
         }
     });
     let mut plain_values = |values: Tensor| {
-        if values.dtype.is_quantised() {
-            refuse(values, "the values of attention are not quantised");
+        if values.dtype.is_quantized() {
+            refuse(values, "the values of attention are not quantized");
         }
     };
     match *op {

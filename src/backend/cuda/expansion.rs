@@ -1,4 +1,4 @@
-//! Quantised weights of GEMMs by inputs of bf16, which are expanded to bf16 each time: by a kernel before the GEMM or, on Hopper, by the GEMM itself.
+//! Quantized weights of GEMMs by inputs of bf16, which are expanded to bf16 each time: by a kernel before the GEMM or, on Hopper, by the GEMM itself.
 
 use super::abi::{self, KlGemmStream, KlMat};
 use super::context::OpContext;
@@ -21,7 +21,7 @@ pub fn in_bf16(w: &KlMat, to: u64) -> KlMat {
     KlMat { data: to, scales, stride: u64::from(w.cols), dtype: abi::KL_BF16, scale: 1.0, ..*w }
 }
 
-/// Where the quantised matrices of a mixed-input GEMM are expanded to; zero for other matrices.
+/// Where the quantized matrices of a mixed-input GEMM are expanded to; zero for other matrices.
 fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
     let (begin, room) = cx.memory.op_scratch();
     let (mut places, mut end) = (Places::default(), begin);
@@ -37,7 +37,7 @@ fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
     Ok(places)
 }
 
-/// Expands the quantised matrices of a mixed-input GEMM before it, and puts what they become in their place.
+/// Expands the quantized matrices of a mixed-input GEMM before it, and puts what they become in their place.
 pub fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
     if operands(&stream[0]) != GemmOperands::MixedInput {
         return Ok(());
@@ -56,7 +56,7 @@ pub fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
     cx.kernels.launch(Kernel::Expand, [ctas, count as u32, 1], &p)
 }
 
-/// How the quantised matrices of a mixed-input GEMM are expanded by the GEMM itself. A wave computes `wave` columns of clusters' tiles.
+/// How the quantized matrices of a mixed-input GEMM are expanded by the GEMM itself. A wave computes `wave` columns of clusters' tiles.
 pub fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> Result<abi::KlExpansion> {
     let Tile { block_n, block_k, operands, .. } = tile;
     let mut expansion = abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 };

@@ -145,7 +145,7 @@ fn has_whole_scale_tiles(stream: &KlGemmStream, tile: Tile) -> bool {
 }
 
 /// Whether the portable kernels can compute a stream: no results of e2m1, and gates and ups that are no farther apart than 32 bits
-/// can say, when quantised ones are expanded.
+/// can say, when quantized ones are expanded.
 fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
     let (expansion, _) = cx.memory.op_scratch();
     let expands = operands(stream) == GemmOperands::MixedInput;
@@ -438,8 +438,8 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
     cx.kernels.launch(kernel, [clusters * kernel.cluster(), 1, 1], &p)
 }
 
-/// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalises and rotates queries and keys
-/// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads. The epilogue always normalises, so heads
+/// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalizes and rotates queries and keys
+/// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads. The epilogue always normalizes, so heads
 /// without a norm are rotated by such a pass as well.
 pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
     let loras = lora::reduce(cx, op, streams.iter().map(|s| (s.x, s.w)))?;
@@ -512,7 +512,7 @@ fn heads_of(cx: &OpContext, op: &'static str, s: &Projection<'_>) -> Result<Vec<
     let keys = (s.k, s.norm.map(|norm| norm.k), s.k_scale);
     let heads = |(out, weight, scale): (Tensor, Option<Tensor>, f32)| {
         // Rounded before and after the norm, queries and keys of e4m3 would have twice the error.
-        if out.dtype.is_quantised() {
+        if out.dtype.is_quantized() {
             return Err(Error::Op { op, what: format!("heads in {out:?} need tensor cores") });
         }
         let (x, weight, table) = (cx.mat(out, op)?, cx.mat_if(weight, op)?, cx.mat(s.rope.table, op)?);

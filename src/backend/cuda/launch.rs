@@ -19,7 +19,7 @@ include!(concat!(env!("OUT_DIR"), "/table.rs"));
 /// A parameter struct of `abi.h`.
 ///
 /// # Safety
-/// Every byte of a value is initialised: the struct states its padding.
+/// Every byte of a value is initialized: the struct states its padding.
 pub unsafe trait Params: Copy {}
 
 /// A kernel's row in the table.
@@ -226,7 +226,7 @@ impl Kernels {
         if self.preloading.get() {
             return Ok(());
         }
-        // SAFETY: `Params` promises that every byte is initialised.
+        // SAFETY: `Params` promises that every byte is initialized.
         let bytes = unsafe { std::slice::from_raw_parts(std::ptr::from_ref(params).cast::<u8>(), size) };
         if let Some(before) = self.hash.get() {
             let sides = grid.map(u64::from).into_iter().fold(kernel as u64, mix);

@@ -6,7 +6,7 @@ use super::driver::{MapSpec, Swizzle};
 use super::select::GemmOperands;
 use crate::tensor::{DType, nvfp4};
 
-/// Values that a thread of a vectorised kernel loads at once.
+/// Values that a thread of a vectorized kernel loads at once.
 pub const VECTOR: u32 = 8;
 /// Rows and columns are 32-bit numbers in the kernels.
 pub const SIDE_LIMIT: usize = u32::MAX as usize;

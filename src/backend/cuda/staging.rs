@@ -7,7 +7,7 @@ use super::driver::{Driver, Event, Rows, Stream};
 use super::params::{NO_CODE, dtype_code};
 use crate::error::{Error, Result};
 use crate::tensor::formats::E4M3_NAN;
-use crate::tensor::{DType, Scales, SliceScaling, Tensor, WeightSlice, nvfp4, quantise};
+use crate::tensor::{DType, Scales, SliceScaling, Tensor, WeightSlice, nvfp4, quantize};
 use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -175,8 +175,8 @@ impl Staging {
         self.copy_all(to + at as u64, from)
     }
 
-    /// Queues the upload of a weight to address `to`, and of the scales of its rows or blocks to address `scales`. Quantised
-    /// parts in the format of `tensor` are copied as they are, others are converted or quantised to it. `check_stop` may end it
+    /// Queues the upload of a weight to address `to`, and of the scales of its rows or blocks to address `scales`. Quantized
+    /// parts in the format of `tensor` are copied as they are, others are converted or quantized to it. `check_stop` may end it
     /// between two copies.
     pub fn upload(
         &mut self,
@@ -203,12 +203,12 @@ impl Staging {
             if part.cols() != tensor.cols || at + part.rows > tensor.rows || !part.is_complete() {
                 return Err(wrong("fit"));
             }
-            let copied = tensor.dtype.is_quantised() && part.stored() == stored;
-            let encoded = quantise::encodes(part, stored);
+            let copied = tensor.dtype.is_quantized() && part.stored() == stored;
+            let encoded = quantize::encodes(part, stored);
             if !copied && !encoded && !part.converts_to(stored) {
                 return Err(wrong("have the format of"));
             }
-            // A copy takes whole rows, or whole tiles of them where these are quantised together.
+            // A copy takes whole rows, or whole tiles of them where these are quantized together.
             let unit = if encoded { nvfp4::TILE_ROWS } else { 1 };
             let step = BUFFER / pitch / unit * unit;
             if step == 0 {
@@ -216,8 +216,8 @@ impl Staging {
             }
             // Either is cheap for parts in the layout of tensors.
             let part = &if copied { part.in_tensor_layout() } else { part.clone() };
-            // The scales of rows that are quantised are made with them, and copied at the end.
-            let scale_bytes = |rows: usize| quantise::scale_bytes(rows, tensor.cols, stored.scales);
+            // The scales of rows that are quantized are made with them, and copied at the end.
+            let scale_bytes = |rows: usize| quantize::scale_bytes(rows, tensor.cols, stored.scales);
             let mut made = vec![0; if encoded { scale_bytes(part.rows) } else { 0 }];
             for first in (0..part.rows).step_by(step) {
                 check_stop()?;
@@ -229,7 +229,7 @@ impl Staging {
                     }
                     if encoded {
                         let own = &mut made[scale_bytes(first)..scale_bytes(first + count)];
-                        finite = quantise::encode(part, first..first + count, stored, out, own);
+                        finite = quantize::encode(part, first..first + count, stored, out, own);
                         return;
                     }
                     let rows = out.par_chunks_exact_mut(pitch).with_min_len(GRAIN.div_ceil(tensor.cols)).enumerate();
@@ -242,7 +242,7 @@ impl Staging {
                     });
                 })?;
                 if !finite {
-                    let what = if encoded { "is quantised from values that are not finite" } else { "contains NaN" };
+                    let what = if encoded { "is quantized from values that are not finite" } else { "contains NaN" };
                     return Err(Error::Op { op: "upload", what: format!("{tensor:?} {what}") });
                 }
             }
@@ -279,7 +279,7 @@ impl Staging {
     }
 }
 
-/// Copies the codes of quantised elements. False if one of them is NaN.
+/// Copies the codes of quantized elements. False if one of them is NaN.
 fn copy_codes(dtype: DType, to: &mut [u8], from: &[u8]) -> bool {
     to.par_chunks_mut(GRAIN).zip(from.par_chunks(GRAIN)).all(|(to, from)| {
         to.copy_from_slice(from);

@@ -382,7 +382,7 @@ impl Driver for System {
         copy.srcPitch = from.pitch as usize;
         copy.dstMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_HOST;
         copy.dstHost = to.as_mut_ptr().cast();
-        // SAFETY: the host side is `to`, whole rows of it, and the stream is synchronised before the borrow ends.
+        // SAFETY: the host side is `to`, whole rows of it, and the stream is synchronized before the borrow ends.
         let queued = check("copy from the GPU", unsafe {
             if from.width == to.len() as u64 {
                 sys::cuMemcpyDtoHAsync_v2(copy.dstHost, from.address, to.len(), stream_of(stream))

@@ -2,7 +2,7 @@
 //! more, because reading one while work is queued would stall it.
 //!
 //! An event tells its distance from another event. One that is recorded on an idle stream, between two readings of the host's clock,
-//! puts them on the axis of the host: it is off by half the distance of these readings at most, the time that a synchronisation takes.
+//! puts them on the axis of the host: it is off by half the distance of these readings at most, the time that a synchronization takes.
 
 use super::driver::{Driver, Event, Stream};
 use crate::error::Result;

@@ -18,12 +18,12 @@ impl Op<'_> {
         let gemm = |x: Tensor, w: &Linear| {
             let parts = w.weight.parts().iter().all(|part| part.cols == x.cols && part.stride == part.cols);
             let lora = w.lora.is_none_or(|l| {
-                let plain = !l.down.dtype.is_quantised() && !l.up.dtype.is_quantised();
+                let plain = !l.down.dtype.is_quantized() && !l.up.dtype.is_quantized();
                 l.down.cols == x.cols && l.up.rows == w.weight.rows() && l.up.cols == l.down.rows && plain
             });
             // What a layer multiplies has to be stored as the layer was loaded for. Plain values of any type can be multiplied.
-            let quantised = x.dtype.is_quantised() || w.input.dtype.is_quantised();
-            let stored = !quantised || x.stored() == w.input;
+            let quantized = x.dtype.is_quantized() || w.input.dtype.is_quantized();
+            let stored = !quantized || x.stored() == w.input;
             parts && lora && stored && w.bias.is_none_or(|b| vector(b, w.weight.rows()))
         };
         match *self {
@@ -47,7 +47,7 @@ impl Op<'_> {
             }
             Self::LinearGateResidual(streams) => {
                 for s in streams {
-                    let gate = s.gate.is_none_or(|g| row(g, s.into.cols) && !g.dtype.is_quantised());
+                    let gate = s.gate.is_none_or(|g| row(g, s.into.cols) && !g.dtype.is_quantized());
                     fits(gemm(s.x, s.w) && gate && s.into.rows == s.x.rows && s.into.cols == s.w.weight.rows(), "shapes")?;
                 }
             }
@@ -99,10 +99,10 @@ impl Op<'_> {
                 if let Some(s) = shortcut {
                     fits(residual.is_none() && sampling == Sampling::Same && s.w.lora.is_none(), "shortcut")?;
                     let shapes = s.x.rows == out.rows && s.w.weight.rows() == out.cols;
-                    fits(gemm(s.x, s.w) && shapes && !s.x.dtype.is_quantised(), "shortcut's shapes")?;
+                    fits(gemm(s.x, s.w) && shapes && !s.x.dtype.is_quantized(), "shortcut's shapes")?;
                 }
-                let plain = [Some(x), Some(w.weight), residual].iter().flatten().all(|t| !t.dtype.is_quantised());
-                fits(plain, "quantised values")?;
+                let plain = [Some(x), Some(w.weight), residual].iter().flatten().all(|t| !t.dtype.is_quantized());
+                fits(plain, "quantized values")?;
                 fits(residual.is_none_or(|r| same(r, out)), "residual")?;
                 fits(
                     stats.is_none_or(|s| s.cols == 2 && s.rows > 0 && out.cols % s.rows == 0 && s.dtype == DType::F32),
@@ -113,7 +113,7 @@ impl Op<'_> {
                 fits(same(out, x) && vector(norm.weight, x.cols) && vector(norm.bias, x.cols), "shapes")?;
                 fits(norm.groups > 0 && x.cols % norm.groups == 0, "groups")?;
                 fits(stats.is_none_or(|s| s.cols == 2 && s.rows == norm.groups && s.dtype == DType::F32), "stats")?;
-                // Kernels that compute statistics take differences to the first pixel, whoever has normalised it meanwhile.
+                // Kernels that compute statistics take differences to the first pixel, whoever has normalized it meanwhile.
                 fits(out != x || stats.is_some(), "stats in place")?;
             }
             Self::NormConv { out, x, norm, stats, w, width, height } => {
@@ -147,7 +147,7 @@ impl Op<'_> {
         for (i, &(a, access)) in operands.iter().enumerate() {
             fits(a.stride >= a.cols || a.rows <= 1, "rows overlap")?;
             fits(scaling_fits(a), "scales")?;
-            fits(!a.dtype.is_quantised() || self.takes_quantised(access), "quantised values")?;
+            fits(!a.dtype.is_quantized() || self.takes_quantized(access), "quantized values")?;
             fits(a.dtype != DType::U8 || matches!(*self, Self::Pixels { out, .. } if out == a), "bytes used as values")?;
             for (j, &(b, other)) in operands.iter().enumerate() {
                 let clash = i != j && access != Access::Read && (other == Access::Read || i < j) && a.overlaps(b);
@@ -157,9 +157,9 @@ impl Op<'_> {
         Ok(())
     }
 
-    /// Whether operands that are accessed so may be quantised: what matrix ops read, and what produces the input of one. The
+    /// Whether operands that are accessed so may be quantized: what matrix ops read, and what produces the input of one. The
     /// residual stream, latents and modulations keep their precision.
-    fn takes_quantised(&self, access: Access) -> bool {
+    fn takes_quantized(&self, access: Access) -> bool {
         let product = matches!(self, Self::LinearSwiglu(_) | Self::Qkv(_) | Self::Attention { .. });
         match access {
             // Of a convolution it is the shortcut's weight.

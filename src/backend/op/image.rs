@@ -23,7 +23,7 @@ pub struct Shortcut<'a> {
     pub w: &'a Linear,
 }
 
-/// A group normalisation.
+/// A group normalization.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupNorm {
     /// Scale, `[1, channels]`.
@@ -36,7 +36,7 @@ pub struct GroupNorm {
     pub eps: f32,
 }
 
-/// Statistics that normalise the VAE's latents to unit variance, one pair per packed channel.
+/// Statistics that normalize the VAE's latents to unit variance, one pair per packed channel.
 #[derive(Clone, Copy, Debug)]
 pub struct LatentStats {
     /// Means, `[1, channels]`.

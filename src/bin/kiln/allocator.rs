@@ -78,7 +78,7 @@ fn exit(size: usize) -> ! {
     }
     let mut buffer = [0; 256];
     let text = message(size, &mut buffer);
-    // SAFETY: these are plain system calls on initialised bytes that we own. Whether the bytes arrive no longer matters. `_exit`
+    // SAFETY: these are plain system calls on initialized bytes that we own. Whether the bytes arrive no longer matters. `_exit`
     // ends the process at once, without running anything that could allocate.
     unsafe {
         // On a terminal there may be an unfinished progress line.

@@ -60,7 +60,7 @@ impl Seconds {
             Phase::References => Some(&mut self.references),
             Phase::Denoise => Some(&mut self.denoise),
             Phase::Decode => Some(&mut self.decode),
-            Phase::Calibrate | Phase::Quantise | Phase::Inspect | Phase::Hash => None,
+            Phase::Calibrate | Phase::Quantize | Phase::Inspect | Phase::Hash => None,
         }
     }
 }
@@ -210,7 +210,7 @@ fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
 fn summary(phase: Phase, total: u64, seconds: f64) -> String {
     let name = phase.name();
     match phase {
-        Phase::Load | Phase::Quantise | Phase::Inspect | Phase::Hash => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
+        Phase::Load | Phase::Quantize | Phase::Inspect | Phase::Hash => format!("{name} {seconds:.1} s ({})", HumanBytes(total)),
         Phase::Denoise | Phase::Calibrate if total > 1 => {
             format!("{name} {seconds:.1} s ({total} steps, {})", per_step(seconds, total))
         }
@@ -232,7 +232,7 @@ fn style(phase: Phase) -> ProgressStyle {
 const fn template(phase: Phase) -> &'static str {
     match phase {
         Phase::Load => "{msg} [{bar:24}] {bytes}/{total_bytes}",
-        Phase::Quantise | Phase::Inspect | Phase::Hash => {
+        Phase::Quantize | Phase::Inspect | Phase::Hash => {
             "{spinner} {msg} [{bar:24}] {bytes}/{total_bytes} {bytes_per_sec}, {eta} left"
         }
         Phase::Denoise | Phase::References => "{spinner} {msg} [{bar:24}] {pos}/{len} {prefix}",
@@ -247,8 +247,8 @@ mod tests {
 
     #[test]
     fn templates_parse() {
-        use Phase::{Calibrate, Decode, Denoise, Encode, Hash, Inspect, Load, Quantise, References};
-        for phase in [Load, Encode, References, Denoise, Decode, Calibrate, Quantise, Inspect, Hash] {
+        use Phase::{Calibrate, Decode, Denoise, Encode, Hash, Inspect, Load, Quantize, References};
+        for phase in [Load, Encode, References, Denoise, Decode, Calibrate, Quantize, Inspect, Hash] {
             assert!(ProgressStyle::with_template(template(phase)).is_ok(), "{phase:?}");
         }
     }

@@ -112,7 +112,7 @@ fn install() -> io::Result<()> {
 }
 
 extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: the kernel calls a handler set with SA_SIGINFO with a valid `info`, whose address field is always initialised.
+    // SAFETY: the kernel calls a handler set with SA_SIGINFO with a valid `info`, whose address field is always initialized.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
     // A signal that a process sent has no address, and a code that is not positive.
     if code <= 0 || !cover(address) {

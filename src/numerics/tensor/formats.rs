@@ -34,11 +34,11 @@ pub struct Format {
     pub block_bytes: usize,
     /// The scales that lie apart from the elements.
     pub scales: ScaleKind,
-    /// Whether this is a format of quantised weights.
-    pub is_quantised: bool,
+    /// Whether this is a format of quantized weights.
+    pub is_quantized: bool,
     /// Whether such weights are expanded when they are loaded, because no GEMM takes them.
     pub is_expanded: bool,
-    /// What quantising to it means; `None` if weights in it are only read.
+    /// What quantizing to it means; `None` if weights in it are only read.
     pub target: Option<Target>,
     /// Whether results can be stored in it, or only weights.
     pub holds_results: bool,
@@ -56,7 +56,7 @@ pub struct Format {
     pub encode: fn(&[f32], &mut [u8]),
 }
 
-/// What quantising weights to a format means.
+/// What quantizing weights to a format means.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
     /// The help on it as the format of a file.
@@ -83,7 +83,7 @@ pub enum ScaleKind {
 macro_rules! formats {
     ($($(#[$doc:meta])* $name:ident = $row:path,)+) => {
         /// The dtype: element type of a tensor. The order is that of lists: plain types come last, so that layers are named by what is
-        /// quantised.
+        /// quantized.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum DType {
             $($(#[$doc])* $name,)+
@@ -147,9 +147,9 @@ impl DType {
         self.bits().div_ceil(8)
     }
 
-    /// Whether this is a format of quantised weights.
-    pub const fn is_quantised(self) -> bool {
-        self.format().is_quantised
+    /// Whether this is a format of quantized weights.
+    pub const fn is_quantized(self) -> bool {
+        self.format().is_quantized
     }
 
     /// The name in messages.
@@ -162,12 +162,12 @@ impl DType {
         self.format().label
     }
 
-    /// The formats of quantised weights.
-    pub fn quantised() -> impl Iterator<Item = Self> {
-        Self::ALL.iter().copied().filter(|dtype| dtype.is_quantised())
+    /// The formats of quantized weights.
+    pub fn quantized() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|dtype| dtype.is_quantized())
     }
 
-    /// The formats that weights are quantised to, and what that means.
+    /// The formats that weights are quantized to, and what that means.
     pub fn targets() -> impl Iterator<Item = (Self, Target)> {
         Self::ALL.iter().filter_map(|dtype| Some((*dtype, dtype.format().target?)))
     }
@@ -179,14 +179,14 @@ impl DType {
 
     /// The plain type of elements that a safetensors file stores as this dtype.
     pub fn plain_stored_as(name: &str) -> Option<Self> {
-        Self::stored_as(name).filter(|dtype| !dtype.is_quantised())
+        Self::stored_as(name).filter(|dtype| !dtype.is_quantized())
     }
 
     /// The types that weights may have, as in "A, B or C". Those whose names differ only in what is in brackets are one.
     pub fn weight_types() -> String {
         let mut names: Vec<&str> = Vec::new();
         let plain = Self::ALL.iter().copied().filter(|dtype| Self::plain_stored_as(dtype.format().title) == Some(*dtype));
-        for dtype in plain.chain(Self::quantised()) {
+        for dtype in plain.chain(Self::quantized()) {
             let name = dtype.format().title.split(" (").next().unwrap_or_default();
             if !names.contains(&name) {
                 names.push(name);
@@ -206,7 +206,7 @@ impl DType {
         if scale == 0.0 { Some(Scale::ONE) } else { Scale::new(scale) }
     }
 
-    /// Whether none of these elements is the only code of NaN that the format may have. Without an early end the loop is vectorised.
+    /// Whether none of these elements is the only code of NaN that the format may have. Without an early end the loop is vectorized.
     pub fn has_no_nan(self, codes: &[u8]) -> bool {
         self.format().nan.is_none_or(|nan| codes.iter().fold(true, |finite, code| finite & (code & nan != nan)))
     }
@@ -329,7 +329,7 @@ impl Stored {
         Self { dtype, scales: Scales::Unscaled }
     }
 
-    /// Quantised elements with one scale of the whole tensor, besides the scales of blocks where the format has them.
+    /// Quantized elements with one scale of the whole tensor, besides the scales of blocks where the format has them.
     pub const fn scaled(dtype: DType, scale: Scale) -> Self {
         let scales = match dtype.format().scales {
             ScaleKind::None => Scales::Unscaled,
@@ -339,8 +339,8 @@ impl Stored {
         Self { dtype, scales }
     }
 
-    /// Quantised elements with a scale for each row, with those of blocks and this one of the tensor, or with none, as the format has
-    /// them: how weights are stored that are quantised when they are loaded.
+    /// Quantized elements with a scale for each row, with those of blocks and this one of the tensor, or with none, as the format has
+    /// them: how weights are stored that are quantized when they are loaded.
     pub const fn by_rows(dtype: DType, tensor: Scale) -> Self {
         match dtype.format().scales {
             ScaleKind::TensorOrRows => Self { dtype, scales: Scales::Rows },

@@ -170,7 +170,7 @@ impl WeightSlice {
     /// its ratio to that of the tensor is a power of two.
     pub fn converts_to(&self, to: Stored) -> bool {
         match (&self.scaling, to) {
-            (_, Stored { dtype, scales: Scales::Unscaled }) => !dtype.is_quantised(),
+            (_, Stored { dtype, scales: Scales::Unscaled }) => !dtype.is_quantized(),
             (SliceScaling::Blocks16 { tensor, .. }, Stored { dtype: DType::E4m3, scales: Scales::Tensor(scale) }) => {
                 power_between(*tensor, scale).is_some()
             }

@@ -58,7 +58,7 @@ impl LargestInputs {
 }
 
 impl<B: Backend + ?Sized> Observer<B> for LargestInputs {
-    /// No quantised inputs, because it is plain ones that scales are chosen for. Nor are weights expanded by each GEMM, for which a
+    /// No quantized inputs, because it is plain ones that scales are chosen for. Nor are weights expanded by each GEMM, for which a
     /// backend takes working memory behind that which is in use, where the values are.
     fn gemm_formats(&self, be: &B) -> GemmFormats {
         let GemmFormats { w8a16, w4a16, expands, .. } = be.gemm_formats();
@@ -85,7 +85,7 @@ impl<B: Backend + ?Sized> Observer<B> for LargestInputs {
             be.run(Op::LargestMagnitude { largest, x })?;
         }
         be.run(op)?;
-        // Whoever quantises a model need not have memory for all of it. Pages that are read again are still in the page cache,
+        // Whoever quantizes a model need not have memory for all of it. Pages that are read again are still in the page cache,
         // unless something else needs the memory.
         if multiplies && be.reads_files() {
             (self.release)();

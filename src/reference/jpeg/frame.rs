@@ -14,13 +14,13 @@ pub(in crate::reference) struct Frame {
     pub(super) components: Vec<Component>,
 }
 
-/// A component: luma, chroma or a colour channel.
+/// A component: luma, chroma or a color channel.
 pub(super) struct Component {
     pub(super) id: u8,
     /// The sampling factors, horizontal and vertical.
     pub(super) sampling: (usize, usize),
-    /// The index of its quantisation table.
-    pub(super) quantisers: u8,
+    /// The index of its quantization table.
+    pub(super) quantizers: u8,
     /// The size in samples.
     pub(super) size: (usize, usize),
     /// The size in blocks of 8 x 8 samples.
@@ -56,7 +56,7 @@ impl Frame {
             // A component is subsampled by the ratio of its sampling factor to the largest one.
             let size = ((width * h).div_ceil(sampling.0), (height * v).div_ceil(sampling.1));
             let blocks = (size.0.div_ceil(8), size.1.div_ceil(8));
-            components.push(Component { id: c[0], sampling: (h, v), quantisers: c[2], size, blocks });
+            components.push(Component { id: c[0], sampling: (h, v), quantizers: c[2], size, blocks });
         }
         Ok(Self { width, height, progressive, sampling, components })
     }

@@ -110,9 +110,9 @@ impl Scan<'_> {
         let Header { parts, band, high } = &header;
         for part in parts {
             // If a table is redefined, a component uses the one in force at its first scan.
-            let quantisers = &mut stored[part.component].quantisers;
-            if quantisers[0] == 0 {
-                *quantisers = self.tables.quantisers(frame.components[part.component].quantisers)?;
+            let quantizers = &mut stored[part.component].quantizers;
+            if quantizers[0] == 0 {
+                *quantizers = self.tables.quantizers(frame.components[part.component].quantizers)?;
             }
         }
         let codes = |wanted: bool, of: &dyn Fn(&Part) -> Result<Codes, Fault>| {

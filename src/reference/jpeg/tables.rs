@@ -1,4 +1,4 @@
-//! The tables of a scan: quantisation tables, Huffman tables and the restart interval (ITU T.81, B.2.4).
+//! The tables of a scan: quantization tables, Huffman tables and the restart interval (ITU T.81, B.2.4).
 
 use super::damaged;
 use super::huffman::{Codes, Table};
@@ -8,29 +8,29 @@ use crate::reference::Fault;
 /// The tables in force at some position in a file. They are parsed only when a scan uses them, so unused ones cost nothing.
 #[derive(Clone, Copy, Default)]
 pub(in crate::reference) struct Tables<'a> {
-    quantisers: [Option<Quantisers<'a>>; 4],
+    quantizers: [Option<Quantizers<'a>>; 4],
     dc: [Option<Table<'a>>; 4],
     ac: [Option<Table<'a>>; 4],
     /// The restart interval in MCUs, 0 for none.
     pub(super) restart: usize,
 }
 
-/// The 64 values of a quantisation table in zigzag order.
+/// The 64 values of a quantization table in zigzag order.
 #[derive(Clone, Copy)]
-enum Quantisers<'a> {
+enum Quantizers<'a> {
     Byte(&'a [u8; 64]),
     Word(&'a [u8; 128]),
 }
 
 impl<'a> Tables<'a> {
-    /// Reads a segment of quantisation tables (DQT).
-    pub(in crate::reference) fn read_quantisers(&mut self, mut segment: &'a [u8]) -> Result<(), Fault> {
-        let broken = || damaged("a table of quantisers is broken");
+    /// Reads a segment of quantization tables (DQT).
+    pub(in crate::reference) fn read_quantizers(&mut self, mut segment: &'a [u8]) -> Result<(), Fault> {
+        let broken = || damaged("a table of quantizers is broken");
         while let Some((&kind, rest)) = segment.split_first() {
-            let place = self.quantisers.get_mut(usize::from(kind & 15)).ok_or_else(broken)?;
+            let place = self.quantizers.get_mut(usize::from(kind & 15)).ok_or_else(broken)?;
             (*place, segment) = match kind >> 4 {
-                0 => rest.split_first_chunk().map(|(table, rest)| (Some(Quantisers::Byte(table)), rest)),
-                1 => rest.split_first_chunk().map(|(table, rest)| (Some(Quantisers::Word(table)), rest)),
+                0 => rest.split_first_chunk().map(|(table, rest)| (Some(Quantizers::Byte(table)), rest)),
+                1 => rest.split_first_chunk().map(|(table, rest)| (Some(Quantizers::Word(table)), rest)),
                 _ => None,
             }
             .ok_or_else(broken)?;
@@ -63,20 +63,20 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    /// A quantisation table in row-major order. Only the low 16 bits of a dequantised value are kept, as in libjpeg-turbo, so the
+    /// A quantization table in row-major order. Only the low 16 bits of a dequantized value are kept, as in libjpeg-turbo, so the
     /// conversion to `i16` does not matter.
-    pub(super) fn quantisers(&self, index: u8) -> Result<[i16; 64], Fault> {
-        let table = self.quantisers.get(usize::from(index)).copied().flatten();
-        let table = table.ok_or_else(|| damaged(format!("its table {index} of quantisers is missing")))?;
+    pub(super) fn quantizers(&self, index: u8) -> Result<[i16; 64], Fault> {
+        let table = self.quantizers.get(usize::from(index)).copied().flatten();
+        let table = table.ok_or_else(|| damaged(format!("its table {index} of quantizers is missing")))?;
         let mut out = [0; 64];
         for (coded, &at) in ZIGZAG.iter().enumerate() {
             out[usize::from(at)] = match table {
-                Quantisers::Byte(table) => i16::from(table[coded]),
-                Quantisers::Word(table) => i16::from_be_bytes([table[coded * 2], table[coded * 2 + 1]]),
+                Quantizers::Byte(table) => i16::from(table[coded]),
+                Quantizers::Word(table) => i16::from_be_bytes([table[coded * 2], table[coded * 2 + 1]]),
             };
         }
         if out.contains(&0) {
-            return Err(damaged(format!("its table {index} of quantisers has a zero")));
+            return Err(damaged(format!("its table {index} of quantizers has a zero")));
         }
         Ok(out)
     }
@@ -113,12 +113,12 @@ mod tests {
     fn broken_tables_are_rejected_and_the_last_definition_counts() {
         let bytes: Vec<u8> = [&[0][..], &[1; 64], &[0x11], &[2; 128], &[0], &[3; 64]].concat();
         let mut tables = Tables::default();
-        tables.read_quantisers(&bytes).unwrap();
-        assert_eq!(tables.quantisers(0).unwrap(), [3; 64]);
-        assert_eq!(tables.quantisers(1).unwrap(), [0x0202; 64]);
-        assert!(tables.quantisers(2).is_err() && tables.quantisers(9).is_err());
+        tables.read_quantizers(&bytes).unwrap();
+        assert_eq!(tables.quantizers(0).unwrap(), [3; 64]);
+        assert_eq!(tables.quantizers(1).unwrap(), [0x0202; 64]);
+        assert!(tables.quantizers(2).is_err() && tables.quantizers(9).is_err());
         for bad in [&bytes[..64], &[&[4][..], &[1; 64]].concat(), &[&[0x20][..], &[1; 64]].concat()] {
-            assert!(Tables::default().read_quantisers(bad).is_err());
+            assert!(Tables::default().read_quantizers(bad).is_err());
         }
         let codes = [&[0x10, 1][..], &[0; 15], &[7]].concat();
         tables.read_codes(&codes).unwrap();

@@ -59,7 +59,7 @@ impl<'a> Upsampler<'a> {
     }
 
     /// The nearer and the further stored row for row `y` at twice the height. Beyond the edges the outermost row is repeated.
-    fn neighbours(&self, y: usize) -> (&'a [u8], &'a [u8]) {
+    fn neighbors(&self, y: usize) -> (&'a [u8], &'a [u8]) {
         let near = y / 2;
         let far = if y.is_multiple_of(2) { near.saturating_sub(1) } else { (near + 1).min(self.size.1 - 1) };
         (self.stored(near), self.stored(far))
@@ -72,14 +72,14 @@ impl<'a> Upsampler<'a> {
             Filter::Repeat(across, down) => repeat(self.stored(y / down), across, &mut self.row),
             Filter::Across => widen(self.stored(y), &mut self.row),
             Filter::Down => {
-                let (near, far) = self.neighbours(y);
+                let (near, far) = self.neighbors(y);
                 let bias = 1 + (y % 2) as u16;
                 for (to, (&near, &far)) in self.row.iter_mut().zip(near.iter().zip(far)) {
                     *to = ((u16::from(near) * 3 + u16::from(far) + bias) >> 2) as u8;
                 }
             }
             Filter::Both => {
-                let (near, far) = self.neighbours(y);
+                let (near, far) = self.neighbors(y);
                 for (to, (&near, &far)) in self.sums.iter_mut().zip(near.iter().zip(far)) {
                     *to = u16::from(near) * 3 + u16::from(far);
                 }

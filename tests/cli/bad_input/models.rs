@@ -328,11 +328,11 @@ fn files_that_go_by_another_name() {
         let names: Vec<String> = suffixes.iter().map(|suffix| beside(suffix)).collect();
         let list: Vec<(&str, &str, usize)> = names.iter().map(|name| (name.as_str(), "U8", 8)).collect();
         let (header, data) = tensors(&list);
-        crafted(&sandbox, &format!("quantised{i}"), &header, data);
+        crafted(&sandbox, &format!("quantized{i}"), &header, data);
         rows.push(row(
-            &part("text-encoder", &format!("quantised{i}")),
+            &part("text-encoder", &format!("quantized{i}")),
             3,
-            format!("unsupported quantisation (quantised{i}): tensor `{}` is {format}", beside(tensor)),
+            format!("unsupported quantization (quantized{i}): tensor `{}` is {format}", beside(tensor)),
             Is("use the BF16, FP8 or NVFP4 checkpoint of the same model"),
         ));
     }

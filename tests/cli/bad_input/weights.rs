@@ -1,7 +1,7 @@
 //! Weights of other formats and other models, damaged ones, and files that change during a run.
 
 use super::*;
-use common::quantised::{Plain, plain_tensors, written};
+use common::quantized::{Plain, plain_tensors, written};
 use kiln::internals::config::{Configs, supported, supported_encoders};
 use safetensors::Dtype;
 use std::collections::HashMap;
@@ -243,7 +243,7 @@ fn weights_that_change() {
 }
 
 #[test]
-fn quantised_weights() {
+fn quantized_weights() {
     let sandbox = prepared();
     let layer = "double_blocks.0.img_attn.proj";
     let named = |suffix: &str| format!("{layer}.{suffix}");
@@ -274,14 +274,14 @@ fn quantised_weights() {
     file("zero", &[packed(), blocks(0), scale("weight_scale_2", 1.0)], "");
     file("negative", &[packed(), blocks(0x80), scale("weight_scale_2", 1.0)], "");
 
-    let damaged = Is("the file is damaged, or quantised in a way of its own; download it again, or use another one");
-    let invalid = |name: &str, detail: String| format!("invalid quantisation ({name}): {detail}");
+    let damaged = Is("the file is damaged, or quantized in a way of its own; download it again, or use another one");
+    let invalid = |name: &str, detail: String| format!("invalid quantization ({name}): {detail}");
     let order = Is("if the file stores NVFP4 in another order, name it with --nvfp4-layout");
     let not_finite = format!("tensor `{layer}.weight_scale` is NaN, a scale is positive and finite");
     let metadata = "metadata `_quantization_metadata`: EOF while parsing an object at line 1 column 1".into();
     let first_block = |what: &str| format!("tensor `{layer}.weight_scale` is {what}, at block 0 of row 0");
     let absent = "layer `double_blocks.7.img_attn.proj` is declared as FP8 (E4M3), but has no weight".into();
-    let other = format!("unsupported quantisation (other): tensor `{layer}.weight` is MXFP8");
+    let other = format!("unsupported quantization (other): tensor `{layer}.weight` is MXFP8");
     // The faults of block scales are found when the weights are loaded.
     let line = |name: &str| format!("x -q --model model --transformer {name} --backend cpu --width 64 --height 64 --steps 1");
     let zero = "zero over elements that are not";

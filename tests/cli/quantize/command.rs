@@ -12,7 +12,7 @@ use std::fs;
 const SMALL: [&str; 8] = ["--width", "64", "--height", "64", "--steps", "1", "--seed", "7"];
 
 #[test]
-fn a_quantised_model_generates_images() {
+fn a_quantized_model_generates_images() {
     let sandbox = Sandbox::new();
     let image = |model: &str| {
         let out = format!("{}.png", model.replace('/', "-"));
@@ -26,12 +26,12 @@ fn a_quantised_model_generates_images() {
         let run = run.good();
         assert_eq!(run.text(), format!("{format}\n"));
         assert!(run.stderr.contains("\ncalibration: 2 prompts at 64x64, 1 step each, on "), "{}", run.stderr);
-        assert!(run.stderr.contains("\ntransformer: 16 layers quantised, 21 tensors in bf16, "), "{}", run.stderr);
+        assert!(run.stderr.contains("\ntransformer: 16 layers quantized, 21 tensors in bf16, "), "{}", run.stderr);
         assert!(run.stderr.contains("\n  single_blocks.*.linear2  "), "{}", run.stderr);
         let mean = |a: &[u8], b: &[u8]| a.iter().zip(b).map(|(a, b)| f64::from(a.abs_diff(*b))).sum::<f64>() / a.len() as f64;
-        let quantised = image(format);
+        let quantized = image(format);
         // The same image but for rounding, and not the same bytes: a model of noise would be further away.
-        let difference = mean(&plain, &quantised);
+        let difference = mean(&plain, &quantized);
         assert!(difference > 0.0 && difference < 30.0, "{format}: {difference}");
         // Inputs are scaled by powers of two that calibration found, none of them a constant for all.
         let file = Shard::open(&sandbox.path(&format!("{format}/transformer/flux-2-klein-{format}.safetensors"))).unwrap();
@@ -151,13 +151,13 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
         (
             "fp8 out --to nvfp4 --no-calibration",
             3,
-            "quantised already (fp8/transformer): tensor `double_blocks.0.",
+            "quantized already (fp8/transformer): tensor `double_blocks.0.",
             "use the BF16",
         ),
         (
             "fp8 x.safetensors --to fp8 --part text-encoder",
             3,
-            "quantised already (fp8/text_encoder/qwen_3_fp8.safetensors)",
+            "quantized already (fp8/text_encoder/qwen_3_fp8.safetensors)",
             "BF16",
         ),
         ("tiny out --to fp8 --no-calibration --keep linear9", 2, "no layer matches `linear9`", "near to it are `"),
@@ -166,10 +166,10 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
         (
             "tiny x.safetensors --to fp8 --part text-encoder --layout diffusers",
             2,
-            "no quantised text encoders",
+            "no quantized text encoders",
             "leave out --layout",
         ),
-        ("tiny out --to fp8 --part text-encoder --layout diffusers", 2, "no quantised text encoders", "leave out --layout"),
+        ("tiny out --to fp8 --part text-encoder --layout diffusers", 2, "no quantized text encoders", "leave out --layout"),
         ("tiny out --to fp8 --layout bfl", 2, "invalid value 'bfl'", ""),
         ("tiny out --to fp8 --prompts none.txt", 3, "cannot read (none.txt)", ""),
         ("tiny out --to fp8 --prompts blank.txt", 3, "no list of prompts (blank.txt)", ""),
@@ -237,7 +237,7 @@ fn weights_that_no_scale_fits_are_named() {
     ]);
     assert_eq!(run.code, Some(3), "{}", run.stderr);
     let message =
-        "error: cannot be quantised (tiny/flux-2-klein-tiny.safetensors): tensor `single_blocks.0.linear1.weight` has values";
+        "error: cannot be quantized (tiny/flux-2-klein-tiny.safetensors): tensor `single_blocks.0.linear1.weight` has values";
     assert!(run.stderr.starts_with(message), "{}", run.stderr);
     assert_eq!(sandbox.names(), ["tiny"]);
 }

@@ -59,7 +59,7 @@ fn nvfp4_has_the_values_of_the_file_for_comfyui() {
             assert_eq!(values(&want.parts), values(&got.parts), "{}", spec.name);
             assert_eq!(want.input, got.input, "{}", spec.name);
         }
-        let mut quantised = 0;
+        let mut quantized = 0;
         for (report, comfy_report) in report.files[0].layers.iter().zip(&comfy_report.files[0].layers) {
             let (name, [rows, cols]) = (&report.name, report.shape);
             assert_eq!((name, report.error(), report.scale), (&comfy_report.name, comfy_report.error(), comfy_report.scale));
@@ -80,9 +80,9 @@ fn nvfp4_has_the_values_of_the_file_for_comfyui() {
             for suffix in ["weight_scale_2", "input_scale"] {
                 assert!(shape(suffix).is_empty() && bytes(&file, suffix)[..] == bytes(&comfy, suffix)[..], "{name}.{suffix}");
             }
-            quantised += 1;
+            quantized += 1;
         }
-        assert!(quantised >= 16, "{quantised}");
+        assert!(quantized >= 16, "{quantized}");
     }
 }
 
@@ -95,7 +95,7 @@ fn fp8_has_a_scale_for_each_row() {
         let (file, weights, report) = write(&source, Fp8, WeightLayout::Diffusers, &path);
         assert!(file.metadata().is_empty());
         let layers = &report.files[0].layers;
-        let mut quantised = 0;
+        let mut quantized = 0;
         for spec in &specs {
             let (plain, stored) = (values(&original.weight(spec).unwrap().parts), weights.weight(spec).unwrap());
             let read = values(&stored.parts);
@@ -126,9 +126,9 @@ fn fp8_has_a_scale_for_each_row() {
             }
             assert_eq!(report.scale, largest_scale, "{layer}");
             assert!((report.error() / (errors / squares).sqrt() - 1.0).abs() < 1e-9, "{layer}");
-            quantised += 1;
+            quantized += 1;
         }
-        assert_eq!(quantised, layers.len());
+        assert_eq!(quantized, layers.len());
     }
 }
 
@@ -141,17 +141,17 @@ fn models_for_diffusers_generate_the_same_images() {
         sandbox.bare(["a large red star on a blue background", "--model", model, "-o", &out].iter().chain(&size)).good();
         Png::read(&sandbox.path(&out)).pixels
     };
-    let quantised = |format: &str, layout: &str| {
+    let quantized = |format: &str, layout: &str| {
         let out = format!("{format}-{layout}");
         let line = format!("quantize builtin {out} --to {format} --layout {layout} --calibration-steps 1 --calibration-size 64");
         let run = sandbox.bare(line.split(' ').collect::<Vec<_>>()).good();
-        let note = "note: diffusers reads no quantised text encoders; this one is as kiln and ComfyUI read it\n";
+        let note = "note: diffusers reads no quantized text encoders; this one is as kiln and ComfyUI read it\n";
         assert_eq!(run.stderr.contains(note), layout == "diffusers", "{}", run.stderr);
         image(&out)
     };
     let plain = image("builtin");
-    assert!(quantised("nvfp4", "comfy") == quantised("nvfp4", "diffusers"));
-    let fp8 = quantised("fp8", "diffusers");
+    assert!(quantized("nvfp4", "comfy") == quantized("nvfp4", "diffusers"));
+    let fp8 = quantized("fp8", "diffusers");
     let difference = plain.iter().zip(&fp8).map(|(a, b)| f64::from(a.abs_diff(*b))).sum::<f64>() / plain.len() as f64;
     // The same image but for rounding, and not the same bytes: a model of noise would be further away.
     assert!(difference > 0.0 && difference < 30.0, "{difference}");

@@ -86,7 +86,7 @@ fn a_process_that_ends_at_any_point_leaves_no_half_file_and_is_continued() {
         assert_eq!(sandbox.names(), ["copy.safetensors", "out.safetensors.tmp", "out.safetensors.tmp.json", "tiny"]);
         fs::remove_file(copy).unwrap();
     }
-    // What was finished is not quantised again: of twenty layers all at first, and none at the end.
+    // What was finished is not quantized again: of twenty layers all at first, and none at the end.
     assert_eq!((layers[0], layers[layers.len() - 1]), (20, 0), "{layers:?}");
     assert!(layers.is_sorted_by(|a, b| a >= b) && layers[3] < 20 && layers[3] > 0, "{layers:?}");
 }
@@ -183,11 +183,11 @@ fn damage_is_noticed_and_repaired() {
     let mut again = Vec::new();
     let cut: [fn(&mut Vec<u8>); 5] = [
         |_| (),
-        // The end of the last line that is about a quantised layer, which is what the observer counts.
+        // The end of the last line that is about a quantized layer, which is what the observer counts.
         |text| {
             let all = String::from_utf8(text.clone()).unwrap();
-            let is_quantised = |line: &&str| line.contains("\"scale_bits\":") && !line.contains("\"scale_bits\":null");
-            let last = all.lines().rfind(is_quantised).unwrap();
+            let is_quantized = |line: &&str| line.contains("\"scale_bits\":") && !line.contains("\"scale_bits\":null");
+            let last = all.lines().rfind(is_quantized).unwrap();
             text.truncate(all.find(last).unwrap() + last.len());
         },
         |text| text.extend(b"{\"fin"),
@@ -390,7 +390,7 @@ fn unfinished_work_whose_name_is_taken_is_named() {
     assert_eq!(sandbox.names(), before);
 }
 
-/// The tiny model of a folder, and all that a folder of its quantised transformer gets besides.
+/// The tiny model of a folder, and all that a folder of its quantized transformer gets besides.
 fn plan_of(folder: &Path, vae: Option<PathBuf>, reads_tokenizer: Option<&Path>) -> FilePlan {
     let mut request = LocateRequest { model: Some(folder.into()), ..Default::default() };
     request.parts.vae = vae;

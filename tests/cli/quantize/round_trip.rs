@@ -27,7 +27,7 @@ pub fn values(parts: &[WeightSlice]) -> Vec<f32> {
     values
 }
 
-/// Holds a quantised layer to the formulas: the bytes in the file, and the values that are read from it.
+/// Holds a quantized layer to the formulas: the bytes in the file, and the values that are read from it.
 fn check_layer(file: &Shard, layer: &str, cols: usize, format: DType, plain: &[f32], read: &[f32]) {
     let bytes = |suffix: &str| file.bytes(&format!("{layer}.{suffix}")).unwrap_or_else(|| panic!("{layer}.{suffix}"));
     let single = |suffix: &str| f32::from_le_bytes(bytes(suffix)[..].try_into().unwrap());
@@ -64,7 +64,7 @@ fn check_layer(file: &Shard, layer: &str, cols: usize, format: DType, plain: &[f
     }
 }
 
-/// Quantises a part to a file, and holds every tensor of it to the original. Returns the bytes.
+/// Quantizes a part to a file, and holds every tensor of it to the original. Returns the bytes.
 fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: DType, path: &Path) -> Vec<u8> {
     let report = write(source, &options(format, &[]), &target(path, u64::MAX), &Observer::new(At::Never)).unwrap();
     let (part, original) = match source {
@@ -74,7 +74,7 @@ fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: DType, pat
     let (file, written) = (Shard::open(path).unwrap(), Weights::open(part, path).unwrap());
     assert!(written.check(specs).unwrap().is_empty());
     let layers = &report.files[0].layers;
-    let mut quantised = 0;
+    let mut quantized = 0;
     for spec in specs {
         let (before, after) = (original.weight(spec).unwrap(), written.weight(spec).unwrap());
         // Of a text encoder's stacked layers every piece is a layer of its own, on both sides.
@@ -97,7 +97,7 @@ fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: DType, pat
                     let errors = squares(&mut plain.iter().zip(read).map(|(plain, read)| f64::from(*read) - f64::from(*plain)));
                     let error = (errors / squares(&mut plain.iter().map(|value| f64::from(*value)))).sqrt();
                     assert!((report.error() / error - 1.0).abs() < 1e-9, "{layer}: {} {error}", report.error());
-                    quantised += 1;
+                    quantized += 1;
                 }
                 None => assert_eq!(plain, read, "{layer}"),
             }
@@ -109,11 +109,11 @@ fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: DType, pat
             .and_then(|report| constant_scale(spec.layer.unwrap(), report.format));
         assert_eq!(after.input, constant.and_then(Scale::new).map(Stored::fp8), "{layer}");
     }
-    assert!(quantised > 0 && quantised <= layers.len(), "{quantised} of {}", layers.len());
+    assert!(quantized > 0 && quantized <= layers.len(), "{quantized} of {}", layers.len());
     std::fs::read(path).unwrap()
 }
 
-/// The two parts of a model in a folder that can be quantised, with the tensors that are read of each.
+/// The two parts of a model in a folder that can be quantized, with the tensors that are read of each.
 fn parts(folder: &Path, files: [&str; 2], defaults: &ModelDefaults) -> [(ComponentSource, Vec<TensorSpec>); 2] {
     let open = |part, file: &str| Weights::open(part, &folder.join(file)).unwrap();
     let (transformer, text) = (open(Component::Transformer, files[0]), open(Component::TextEncoder, files[1]));

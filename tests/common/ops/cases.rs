@@ -1,10 +1,10 @@
-//! The table of cases: every op at awkward sizes. These are one, primes, powers of two and their neighbours, and sizes that cross
+//! The table of cases: every op at awkward sizes. These are one, primes, powers of two and their neighbors, and sizes that cross
 //! the blocks of a backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels), in f32 and bf16, contiguous
 //! and strided. Further cases have the widths of the real models; their names contain `klein`.
 
 use super::attention::{self, Heads, Scores, attend};
 use super::convolutions::{self, Beside};
-use super::{Case, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, lora_gemms, nvfp4_gemms, quantised, want};
+use super::{Case, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, lora_gemms, nvfp4_gemms, quantized, want};
 use kiln::internals::backend::{GroupNorm, LatentStats, Modulated, Op, RopeStyle, Sampling, Seam};
 use kiln::internals::tensor::DType::{self, Bf16, F16, F32, U8};
 use kiln::internals::tensor::Stored;
@@ -51,7 +51,7 @@ pub fn all() -> Vec<Case> {
     let mut table = Table::new(ALL);
     awkward(&mut table);
     klein(&mut table);
-    table.cases.extend(quantised::all().into_iter().filter(|case| quantised::has_kernels(&case.name)));
+    table.cases.extend(quantized::all().into_iter().filter(|case| quantized::has_kernels(&case.name)));
     table.cases
 }
 

@@ -159,7 +159,7 @@ pub fn norm_conv(table: &mut Table, (width, height, from, to, groups): NormConvS
             let filter = Filter { w: &w.host, bias: &bias.host, size: (width, height), sampling: Sampling::Same };
             let (scales, host) = ((&gain.host, &shift.host), stats.as_ref().map(|s| &s.host));
             let exact = || oracle::norm_conv::<f64>(&x.host, scales, host, (groups, EPS), filter, |v| v);
-            // In bf16 naive arithmetic stores the normalised image.
+            // In bf16 naive arithmetic stores the normalized image.
             let naive = || -> Vec<f64> {
                 match storage {
                     F32 => {

@@ -64,23 +64,23 @@ pub fn unit(tensor: f32, scale: u8) -> f32 {
     tensor * Codes::of(DType::E4m3).decode(scale) as f32
 }
 
-/// Quantised rows: the code of every element, and those of the block scales in row-major order, if there are any.
-pub struct Quantised {
+/// Quantized rows: the code of every element, and those of the block scales in row-major order, if there are any.
+pub struct Quantized {
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
 }
 
 /// Values as a format stores them. The length of rows does not matter, as they have whole blocks.
-pub fn quantise(values: impl Iterator<Item = f64>, format: Stored) -> Quantised {
+pub fn quantize(values: impl Iterator<Item = f64>, format: Stored) -> Quantized {
     let codes = Codes::of(format.dtype);
     match format.scales {
-        Scales::Unscaled => Quantised { codes: values.map(|v| codes.encode(v)).collect(), scales: Vec::new() },
+        Scales::Unscaled => Quantized { codes: values.map(|v| codes.encode(v)).collect(), scales: Vec::new() },
         Scales::Tensor(scale) => {
             let scale = f64::from(scale.get());
-            Quantised { codes: values.map(|v| codes.encode(v / scale)).collect(), scales: Vec::new() }
+            Quantized { codes: values.map(|v| codes.encode(v / scale)).collect(), scales: Vec::new() }
         }
         Scales::Blocks16(tensor) => {
-            let mut all = Quantised { codes: Vec::new(), scales: Vec::new() };
+            let mut all = Quantized { codes: Vec::new(), scales: Vec::new() };
             for block in values.collect::<Vec<_>>().chunks(BLOCK) {
                 let scale = block_scale(block.iter().fold(0.0, |most, v| v.abs().max(most)), tensor);
                 let unit = f64::from(unit(tensor.get(), scale));
@@ -98,8 +98,8 @@ pub fn block_scale(largest: f64, tensor: Scale) -> u8 {
     Codes::of(DType::E4m3).encode(largest / 6.0 / f64::from(tensor.get()))
 }
 
-/// The values of quantised elements. A product with a scale is rounded to f32, in which backends compute.
-pub fn dequantise(from: &Quantised, format: Stored) -> Vec<f32> {
+/// The values of quantized elements. A product with a scale is rounded to f32, in which backends compute.
+pub fn dequantize(from: &Quantized, format: Stored) -> Vec<f32> {
     let codes = Codes::of(format.dtype);
     let value = |i: usize, scale: f32| codes.decode(from.codes[i]) as f32 * scale;
     match format.scales {
@@ -164,8 +164,8 @@ impl Filed {
             Scale::new(largest / Codes::of(dtype).largest() as f32).unwrap()
         };
         let stored = |values: &[f32], format| {
-            let data = quantise(values.iter().copied().map(f64::from), format);
-            let values = dequantise(&data, format);
+            let data = quantize(values.iter().copied().map(f64::from), format);
+            let values = dequantize(&data, format);
             (data, values)
         };
         let bytes = |data: Vec<u8>| {

@@ -4,7 +4,7 @@
 
 use super::cases::{Table, Variants};
 use super::formats::Filed;
-use super::quantised::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results, with_lora};
+use super::quantized::{FP8, FP8_ROWS, Fused, PLAIN, input, inputs, layer, project, results, with_lora};
 use super::{Fit, Mat, Rig, Sums, want};
 use kiln::internals::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
 use kiln::internals::tensor::DType::{Bf16, E2m1, E4m3};
@@ -133,14 +133,14 @@ pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
     });
 }
 
-/// Gate and up rows in a matrix each, or in one. Results are quantised to eight bits or, where inputs are of NVFP4, to that.
+/// Gate and up rows in a matrix each, or in one. Results are quantized to eight bits or, where inputs are of NVFP4, to that.
 pub fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: &[Filed]) {
     // Wider than a tile.
     let (rows, inner, [width, _]) = (67, kind.inner, kind.widths);
     let parts: Vec<_> = formats.iter().map(|&format| (2 * width / formats.len(), format)).collect();
     let to_nvfp4 = kind.input.is_some_and(|format| format.dtype == E2m1);
-    let quantised = results().into_iter().filter(|(_, format)| format.dtype == E4m3 || to_nvfp4);
-    for (name, result) in [("bf16", None)].into_iter().chain(quantised.map(|(name, format)| (name, Some(format)))) {
+    let quantized = results().into_iter().filter(|(_, format)| format.dtype == E4m3 || to_nvfp4);
+    for (name, result) in [("bf16", None)].into_iter().chain(quantized.map(|(name, format)| (name, Some(format)))) {
         let parts = parts.clone();
         table.add(format!("linear_swiglu {} {rows} rows of {inner} to {width}, {weight} into {name}", kind.name), move |rig| {
             let (format, x) = input(rig, kind.input, rows, inner);

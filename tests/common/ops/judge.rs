@@ -1,6 +1,6 @@
-//! What a result has to satisfy: the limits on its error, and on the codes of a quantised one.
+//! What a result has to satisfy: the limits on its error, and on the codes of a quantized one.
 
-use super::formats::{self, BLOCK, Codes, Quantised};
+use super::formats::{self, BLOCK, Codes, Quantized};
 use super::stored;
 use kiln::internals::tensor::{DType, Scales, Stored, Tensor};
 
@@ -13,7 +13,7 @@ const DIVISIONS: f64 = 4.0 / (1 << 24) as f64;
 pub struct Expected {
     pub exact: Vec<f64>,
     pub naive: Vec<f64>,
-    /// For quantised results: how far a value may be from the exact one before it is rounded. It is twice the largest error of
+    /// For quantized results: how far a value may be from the exact one before it is rounded. It is twice the largest error of
     /// naive arithmetic.
     pub slack: f64,
 }
@@ -23,9 +23,9 @@ impl Expected {
     pub fn new(format: Stored, exact: Vec<f64>, naive: impl FnOnce() -> Vec<f32>) -> Self {
         match format.dtype {
             DType::F32 => Self::naive_f32(exact, naive()),
-            dtype if dtype.is_quantised() => {
+            dtype if dtype.is_quantized() => {
                 let error = naive().into_iter().zip(&exact).map(|(n, e)| (f64::from(n) - e).abs()).fold(0.0, f64::max);
-                let rounded = formats::dequantise(&formats::quantise(exact.iter().copied(), format), format);
+                let rounded = formats::dequantize(&formats::quantize(exact.iter().copied(), format), format);
                 Self { exact, naive: rounded.into_iter().map(f64::from).collect(), slack: 2.0 * error }
             }
             dtype => {
@@ -37,12 +37,12 @@ impl Expected {
 
     /// The oracle, and naive arithmetic whose result is rounded to this format.
     pub fn with_naive(format: Stored, exact: Vec<f64>, naive: Vec<f64>) -> Self {
-        if !format.dtype.is_quantised() {
+        if !format.dtype.is_quantized() {
             let naive = naive.into_iter().map(|v| f64::from(stored(v as f32, format.dtype))).collect();
             return Self { exact, naive, slack: 0.0 };
         }
         let error = naive.iter().zip(&exact).map(|(n, e)| (n - e).abs()).fold(0.0, f64::max);
-        let rounded = formats::dequantise(&formats::quantise(naive.into_iter(), format), format);
+        let rounded = formats::dequantize(&formats::quantize(naive.into_iter(), format), format);
         Self { exact, naive: rounded.into_iter().map(f64::from).collect(), slack: 2.0 * error }
     }
 
@@ -102,11 +102,11 @@ fn is_code_of(codes: &Codes, code: u8, low: f64, high: f64) -> bool {
     if first == last { code == first } else { codes.decode(first) <= value && value <= codes.decode(last) }
 }
 
-/// What is wrong with the codes of a quantised result, whose values are `got`: each is that of the exact value, or of one that
+/// What is wrong with the codes of a quantized result, whose values are `got`: each is that of the exact value, or of one that
 /// f32 arithmetic may have in its stead. A block of NVFP4 is judged by the scale that is stored, after that itself.
-pub fn judge_codes(out: Tensor, got: &[f32], stored: &Quantised, want: &Expected) -> Option<String> {
+pub fn judge_codes(out: Tensor, got: &[f32], stored: &Quantized, want: &Expected) -> Option<String> {
     let format = out.stored();
-    let decoded = formats::dequantise(stored, format);
+    let decoded = formats::dequantize(stored, format);
     if let Some(i) = (0..got.len()).find(|&i| got[i].to_bits() != decoded[i].to_bits()) {
         return Some(format!("{} is read as {}, its code says {}", place(out, i), got[i], decoded[i]));
     }

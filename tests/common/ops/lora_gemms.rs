@@ -4,7 +4,7 @@
 use super::Sums;
 use super::cases::Table;
 use super::fp8_gemms::{ALIGNED, Kind, gate_residual, linear, qkv, swiglu, two_streams};
-use super::quantised::{FP8, FP8_ROWS, Fused, NVFP4, PLAIN, inputs, results};
+use super::quantized::{FP8, FP8_ROWS, Fused, NVFP4, PLAIN, inputs, results};
 use kiln::internals::tensor::{Scale, Stored};
 
 /// All cases.

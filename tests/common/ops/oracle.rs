@@ -345,7 +345,7 @@ fn convolved<R: Real>(
     out
 }
 
-/// Group norm, SiLU and a convolution. `rounded` is what becomes of a normalised value.
+/// Group norm, SiLU and a convolution. `rounded` is what becomes of a normalized value.
 pub fn norm_conv<R: Real>(
     x: &Mat,
     scales: (&Mat, &Mat),

@@ -1,4 +1,4 @@
-// Tests of arithmetic.h: known numbers, and the vectorised model against a slow one in 128-bit integers.
+// Tests of arithmetic.h: known numbers, and the vectorized model against a slow one in 128-bit integers.
 #include <float.h>
 #include <math.h>
 #include <stdarg.h>
@@ -55,7 +55,7 @@ Term term_of(float v) {
   return {static_cast<__int128>(ldexp(v, 23 - exponent)), exponent - 23, exponent};
 }
 
-// The term in units of 2^unit, truncated towards zero.
+// The term in units of 2^unit, truncated toward zero.
 __int128 in_units(const Term& term, int unit) {
   const int shift = term.unit - unit;
   if (term.significand == 0) return 0;

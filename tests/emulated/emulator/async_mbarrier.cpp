@@ -36,12 +36,12 @@ Mbarrier& mbarrier_at(Cta& cta, uint32_t address, bool outside, const char* oper
   shared_pointer(cta, address, 8, 8, operation);
   auto& barriers = state_of(cta).mbarriers;
   const auto found = barriers.find(address);
-  KL_EMU_CHECK(found != barriers.end(), "%s: there is no initialised mbarrier at +0x%x of the CTA of rank %u", operation,
+  KL_EMU_CHECK(found != barriers.end(), "%s: there is no initialized mbarrier at +0x%x of the CTA of rank %u", operation,
                address, cta.rank);
-  KL_EMU_CHECK(!outside || found->second.fenced, "%s: mbarrier +0x%x was initialised without fence_mbarrier_init", operation,
+  KL_EMU_CHECK(!outside || found->second.fenced, "%s: mbarrier +0x%x was initialized without fence_mbarrier_init", operation,
                address);
   KL_EMU_CHECK(&cta == &current_cta() || state_of(current_cta()).cluster_waits > found->second.fence_phase,
-               "%s: mbarrier +0x%x of the CTA of rank %u was initialised, but no cluster barrier says so", operation, address, cta.rank);
+               "%s: mbarrier +0x%x of the CTA of rank %u was initialized, but no cluster barrier says so", operation, address, cta.rank);
   return found->second;
 }
 
@@ -89,14 +89,14 @@ void mbarrier_init(uint32_t address, uint32_t arrivals) {
   Mbarrier& barrier = barriers[address];
   barrier.address = address;
   barrier.count = barrier.pending = arrivals;
-  barrier.initialiser = &current();
-  mark_initialised(cta, address, 8);
+  barrier.initializer = &current();
+  mark_initialized(cta, address, 8);
 }
 
 void fence_mbarrier_init() {
   const uint64_t phase = state_of(current_cluster()).phase;
   for (auto& [address, barrier] : state_of(current_cta()).mbarriers) {
-    if (barrier.fenced || barrier.initialiser != &current()) continue;
+    if (barrier.fenced || barrier.initializer != &current()) continue;
     barrier.fenced = true, barrier.fence_phase = phase;
   }
 }

@@ -22,7 +22,7 @@ struct Mbarrier {
   uint32_t pending = 0;  // arrivals that the current phase still waits for
   int64_t bytes = 0;     // announced and not yet written; negative if more were written than announced
   uint64_t phase = 0;
-  const Thread* initialiser = nullptr;
+  const Thread* initializer = nullptr;
   bool fenced = false;  // visible to TMA and, after the phase of the cluster barrier in which it was fenced, to the other CTAs
   uint64_t fence_phase = 0;
   // The last arrival from another CTA: the number of phases once it counts, and the phase of the cluster barrier then. Threads of the

@@ -32,7 +32,7 @@ struct Launch {
   bool may_start() const;
 };
 
-// Slots of equal size in one reserved range of addresses, so that a pointer is recognised by one comparison.
+// Slots of equal size in one reserved range of addresses, so that a pointer is recognized by one comparison.
 struct Slots {
   unsigned char* base = nullptr;
   uint64_t slot_bytes = 0, bytes = 0;

@@ -13,7 +13,7 @@ namespace {
 
 // A shadow byte per byte of shared memory: whether it was written, whether an asynchronous operation writes it, how many such operations
 // read it (in units of kReading), or that it belongs to no variable.
-constexpr uint8_t kInitialised = 1, kWriting = 2, kReading = 4, kReaders = 0x7c, kOutside = 0x80;
+constexpr uint8_t kInitialized = 1, kWriting = 2, kReading = 4, kReaders = 0x7c, kOutside = 0x80;
 // Bytes of no variable before each static variable, at least.
 constexpr uint32_t kGap = 64;
 // Shared memory is filled with this before a CTA starts: a NaN in every floating-point type.
@@ -119,16 +119,16 @@ void check_settled(Cta& cta, uint32_t address, uint32_t bytes, const char* opera
 
 void check_readable(Cta& cta, uint32_t address, uint32_t bytes, const char* operation) {
   const uint8_t* shadow = cta.shadow + address;
-  if (all_bytes(shadow, bytes, kInitialised | kWriting | kOutside, kInitialised)) return;
+  if (all_bytes(shadow, bytes, kInitialized | kWriting | kOutside, kInitialized)) return;
   check_settled(cta, address, bytes, operation);
   for (uint32_t i = 0; i < bytes; i++) {
-    KL_EMU_CHECK(shadow[i] & kInitialised, "%s reads shared memory +0x%x, which was never written", operation, address + i);
+    KL_EMU_CHECK(shadow[i] & kInitialized, "%s reads shared memory +0x%x, which was never written", operation, address + i);
   }
 }
 
 void check_writable(Cta& cta, uint32_t address, uint32_t bytes, const char* operation) {
   const uint8_t* shadow = cta.shadow + address;
-  if (all_bytes(shadow, bytes, static_cast<uint8_t>(~kInitialised), 0)) return;
+  if (all_bytes(shadow, bytes, static_cast<uint8_t>(~kInitialized), 0)) return;
   check_inside(cta, address, bytes, operation);
   for (uint32_t i = 0; i < bytes; i++) {
     KL_EMU_CHECK(!(shadow[i] & kWriting), "%s writes shared memory +0x%x while an asynchronous operation writes it", operation,
@@ -230,7 +230,7 @@ static void access_shared(Cta& cta, uint32_t address, uint32_t bytes, bool write
   if (write) {
     check_writable(cta, address, bytes, operation);
     check_write_order(cta, address, bytes, operation);
-    memset(cta.shadow + address, kInitialised, bytes);
+    memset(cta.shadow + address, kInitialized, bytes);
   } else {
     check_readable(cta, address, bytes, operation);
     check_read_order(cta, address, bytes, operation);
@@ -264,7 +264,7 @@ void begin_async_write(Cta& cta, uint32_t address, uint32_t bytes, uint32_t alig
 }
 
 void end_async_write(Cta& cta, uint32_t address, uint32_t bytes, uint32_t agent) {
-  memset(cta.shadow + address, kInitialised, bytes);
+  memset(cta.shadow + address, kInitialized, bytes);
   const uint32_t stamp = Accessor(agent).stamp;
   const StampRange words(cta, address, bytes);
   for (Stamps* word = words.begin; word < words.end; word++) word->write = stamp;
@@ -288,7 +288,7 @@ void end_async_read(Cta& cta, uint32_t address, uint32_t bytes, uint32_t agent) 
   for (Stamps* word = words.begin; word < words.end; word++) word->read[who.agent % Stamps::kReaders] = who.stamp;
 }
 
-void mark_initialised(Cta& cta, uint32_t address, uint32_t bytes) { memset(cta.shadow + address, kInitialised, bytes); }
+void mark_initialized(Cta& cta, uint32_t address, uint32_t bytes) { memset(cta.shadow + address, kInitialized, bytes); }
 
 // ---------------------------------------------------------------------------------------------------------- global memory
 

@@ -84,7 +84,7 @@ impl DeviceMemory {
     /// Copies from the device.
     pub fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), String> {
         let from = self.locate(address, bytes.len())?;
-        // SAFETY: as above; an allocation is initialised when it is made.
+        // SAFETY: as above; an allocation is initialized when it is made.
         unsafe { from.copy_to(bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }

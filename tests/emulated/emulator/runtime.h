@@ -145,7 +145,7 @@ struct Thread {
   // Why the fiber is blocked; null if it is not.
   std::string (*describe_wait)(const void*) = nullptr;
   const void* wait_context = nullptr;
-  // The last load_acquire, by which spinning is recognised.
+  // The last load_acquire, by which spinning is recognized.
   const void* spin_address = nullptr;
   uint64_t spin_value = 0;
   std::shared_ptr<void> sm80, sm90;
@@ -240,7 +240,7 @@ uint32_t to_shared_address(const void* pointer);
 // Checks only range and alignment; use it for bytes that are checked or marked separately.
 unsigned char* shared_pointer(Cta& cta, uint32_t address, uint32_t bytes, uint32_t alignment, const char* operation);
 
-// Accesses by the calling thread, checked: initialised, not under an asynchronous operation, no race with another warp.
+// Accesses by the calling thread, checked: initialized, not under an asynchronous operation, no race with another warp.
 void read_shared(Cta& cta, uint32_t address, void* to, uint32_t bytes, uint32_t alignment, const char* operation);
 // The same for loads that may run ahead of the data: software pipelines load fragments beyond the last k-block and never use them. Bytes
 // that were never written are NaN, which shows in the result of a kernel that does use them.
@@ -248,7 +248,7 @@ void read_shared_ahead(Cta& cta, uint32_t address, void* to, uint32_t bytes, uin
 void write_shared(Cta& cta, uint32_t address, const void* from, uint32_t bytes, uint32_t alignment, const char* operation);
 
 // Asynchronous accesses. From begin to end nobody else may write the bytes and, while they are written, nobody may read them. The
-// bytes count as initialised from end_async_write on. What is read must be initialised. begin_* is called by the issuing thread,
+// bytes count as initialized from end_async_write on. What is read must be initialized. begin_* is called by the issuing thread,
 // end_* on behalf of an agent, one of Clock::kAsyncAgents.
 void begin_async_write(Cta& cta, uint32_t address, uint32_t bytes, uint32_t alignment, const char* operation);
 void end_async_write(Cta& cta, uint32_t address, uint32_t bytes, uint32_t agent = 0);
@@ -259,9 +259,9 @@ void end_async_read(Cta& cta, uint32_t address, uint32_t bytes, uint32_t agent =
 // on the clock of its barrier.
 void release_async_to(Clock& clock, uint32_t agent = 0);
 
-// Marks bytes as initialised without a race check: an mbarrier is an object, whose words no plain access reads or writes while it is
+// Marks bytes as initialized without a race check: an mbarrier is an object, whose words no plain access reads or writes while it is
 // alive.
-void mark_initialised(Cta& cta, uint32_t address, uint32_t bytes);
+void mark_initialized(Cta& cta, uint32_t address, uint32_t bytes);
 
 // ---------------------------------------------------------------------------------------------------------- global memory
 

@@ -76,7 +76,7 @@ uint32_t Slots::take(uint64_t guard) {
 // ------------------------------------------------------------------------------------------------------------------ random
 
 void Random::seed(uint64_t seed) {
-  // splitmix64, so that neighbouring seeds give unrelated orders.
+  // splitmix64, so that neighboring seeds give unrelated orders.
   uint64_t z = seed + 0x9e3779b97f4a7c15u;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;

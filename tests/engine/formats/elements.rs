@@ -109,13 +109,13 @@ fn values_out_of_range_become_the_largest_and_zeros_keep_their_sign() {
     }
 }
 
-/// Between two neighbours the mean is a tie, which goes to the even code. The f32 before and after it do not.
+/// Between two neighbors the mean is a tie, which goes to the even code. The f32 before and after it do not.
 #[test]
 fn ties_go_to_the_even_code() {
     for format in formats() {
         for pair in format.magnitudes().windows(2) {
             let [low, high] = pair else { unreachable!() };
-            // The sum of two neighbours and its half are exact.
+            // The sum of two neighbors and its half are exact.
             let tie = (format.value(*low) + format.value(*high)) / 2.0;
             let even = if low.is_multiple_of(2) { low } else { high };
             for (value, code) in [(tie.next_down(), low), (tie, even), (tie.next_up(), high)] {

@@ -1,18 +1,18 @@
-//! FP8 weights: quantising them, and expanding them as a checkpoint stores them.
+//! FP8 weights: quantizing them, and expanding them as a checkpoint stores them.
 
-use super::{bits, bytes, differences, expanded, f32_bits, fp8_vectors, largest, memory, quantised, scale, shape};
+use super::{bits, bytes, differences, expanded, f32_bits, fp8_vectors, largest, memory, quantized, scale, shape};
 use kiln::internals::tensor::formats::e4m3;
 use kiln::internals::tensor::{DType, Scale, SliceScaling, Stored, WeightSlice};
 
 /// The scale is the largest magnitude over 448, and a value is divided by it in f32, as the CUDA kernels do and the eager backend
 /// does for f32. For bf16 the eager backend multiplies by a reciprocal that it has rounded to bf16, which changes some codes.
 #[test]
-fn weights_are_quantised_by_division_in_f32() {
+fn weights_are_quantized_by_division_in_f32() {
     for case in &fp8_vectors().cases {
         let values = DType::Bf16.decoded(&memory(case, "input_bf16_hex"));
         let found = Scale::new(largest(&values) / 448.0).unwrap();
         assert_eq!(found, scale(case, "weight_scale_f32"), "{}", case["name"]);
-        let stored = quantised(&values, shape(case, "shape")[1], Stored::fp8(found));
+        let stored = quantized(&values, shape(case, "shape")[1], Stored::fp8(found));
         let [codes] = &stored[..] else { panic!("no scales in memory") };
         assert_eq!(*codes, memory(case, "q_from_bf16_cuda_hex"), "{}", case["name"]);
         assert_eq!(*codes, memory(case, "q_from_f32_eager_hex"), "{}", case["name"]);

@@ -1,7 +1,7 @@
-//! NVFP4: the tiles of block scales, quantising weights, and expanding them in every order in which files store them.
+//! NVFP4: the tiles of block scales, quantizing weights, and expanding them in every order in which files store them.
 
 use super::{
-    bits, bytes, cpu, differences, expanded, f32_bits, largest, memory, nvfp4_vectors, quantised, scale, shape, stored_bytes,
+    bits, bytes, cpu, differences, expanded, f32_bits, largest, memory, nvfp4_vectors, quantized, scale, shape, stored_bytes,
 };
 use kiln::internals::backend::Backend;
 use kiln::internals::tensor::formats::e4m3;
@@ -96,12 +96,12 @@ pub fn scales_in_rows(tiles: &[u8], rows: usize, cols: usize) -> Vec<u8> {
 /// A value is divided by the product of both scales in f32, as the eager backend does. The CUDA kernels multiply by the
 /// reciprocal of the product instead, which changes some codes; both are nearest but for the rounding of the quotient.
 #[test]
-fn weights_are_quantised_by_division_in_f32() {
+fn weights_are_quantized_by_division_in_f32() {
     for case in &nvfp4_vectors().cases {
         let ([rows, cols], values, name) = (shape(case, "padded_shape"), input(case), &case["name"]);
         let tensor = Scale::new(largest(&values) / (448.0 * 6.0)).unwrap();
         assert_eq!(tensor, scale(case, "weight_scale_2_f32"), "{name}");
-        let stored = quantised(&values, cols, Stored::nvfp4(tensor));
+        let stored = quantized(&values, cols, Stored::nvfp4(tensor));
         let [codes, tiles] = &stored[..] else { panic!("{name}: no scales") };
         assert_eq!(*codes, memory(case, "packed_hi_first_hex"), "{name}");
         let plain = scales_in_rows(tiles, rows, cols);
@@ -112,7 +112,7 @@ fn weights_are_quantised_by_division_in_f32() {
         let padding = swizzled.iter().filter(|&&scale| scale == 0).count() - plain.iter().filter(|&&scale| scale == 0).count();
         assert_eq!(padding, swizzled.len() - plain.len(), "{name}");
 
-        let cuda = &case["cuda_reciprocal_quantiser"];
+        let cuda = &case["cuda_reciprocal_quantizer"];
         match cuda["packed_bytes_different"].as_u64().unwrap() {
             0 => assert!(cuda["packed_hi_first_hex"].is_null(), "{name}"),
             different => assert_eq!(differences(codes, &memory(cuda, "packed_hi_first_hex")), different, "{name}"),
@@ -122,7 +122,7 @@ fn weights_are_quantised_by_division_in_f32() {
 
 /// A slice of a larger tensor is stored as a tensor of its own would be.
 #[test]
-fn a_slice_is_quantised_in_place() {
+fn a_slice_is_quantized_in_place() {
     for case in &nvfp4_vectors().cases {
         let ([rows, cols], values, name) = (shape(case, "padded_shape"), input(case), &case["name"]);
         let (mut cpu, mut arena) = (cpu(), Arena::new(Region::Arena));

@@ -1,4 +1,4 @@
-//! Linear layers of quantised inputs and weights on the CPU backend.
+//! Linear layers of quantized inputs and weights on the CPU backend.
 
 use super::nvfp4::{part, scales_in_rows};
 use super::{Products, bits, bytes, cpu, differences, expanded, f32_bits, float, fp8_vectors, hex, memory};
@@ -16,7 +16,7 @@ struct Run {
     y_bf16: Vec<u8>,
 }
 
-/// Quantises the input and multiplies it by the transpose of a weight.
+/// Quantizes the input and multiplies it by the transpose of a weight.
 fn run(products: &Products, input: Stored, weight: &WeightSlice) -> Run {
     let [rows, cols] = products.x_shape;
     let (mut cpu, mut arena, mut weights) = (cpu(), Arena::new(Region::Arena), Arena::new(Region::Weights));

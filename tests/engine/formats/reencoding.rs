@@ -83,7 +83,7 @@ fn the_scale_is_the_smallest_that_keeps_the_largest_product_in_range() {
         let product = 6.0 * e4m3(largest);
         assert!(product <= 448.0 * power && product > 448.0 * power / 2.0, "{largest:#04x}: {power}");
     }
-    // As quantisers choose the scale of the tensor, so that the largest one of a block is 448.
+    // As quantizers choose the scale of the tensor, so that the largest one of a block is 448.
     assert_eq!(power_of(&all_elements(&[3, 0x7e], tensor)), 8.0);
     assert!(all_elements(&[0, 0], tensor).as_fp8().is_some());
 

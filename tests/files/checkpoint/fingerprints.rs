@@ -1,4 +1,4 @@
-//! The published quantised files as `kiln doctor` knows them are opened, and every layer has the format that it is stored in.
+//! The published quantized files as `kiln doctor` knows them are opened, and every layer has the format that it is stored in.
 
 use super::message;
 use common::header::safetensors;
@@ -25,7 +25,7 @@ fn published_files_are_opened() {
         sparse.set_len(bytes).unwrap();
         Weights::open(Component::Transformer, &path)
     };
-    let files: Vec<_> = KNOWN.iter().filter_map(|file| Some((file.name, file.quantised()?))).collect();
+    let files: Vec<_> = KNOWN.iter().filter_map(|file| Some((file.name, file.quantized()?))).collect();
     assert_eq!(files.len(), 10);
     for (file, (sizes, layout)) in &files {
         let scales = layout.tensors.iter().filter(|tensor| tensor.dtype == "F32").count();

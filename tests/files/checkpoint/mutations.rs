@@ -1,6 +1,6 @@
-//! Headers and quantised layers with random faults, in addition to the directed cases; a reader without checks is the control.
+//! Headers and quantized layers with random faults, in addition to the directed cases; a reader without checks is the control.
 
-use super::quantised_faults::{fp8, nvfp4, spec};
+use super::quantized_faults::{fp8, nvfp4, spec};
 use super::written::Written;
 use super::{message, shard};
 use common::ops::formats::{Codes, tiled};
@@ -291,7 +291,7 @@ fn overflows(part: &WeightSlice) -> usize {
 fn mutated_layers_never_panic_and_are_refused_by_name() {
     let (accepted, refused) = ([const { AtomicUsize::new(0) }; 4], AtomicUsize::new(0));
     let layouts = [Nvfp4Layout::COMFY, Nvfp4Layout::MODELOPT, Nvfp4Layout::MODELOPT_SINGLE];
-    cases("mutated quantised layers", 30_000, 3_000_000, |random| {
+    cases("mutated quantized layers", 30_000, 3_000_000, |random| {
         let layout = (random.below(4) == 0).then(|| layouts[random.below(3)]);
         let layers = layers(random);
         let (part, spec) = (layers.part, layers.weight.clone());

@@ -88,7 +88,7 @@ fn faults(model: &Model<'_>, part: Component, whole: &[Described]) -> usize {
         let error = refused(&|t| t[i].1 = "I16");
         assert!(matches!(&error, Error::TensorType { name: n, got, .. } if n == name && got == "I16"), "{name}: {error}");
         let error = refused(&|t| t[i].1 = "I8");
-        assert!(matches!(&error, Error::Quantised { name: n, format, .. } if n == name && *format == "INT8"), "{name}: {error}");
+        assert!(matches!(&error, Error::Quantized { name: n, format, .. } if n == name && *format == "INT8"), "{name}: {error}");
         if part == Component::Transformer {
             let error = refused(&|t| t[i].2.push(1));
             assert!(matches!(&error, Error::TensorShape { name: n, .. } if n == name), "{name}: {error}");

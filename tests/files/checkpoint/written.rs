@@ -1,4 +1,4 @@
-//! Writes safetensors files tensor by tensor, with quantised layers in them.
+//! Writes safetensors files tensor by tensor, with quantized layers in them.
 
 use super::{Described, described, shard};
 use common::header::{header_of, safetensors};

@@ -41,10 +41,10 @@ fn claiming_png(width: u32, height: u32, data: &[u8]) -> Vec<u8> {
     png(&[(b"IHDR", &png_header(width, height)), (b"IDAT", data), (b"IEND", b"")])
 }
 
-/// A PNG of 99 megapixels of some depth, colour type and order, with little data.
-fn claiming_kind(depth: u8, colour: u8, interlaced: u8) -> Vec<u8> {
+/// A PNG of 99 megapixels of some depth, color type and order, with little data.
+fn claiming_kind(depth: u8, color: u8, interlaced: u8) -> Vec<u8> {
     let mut header = png_header(9_990, 9_990);
-    (header[8], header[9], header[12]) = (depth, colour, interlaced);
+    (header[8], header[9], header[12]) = (depth, color, interlaced);
     png(&[(b"IHDR", &header), (b"IDAT", &[0; 100]), (b"IEND", b"")])
 }
 
@@ -70,7 +70,7 @@ fn bombs_are_harmless() {
     let private = vec![0x41; 50 << 20];
     let comment: Vec<u8> = [&[0xFF, 0xFE, 0xFF, 0xFF][..], &vec![0x41; 65_533]].concat();
     let comments = [&jpeg[..2], &comment.repeat(255), &jpeg[2..]].concat();
-    // The first quantisation table, repeated.
+    // The first quantization table, repeated.
     let table = jpeg.windows(2).position(|w| w == [0xFF, 0xDB]).unwrap();
     let length = 2 + usize::from(u16::from_be_bytes([jpeg[table + 2], jpeg[table + 3]]));
     let tables = [&jpeg[..table], &jpeg[table..table + length].repeat(1_000), &jpeg[table..]].concat();

@@ -121,7 +121,7 @@ fn files_of_every_kind_decode_as_in_pillow() {
             continue;
         }
         let want = tensors.bytes(&format!("image.{file}")).unwrap();
-        // Greyscale images are stored with one channel.
+        // Grayscale images are stored with one channel.
         let repeat = got.pixels.len() / want.len();
         let different = got.pixels.iter().enumerate().position(|(i, &v)| v != want[i / repeat]);
         assert_eq!(different, None, "{file}");

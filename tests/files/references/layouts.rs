@@ -1,4 +1,4 @@
-//! JPEGs of every layout: subsampling, order and split of scans, progression, restart markers, colour markers. The encoder in
+//! JPEGs of every layout: subsampling, order and split of scans, progression, restart markers, color markers. The encoder in
 //! `tools/goldens/jpeg_layouts.py` writes them, because common programs write only a few; each is valid, and must decode as in Pillow.
 
 use super::{decode, fixtures, refusal};
@@ -174,7 +174,7 @@ fn tables_and_headers_that_make_no_sense_are_named() {
     for (got, want) in [
         (changed(&jpeg, frame + 14, 0x31), "cannot read image (x): content is a JPEG with the rare sampling 2:3 across".into()),
         (changed(&jpeg, frame + 11, 0x44), damaged("a scan has 18 blocks in an MCU, limit 10")),
-        (changed(&jpeg, frame + 12, 3), damaged("its table 3 of quantisers is missing")),
+        (changed(&jpeg, frame + 12, 3), damaged("its table 3 of quantizers is missing")),
         (changed(&jpeg, scan + 6, 0x33), damaged("its Huffman table 3 is missing")),
         (changed(&jpeg, scan + 6, 0x4F), damaged("its Huffman table 4 is missing")),
         (changed(&jpeg, scan + 5, 7), damaged("a scan names a component that is not its turn")),

@@ -62,12 +62,12 @@ impl<'a> Task<'a> {
                 let clean = share_of_background(result, &edit.target.background, |p| gone[p]);
                 (clean.percent() >= 95.0, format!("{:.0} % of it is background", clean.percent()))
             }
-            ("recolour" | "colourlike" | "reshape" | "add", Some(i)) => {
+            ("recolor" | "colorlike" | "reshape" | "add", Some(i)) => {
                 let seen = &verdict.objects[i];
-                (seen.colour && seen.shape && seen.place, seen.found.clone())
+                (seen.color && seen.shape && seen.place, seen.found.clone())
             }
             ("background" | "combine", None) => {
-                let there = verdict.objects.iter().all(|o| o.colour && o.place);
+                let there = verdict.objects.iter().all(|o| o.color && o.place);
                 let objects = verdict.objects.iter().map(|o| o.found.as_str());
                 let words: Vec<&str> = [verdict.found.as_str()].into_iter().chain(objects).collect();
                 (verdict.background && there, words.join("; "))
@@ -78,7 +78,7 @@ impl<'a> Task<'a> {
         let trip = mean_difference(trip, &self.target, &self.rest);
         // A small object can disappear and hardly change the mean.
         let mut others = verdict.objects.iter().enumerate().filter(|(i, _)| edit.kind == "remove" || Some(*i) != edit.object);
-        let there = others.all(|(_, o)| o.colour && o.place);
+        let there = others.all(|(_, o)| o.color && o.place);
         EditVerdict { kind: edit.kind.clone(), made, kept: off <= trip + LEEWAY && there, off, trip, found }
     }
 }

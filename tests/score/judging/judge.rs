@@ -1,13 +1,13 @@
-//! Compares an image with a scene. Regions that are not background are matched to objects by place and size; then colour, shape
+//! Compares an image with a scene. Regions that are not background are matched to objects by place and size; then color, shape
 //! and place of each region are judged independently.
 
 use crate::Share;
 use crate::regions::{Mask, NO_SHAPE, and, centroid, connected, count, grow, pixels, shape_of, shrink};
 use crate::render::{Image, background_of, lerp, mask_of, mix};
-use crate::world::{Background, Object, PALETTE, SIDE, Scene, colour_index, distance, nearest_colour, rgb};
+use crate::world::{Background, Object, PALETTE, SIDE, Scene, color_index, distance, nearest_color, rgb};
 use std::sync::OnceLock;
 
-/// A pixel within this distance of the background's colour is background.
+/// A pixel within this distance of the background's color is background.
 const SAME: f32 = 40.0;
 /// Factors of brightness of the background, on which objects cast shadows.
 const SHADES: [f32; 6] = [1.0, 0.95, 0.9, 0.85, 0.8, 0.75];
@@ -15,7 +15,7 @@ const SHADES: [f32; 6] = [1.0, 0.95, 0.9, 0.85, 0.8, 0.75];
 pub const DIRT: usize = 120;
 /// The largest distance from the expected place; places are at least 66 pixels apart.
 const NEAR: f32 = 20.0;
-/// The share of an object's pixels that must have its colour.
+/// The share of an object's pixels that must have its color.
 const MOSTLY: f32 = 0.75;
 /// The percentage of the remaining pixels that must be the expected background.
 const CLEAN: f64 = 95.0;
@@ -23,7 +23,7 @@ const CLEAN: f64 = 95.0;
 /// The verdict on one object.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Seen {
-    pub colour: bool,
+    pub color: bool,
     pub shape: bool,
     pub place: bool,
     /// A description of what was found.
@@ -39,7 +39,7 @@ pub struct Verdict {
     pub found: String,
 }
 
-/// Whether a pixel has a background's colour, with or without a shadow.
+/// Whether a pixel has a background's color, with or without a shadow.
 fn is_background(pixel: [u8; 3], background: [f32; 3]) -> bool {
     SHADES.iter().any(|s| distance(pixel.map(f32::from), background.map(|v| v * s)) <= SAME)
 }
@@ -47,10 +47,10 @@ fn is_background(pixel: [u8; 3], background: [f32; 3]) -> bool {
 /// Every background of the world.
 fn all_backgrounds() -> Vec<Background> {
     let names = PALETTE.map(|(name, _)| name);
-    let make = |kind: &str, colour: &str, colour2: &str, direction: &str| Background {
+    let make = |kind: &str, color: &str, color2: &str, direction: &str| Background {
         kind: kind.into(),
-        colour: colour.into(),
-        colour2: colour2.into(),
+        color: color.into(),
+        color2: color2.into(),
         direction: direction.into(),
     };
     let mut all: Vec<Background> = names.iter().map(|a| make("plain", a, "", "vertical")).collect();
@@ -73,7 +73,7 @@ pub fn share_of_background(image: &Image, background: &Background, counts: impl 
 }
 
 /// The background, of all there are, that agrees with most of an image.
-fn recognise(image: &Image) -> Background {
+fn recognize(image: &Image) -> Background {
     /// The step of the sampling grid, which meets every stripe.
     const STEP: usize = 8;
     static CANDIDATES: OnceLock<Vec<(Background, Vec<f32>)>> = OnceLock::new();
@@ -88,8 +88,8 @@ fn recognise(image: &Image) -> Background {
     let seen: Vec<[f32; 3]> = points.iter().map(|&(x, y)| image.at(x, y)).collect();
     let mut best = (f32::MAX, &candidates[0].0);
     for (background, shares) in candidates {
-        let first = rgb(&background.colour);
-        let second = if background.kind == "plain" { first } else { rgb(&background.colour2) };
+        let first = rgb(&background.color);
+        let second = if background.kind == "plain" { first } else { rgb(&background.color2) };
         let mut off = 0.0;
         for (pixel, share) in seen.iter().zip(shares) {
             // A pixel that is far off belongs to an object, so its distance is capped.
@@ -108,15 +108,15 @@ fn recognise(image: &Image) -> Background {
 /// Regions that stand out from a background.
 fn regions(image: &Image, background: &Background) -> Vec<Mask> {
     let foreground = image.0.iter().zip(background_of(background)).map(|(p, b)| !is_background(*p, b)).collect();
-    // A morphological closing: edges of stripes can leave cracks in an object whose colour is between those of the stripes.
+    // A morphological closing: edges of stripes can leave cracks in an object whose color is between those of the stripes.
     let apart = shrink(&grow(&foreground, 1), 1);
     // A morphological opening drops thin lines, which a stripe that is some pixels off leaves.
     let solid = grow(&shrink(&apart, 2), 2);
     let seeds = connected(&solid).into_iter().filter(|part| count(part) > DIRT);
-    // The opening also drops the tips of objects, which are restored. Pixels nearer to a stripe's colour are removed.
-    let stripes = [&background.colour, &background.colour2].map(|name| (background.kind == "stripes").then(|| rgb(name)));
+    // The opening also drops the tips of objects, which are restored. Pixels nearer to a stripe's color are removed.
+    let stripes = [&background.color, &background.color2].map(|name| (background.kind == "stripes").then(|| rgb(name)));
     let whole = |seed: Mask| -> Mask {
-        let mean = mean_colour(image, &seed);
+        let mean = mean_color(image, &seed);
         let own = |pixel: [f32; 3]| stripes.iter().flatten().all(|s| distance(pixel, mean) <= distance(pixel, *s));
         let near = (0..3).fold(seed, |region, _| and(&grow(&region, 2), &apart));
         near.iter().zip(&image.0).map(|(near, pixel)| *near && own(pixel.map(f32::from))).collect()
@@ -124,18 +124,18 @@ fn regions(image: &Image, background: &Background) -> Vec<Mask> {
     seeds.map(whole).collect()
 }
 
-fn mean_colour(image: &Image, mask: &Mask) -> [f32; 3] {
+fn mean_color(image: &Image, mask: &Mask) -> [f32; 3] {
     let n = count(mask) as f32;
     pixels(mask).map(|(x, y)| image.at(x, y)).fold([0.0; 3], |sum, pixel| std::array::from_fn(|c| sum[c] + pixel[c] / n))
 }
 
-/// The share of a region's pixels for each named colour. Its rim is left out, where colours blend.
-fn colours_of(image: &Image, region: &Mask) -> [f32; PALETTE.len()] {
+/// The share of a region's pixels for each named color. Its rim is left out, where colors blend.
+fn colors_of(image: &Image, region: &Mask) -> [f32; PALETTE.len()] {
     let inner = shrink(region, 2);
     let core = if count(&inner) > DIRT / 2 { inner } else { region.clone() };
     let mut shares = [0.0; PALETTE.len()];
     let one = 1.0 / count(&core) as f32;
-    pixels(&core).for_each(|(x, y)| shares[nearest_colour(image.0[y * SIDE + x])] += one);
+    pixels(&core).for_each(|(x, y)| shares[nearest_color(image.0[y * SIDE + x])] += one);
     shares
 }
 
@@ -166,12 +166,12 @@ fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
 
 /// Judges one region as one object.
 fn object_seen(image: &Image, region: &Mask, wanted: &Mask, object: &Object) -> Seen {
-    let shares = colours_of(image, region);
+    let shares = colors_of(image, region);
     let main = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b])).unwrap();
     let (shape, off) = shape_of(region, &object.shape);
     let far = apart(centroid(region), centroid(wanted));
     Seen {
-        colour: shares[colour_index(&object.colour)] >= MOSTLY,
+        color: shares[color_index(&object.color)] >= MOSTLY,
         shape: shape == object.shape && off < NO_SHAPE,
         place: far <= NEAR,
         found: format!("{:.0} % {} {} ({off:.3}), {far:.1} px off", 100.0 * shares[main], PALETTE[main].0, shape),
@@ -180,7 +180,7 @@ fn object_seen(image: &Image, region: &Mask, wanted: &Mask, object: &Object) -> 
 
 /// Judges an image. A region that belongs to no object counts against the background.
 pub fn judge(image: &Image, scene: &Scene) -> Verdict {
-    let background = recognise(image);
+    let background = recognize(image);
     let mut found = regions(image, &background);
     // Only the largest regions, because the number of assignments grows fast, and an image with more fails anyway.
     found.sort_by_key(|region| std::cmp::Reverse(count(region)));
@@ -211,6 +211,6 @@ pub fn judge(image: &Image, scene: &Scene) -> Verdict {
     }
     let clean = share_of_background(image, &scene.background, |i| !taken[i]);
     let b = &background;
-    let words = format!("{} {} {} {}, {:.1} % as asked, {extra} more", b.kind, b.direction, b.colour, b.colour2, clean.percent());
+    let words = format!("{} {} {} {}, {:.1} % as asked, {extra} more", b.kind, b.direction, b.color, b.color2, clean.percent());
     Verdict { objects, background: background == scene.background && clean.percent() >= CLEAN && extra == 0, found: words }
 }

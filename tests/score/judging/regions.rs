@@ -165,8 +165,8 @@ fn known() -> &'static Vec<(&'static str, f32, Features)> {
             .flat_map(|s| radii.map(|r| (s, r)))
             .map(|(s, r)| {
                 let at = SIDE as f32 / 2.0;
-                let (colour, size, place) = Default::default();
-                let mask = mask_of(&Object { shape: s.into(), colour, size, place, cx: at, cy: at, r, rot: 0.0, tint: 0.0 });
+                let (color, size, place) = Default::default();
+                let mask = mask_of(&Object { shape: s.into(), color, size, place, cx: at, cy: at, r, rot: 0.0, tint: 0.0 });
                 (s, (count(&mask) as f32).sqrt(), features(&mask))
             })
             .collect()

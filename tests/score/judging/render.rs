@@ -27,7 +27,7 @@ type Point = (f32, f32);
 enum Outline {
     /// The points between two radii.
     Round { inner: f32, outer: f32 },
-    /// A disc without what a second one covers: the x of their centres, and their radii.
+    /// A disc without what a second one covers: the x of their centers, and their radii.
     Crescent { disc: (f32, f32), bite: (f32, f32) },
     /// The union of some polygons.
     Polygons(Vec<Vec<Edge>>),
@@ -92,7 +92,7 @@ fn signed_distance(outline: &Outline, (x, y): Point) -> f32 {
             if *inner > 0.0 { (inner - r).max(r - outer) } else { r - outer }
         }
         Outline::Crescent { disc, bite } => {
-            let [disc, bite] = [disc, bite].map(|(centre, radius)| (x - centre).hypot(y) - radius);
+            let [disc, bite] = [disc, bite].map(|(center, radius)| (x - center).hypot(y) - radius);
             disc.max(-bite)
         }
         Outline::Polygons(all) => all.iter().map(|edges| polygon_distance(edges, (x, y))).fold(f32::MAX, f32::min),
@@ -114,7 +114,7 @@ fn polygon_distance(edges: &[Edge], (x, y): Point) -> f32 {
     if inside { -nearest.sqrt() } else { nearest.sqrt() }
 }
 
-/// The share of a background's second colour at a point.
+/// The share of a background's second color at a point.
 pub fn mix(kind: &str, direction: &str, x: f32, y: f32) -> f32 {
     match (kind, direction) {
         ("plain", _) => 0.0,
@@ -126,7 +126,7 @@ pub fn mix(kind: &str, direction: &str, x: f32, y: f32) -> f32 {
                 "horizontal" => y,
                 _ => (x + y) / 2f32.sqrt(),
             };
-            // Stripes are 32 pixels wide; the first one, of the first colour, is cut in half.
+            // Stripes are 32 pixels wide; the first one, of the first color, is cut in half.
             let from_middle = ((across / 64.0).fract() - 0.5).abs() * 64.0;
             (0.5 - (from_middle - 16.0)).clamp(0.0, 1.0)
         }
@@ -138,10 +138,10 @@ pub fn lerp(a: [f32; 3], b: [f32; 3], t: f32) -> [f32; 3] {
     std::array::from_fn(|i| a[i] + t * (b[i] - a[i]))
 }
 
-/// A background's colour at every pixel, 0..255.
+/// A background's color at every pixel, 0..255.
 pub fn background_of(background: &Background) -> Vec<[f32; 3]> {
-    let first = rgb(&background.colour);
-    let second = if background.kind == "plain" { first } else { rgb(&background.colour2) };
+    let first = rgb(&background.color);
+    let second = if background.kind == "plain" { first } else { rgb(&background.color2) };
     let at = |i: usize| mix(&background.kind, &background.direction, (i % SIDE) as f32 + 0.5, (i / SIDE) as f32 + 0.5);
     (0..SIDE * SIDE).map(|i| lerp(first, second, at(i))).collect()
 }
@@ -173,7 +173,7 @@ impl<'a> Field<'a> {
     }
 }
 
-/// The pixels whose centre is inside of an object.
+/// The pixels whose center is inside of an object.
 pub fn mask_of(object: &Object) -> Vec<bool> {
     let (field, mut mask) = (Field::new(object), vec![false; SIDE * SIDE]);
     for (x, y) in field.reach() {
@@ -186,7 +186,7 @@ pub fn render(scene: &Scene) -> Image {
     let mut image: Vec<[f32; 3]> = background_of(&scene.background).iter().map(|p| p.map(|v| v / 255.0)).collect();
     for o in &scene.objects {
         let field = Field::new(o);
-        let paint = rgb(&o.colour).map(|v| (v / 255.0 * (1.0 + o.tint)).clamp(0.0, 1.0));
+        let paint = rgb(&o.color).map(|v| (v / 255.0 * (1.0 + o.tint)).clamp(0.0, 1.0));
         for (column, row) in field.reach() {
             let (x, y) = (column as f32 + 0.5, row as f32 + 0.5);
             let pixel = &mut image[row * SIDE + column];

@@ -1,4 +1,4 @@
-//! The domain of the built-in model as `tools/train_builtin/world.py` documents it: names, colours, scenes, held-out pairs.
+//! The domain of the built-in model as `tools/train_builtin/world.py` documents it: names, colors, scenes, held-out pairs.
 
 use serde::Deserialize;
 
@@ -10,7 +10,7 @@ pub const SHAPES: [&str; 8] = ["circle", "square", "triangle", "star", "heart", 
 /// What it cannot draw without `models/lora/moon.safetensors`.
 pub const MOON: &str = "moon";
 
-/// Named colours, in the order the held-out rule counts them.
+/// Named colors, in the order the held-out rule counts them.
 pub const PALETTE: [(&str, [u8; 3]); 12] = [
     ("red", [214, 40, 40]),
     ("orange", [245, 134, 20]),
@@ -29,7 +29,7 @@ pub const PALETTE: [(&str, [u8; 3]); 12] = [
 #[derive(Clone, Debug, Deserialize)]
 pub struct Object {
     pub shape: String,
-    pub colour: String,
+    pub color: String,
     pub size: String,
     pub place: String,
     pub cx: f32,
@@ -45,10 +45,10 @@ pub struct Object {
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 pub struct Background {
     pub kind: String,
-    pub colour: String,
+    pub color: String,
     /// Empty where the background is plain.
-    pub colour2: String,
-    /// The colours of a gradient change along it; stripes are parallel to it.
+    pub color2: String,
+    /// The colors of a gradient change along it; stripes are parallel to it.
     pub direction: String,
 }
 
@@ -84,12 +84,12 @@ pub struct Fixture {
     pub renders: Vec<Scene>,
 }
 
-pub fn colour_index(name: &str) -> usize {
-    PALETTE.iter().position(|(n, _)| *n == name).unwrap_or_else(|| panic!("no colour `{name}`"))
+pub fn color_index(name: &str) -> usize {
+    PALETTE.iter().position(|(n, _)| *n == name).unwrap_or_else(|| panic!("no color `{name}`"))
 }
 
 pub fn rgb(name: &str) -> [f32; 3] {
-    PALETTE[colour_index(name)].1.map(f32::from)
+    PALETTE[color_index(name)].1.map(f32::from)
 }
 
 pub fn shape_index(name: &str) -> usize {
@@ -97,18 +97,18 @@ pub fn shape_index(name: &str) -> usize {
 }
 
 /// Whether this pair is held out from training, as a quarter of all pairs is.
-pub fn held_out_pair(colour: &str, shape: &str) -> bool {
-    let (c, s) = (colour_index(colour), shape_index(shape));
+pub fn held_out_pair(color: &str, shape: &str) -> bool {
+    let (c, s) = (color_index(color), shape_index(shape));
     (c + s + s / 4).is_multiple_of(4)
 }
 
-/// The distance of two colours.
+/// The distance of two colors.
 pub fn distance(a: [f32; 3], b: [f32; 3]) -> f32 {
     (0..3).map(|i| (a[i] - b[i]).powi(2)).sum::<f32>().sqrt()
 }
 
-/// The named colour nearest to a pixel's.
-pub fn nearest_colour(pixel: [u8; 3]) -> usize {
+/// The named color nearest to a pixel's.
+pub fn nearest_color(pixel: [u8; 3]) -> usize {
     let far = |i: &usize| (0..3).map(|c| (i32::from(PALETTE[*i].1[c]) - i32::from(pixel[c])).pow(2)).sum::<i32>();
     (0..PALETTE.len()).min_by_key(far).unwrap()
 }

@@ -72,7 +72,7 @@ impl Tile {
         Self::ALL.iter().copied().find(|tile| tile.kernel == kernel)
     }
 
-    /// Whether its columns are whole attention heads of the size that tensor-core kernels normalise in their epilogue.
+    /// Whether its columns are whole attention heads of the size that tensor-core kernels normalize in their epilogue.
     pub const fn has_whole_heads(&self) -> bool {
         self.block_n.is_multiple_of(abi::KL_MMA_COLS)
     }

@@ -5,7 +5,7 @@ mod file;
 mod image;
 mod lora;
 mod plan;
-mod quantised;
+mod quantized;
 mod trace;
 mod values;
 
@@ -13,7 +13,7 @@ pub use file::FileArgs;
 pub use image::{ImageOptions, STEPS};
 pub use lora::{LoraArg, LoraArgs};
 pub use plan::PlanArgs;
-pub use quantised::QuantisedArgs;
+pub use quantized::QuantizedArgs;
 pub use trace::TraceArgs;
 pub use values::*;
 
@@ -57,7 +57,7 @@ pub struct RunArgs {
 
     /// In which formats results are stored, and layers and attention computed
     #[command(flatten)]
-    pub quantised: QuantisedArgs,
+    pub quantized: QuantizedArgs,
 
     /// Let the transformer take the text encoder's place in GPU memory
     ///

@@ -151,8 +151,8 @@ struct Known {
 impl Known {
     /// A text that differs wherever the model or its arithmetic does.
     fn id(&self, vae_tiling: bool) -> String {
-        let ModelProfile { name, variant, precision, quantised_flags, .. } = &self.profile;
-        format!("{name} {variant} {} {vae_tiling} {quantised_flags:?}", precision.name())
+        let ModelProfile { name, variant, precision, quantized_flags, .. } = &self.profile;
+        format!("{name} {variant} {} {vae_tiling} {quantized_flags:?}", precision.name())
     }
 }
 

@@ -231,7 +231,7 @@ fn model_lines(
     let found = locate(&args.model.request(environment))?;
     let own = |what: String| Ok((vec![what + none], None, None));
     let files = match &found {
-        Found::BuiltIn(_) => return own(format!("{BUILT_IN}, part of this program, draws coloured shapes")),
+        Found::BuiltIn(_) => return own(format!("{BUILT_IN}, part of this program, draws colored shapes")),
         Found::Tiny => return own(format!("{TINY}, made by this program, random and untrained")),
         Found::Files(files) => files,
     };

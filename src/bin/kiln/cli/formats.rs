@@ -4,12 +4,12 @@ use kiln::{AttentionFormatCount, Component, DType, Formats, KindFormat, LayerRol
 use std::collections::BTreeSet;
 
 /// The formats in short lines: one line for all kinds of a part that have the same ones, and only one if the whole model has the
-/// same. Attention has a line, too, unless nothing is quantised: then it is as all else.
+/// same. Attention has a line, too, unless nothing is quantized: then it is as all else.
 pub fn format_lines(formats: &Formats) -> Vec<String> {
     let mut lines = layer_lines(&formats.by_kind());
     let mut parts = formats.layers.iter().flat_map(|layer| &layer.parts);
-    let is_quantised = parts.any(|part| part.stored.is_quantised() || part.held.is_quantised());
-    if is_quantised && !formats.attention.is_empty() {
+    let is_quantized = parts.any(|part| part.stored.is_quantized() || part.held.is_quantized());
+    if is_quantized && !formats.attention.is_empty() {
         lines.push(format!("attention: {}", attention_words(&formats.attention_by_format())));
     }
     lines
@@ -106,10 +106,10 @@ fn type_words(types: &BTreeSet<(DType, DType)>, row: &KindFormat) -> String {
     };
     let treated = |(stored, held): (DType, DType)| {
         let label = held.label();
-        let treatment = match (stored.is_quantised(), held.is_quantised()) {
+        let treatment = match (stored.is_quantized(), held.is_quantized()) {
             (true, true) if stored == held => multiplied(held),
             (true, true) => format!(" as {label}{}", multiplied(held)),
-            (false, true) => format!(" quantised at load to {label}{}", multiplied(held)),
+            (false, true) => format!(" quantized at load to {label}{}", multiplied(held)),
             (true, false) => format!(" expanded to {label} ({})", why_expanded(stored, row)),
             (false, false) if stored == held => String::new(),
             (false, false) if held.bits() > stored.bits() => format!(" expanded to {label}"),
@@ -151,12 +151,12 @@ fn layer_words(kinds: &[(&str, &str)], count: impl Fn(&str) -> usize) -> String 
     kinds.chunk_by(|a, b| a.0 == b.0).map(words).collect::<Vec<_>>().join(", ")
 }
 
-/// Why inputs are not quantised, unless the rest of a line tells.
+/// Why inputs are not quantized, unless the rest of a line tells.
 pub const fn input_reason(why: Option<PlainInput>) -> Option<&'static str> {
     match why {
         Some(PlainInput::File) => Some("as the file asks"),
         Some(PlainInput::Parts) => Some("its parts need different inputs"),
-        Some(PlainInput::Device) => Some("no GEMM of quantised inputs here"),
+        Some(PlainInput::Device) => Some("no GEMM of quantized inputs here"),
         Some(PlainInput::Asked) => Some("as asked"),
         Some(PlainInput::Adapter) => Some("merged with an adapter"),
         // Text encoders always have plain inputs, and in f32 so has everything.
@@ -169,9 +169,9 @@ pub const fn heads_reason(why: Option<PlainHeads>) -> Option<&'static str> {
     match why {
         Some(PlainHeads::Asked) => Some("as asked"),
         Some(PlainHeads::Device) => Some("no fp8 attention here"),
-        Some(PlainHeads::Inputs) => Some("made from inputs that are not quantised"),
+        Some(PlainHeads::Inputs) => Some("made from inputs that are not quantized"),
         Some(PlainHeads::MaxFree) => Some("fp8 would need a running maximum"),
-        // In f32 nothing is quantised.
+        // In f32 nothing is quantized.
         Some(PlainHeads::Precision) | None => None,
     }
 }
@@ -323,7 +323,7 @@ mod tests {
             (kept, F32, PlainInput::Precision, "fp8 (w8a32)"),
             (kept, Bf16, PlainInput::File, "fp8 (w8a16: as the file asks)"),
             (kept, Bf16, PlainInput::Parts, "fp8 (w8a16: its parts need different inputs)"),
-            (kept, Bf16, PlainInput::Device, "fp8 (w8a16: no GEMM of quantised inputs here)"),
+            (kept, Bf16, PlainInput::Device, "fp8 (w8a16: no GEMM of quantized inputs here)"),
             (expanded, Bf16, PlainInput::Model, "fp8 expanded to bf16 (no w8a16 GEMM here)"),
             (expanded, Bf16, PlainInput::Device, "fp8 expanded to bf16 (no w8a8 or w8a16 GEMM here)"),
             (expanded, Bf16, PlainInput::File, "fp8 expanded to bf16 (as the file asks, no w8a16 GEMM here)"),
@@ -331,7 +331,7 @@ mod tests {
             ([(E5m2, Bf16)], Bf16, PlainInput::File, "fp8-e5m2 expanded to bf16 (no GEMM takes it)"),
             (expanded, Bf16, PlainInput::Adapter, "fp8 expanded to bf16 (merged with an adapter)"),
             ([(E2m1, E2m1)], Bf16, PlainInput::Asked, "nvfp4 (w4a16: as asked)"),
-            ([(E2m1, E2m1)], Bf16, PlainInput::Device, "nvfp4 (w4a16: no GEMM of quantised inputs here)"),
+            ([(E2m1, E2m1)], Bf16, PlainInput::Device, "nvfp4 (w4a16: no GEMM of quantized inputs here)"),
             ([(E2m1, Bf16)], Bf16, PlainInput::Asked, "nvfp4 expanded to bf16 (as asked, no w4a16 GEMM here)"),
         ] {
             assert_eq!(line(&parts, input, why), format!("all {want}"));
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn attention_has_a_line_if_something_is_quantised() {
+    fn attention_has_a_line_if_something_is_quantized() {
         let block = |heads, why| BlockFormat { name: "single_blocks.0".into(), heads, values: Bf16, why };
         let fp8 = block(E4m3, None);
         let line = |attention: &[BlockFormat], stored: DType| {
@@ -393,7 +393,7 @@ mod tests {
                 &[max_free.clone(), fp8.clone(), max_free],
                 "2 blocks bf16 (fp8 would need a running maximum); 1 block q and k fp8, v bf16",
             ),
-            (&[fp8.clone(), inputs, fp8], "2 blocks q and k fp8, v bf16; 1 block bf16 (made from inputs that are not quantised)"),
+            (&[fp8.clone(), inputs, fp8], "2 blocks q and k fp8, v bf16; 1 block bf16 (made from inputs that are not quantized)"),
         ] {
             assert_eq!(line(attention, E4m3), Some(format!("attention: {want}")));
         }

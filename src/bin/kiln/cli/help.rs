@@ -24,7 +24,7 @@ Examples:
   kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
       FLUX.2 [klein] by its folder, by its name in the Hugging Face cache, or by its files.
 
-  kiln \"a red fox in the snow\" --lora watercolour.safetensors:0.8 --lora owner/repository
+  kiln \"a red fox in the snow\" --lora watercolor.safetensors:0.8 --lora owner/repository
       With LoRA or LoKr adapters, by file or by name in the Hugging Face cache. `kiln lora inspect`
       tells what is in one.
 
@@ -55,7 +55,7 @@ Models:
   is ever downloaded.
 
   `builtin` is a small trained model of klein's architecture. It draws one to three shapes (circle,
-  square, triangle, star, heart, ring, cross, hexagon), small or large, in twelve colours (red,
+  square, triangle, star, heart, ring, cross, hexagon), small or large, in twelve colors (red,
   orange, yellow, green, cyan, blue, purple, pink, brown, black, white, gray), at named places on
   plain, gradient or striped backgrounds, in 256x256 pixels:
       \"a large red star at the left and a small blue circle at the right on a yellow background\"

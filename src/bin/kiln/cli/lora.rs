@@ -19,13 +19,13 @@ use std::path::PathBuf;
 /// The end of `kiln lora --help` and `kiln lora inspect --help`.
 const EXAMPLES: &str = "\
 Examples:
-  kiln lora inspect watercolour.safetensors
+  kiln lora inspect watercolor.safetensors
       Layers by kind with their ranks, their spelling, the model they are for, trigger words.
 
   kiln lora inspect owner/repository --model ~/models/FLUX.2-klein-4B
       An adapter in the Hugging Face cache, and which of its layers a model has.
 
-  kiln lora inspect watercolour.safetensors --json | jq .trigger_words
+  kiln lora inspect watercolor.safetensors --json | jq .trigger_words
       Every layer and all metadata, for programs.";
 
 /// Look into the files of LoRA and LoKr adapters

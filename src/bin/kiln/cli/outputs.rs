@@ -101,7 +101,7 @@ pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)>
     if settings.variant == Variant::Dev || settings.job.padding != settings.variant.spec().padding {
         text.push(("padding", settings.job.padding.to_string()));
     }
-    text.extend(settings.quantised_flags.iter().cloned());
+    text.extend(settings.quantized_flags.iter().cloned());
     text.extend(metadata(&settings.adapters, settings.adapter_mode));
     if settings.vae_tiling {
         text.push(("vae-tiling", "on".into()));

@@ -143,14 +143,14 @@ impl Subcommand for PlanArgs {
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
     let request = ImageRequest::new(args.image, &model.defaults)?;
-    let options = request.load_options(false, &args.quantised);
+    let options = request.load_options(false, &args.quantized);
     let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
     let settings = Settings::resolve(request, &model.profile(options));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
     ignored_guidance(settings.guidance, settings.variant).iter().for_each(|warning| terminal.warn(warning));
     let gpu = PlannedGpu::new(args.gpu.as_ref(), options.precision);
     let mut estimate = model.estimate(options, &gpu, &settings.job)?;
-    let accumulate = args.quantised.fp8_accumulate.into();
+    let accumulate = args.quantized.fp8_accumulate.into();
     estimate.formats.accumulate = Some(fp8_accumulate(gpu.capability, accumulate));
     warn_of_accumulation(accumulate, &estimate.formats, terminal);
     warn_of_nvfp4_math(options.nvfp4_math, &estimate.formats, terminal);
@@ -235,7 +235,7 @@ impl PlannedModel {
             variant: self.variant,
             defaults: self.defaults.clone(),
             precision: options.precision,
-            quantised_flags: Vec::new(),
+            quantized_flags: Vec::new(),
             adapters: applied(self.adapters()),
             adapter_mode: options.adapters,
         }

@@ -58,14 +58,14 @@ pub struct QuantizeArgs {
 
     /// The folder to write, or with the ending .safetensors the file of one part
     ///
-    /// A folder holds a whole model: what is not quantised is copied. While it is written it is called OUT.tmp, and OUT.tmp.json
+    /// A folder holds a whole model: what is not quantized is copied. While it is written it is called OUT.tmp, and OUT.tmp.json
     /// beside it says how far that is.
     #[arg(value_name = "OUT")]
     pub output: PathBuf,
 
-    /// Format of the quantised layers
+    /// Format of the quantized layers
     ///
-    /// The layers of the transformer are those that the official files quantise: those of the blocks, for some models without a few.
+    /// The layers of the transformer are those that the official files quantize: those of the blocks, for some models without a few.
     /// In the text encoder they are all projections, and with nvfp4 those of attention are FP8.
     #[arg(long, value_name = "FORMAT", help_heading = "Format")]
     #[arg(value_parser = weight_format(DType::targets().map(|(dtype, target)| (dtype, target.file_help))))]
@@ -74,12 +74,12 @@ pub struct QuantizeArgs {
     /// Which programs the transformer is laid out for, besides kiln
     ///
     /// No file serves both, and kiln reads either without a flag. diffusers has it from `from_single_file` with a
-    /// `BFLQuantizationConfig`; NVFP4 for it needs calibration. It reads no quantised text encoders: those are always laid out for
+    /// `BFLQuantizationConfig`; NVFP4 for it needs calibration. It reads no quantized text encoders: those are always laid out for
     /// ComfyUI.
     #[arg(long, value_enum, value_name = "PROGRAM", default_value = "comfy", help_heading = "Format")]
     pub layout: WeightLayoutArg,
 
-    /// Which part to quantise [default: both in a folder, the transformer in a file]
+    /// Which part to quantize [default: both in a folder, the transformer in a file]
     #[arg(long, value_enum, value_name = "PART", help_heading = "Format")]
     pub part: Option<PartArg>,
 
@@ -165,7 +165,7 @@ pub struct QuantizeArgs {
     pub verbose: bool,
 }
 
-/// What is quantised.
+/// What is quantized.
 struct Source {
     parts: Vec<ComponentSource>,
     /// The whole model, unless a part was opened without it.
@@ -213,10 +213,10 @@ impl Subcommand for QuantizeArgs {
             terminal.warn("text encoders have no input scales, so nothing is calibrated");
         }
         if for_diffusers && parts.contains(&Component::TextEncoder) {
-            terminal.say("note: diffusers reads no quantised text encoders; this one is as kiln and ComfyUI read it");
+            terminal.say("note: diffusers reads no quantized text encoders; this one is as kiln and ComfyUI read it");
         }
         if plan.narrowed() > 0 {
-            terminal.say(&format!("note: {} tensors that are not quantised are rounded to bf16", plan.narrowed()));
+            terminal.say(&format!("note: {} tensors that are not quantized are rounded to bf16", plan.narrowed()));
         }
         let target = Target {
             path: self.output.clone(),
@@ -262,7 +262,7 @@ fn is_taken(error: &Error) -> bool {
 fn check_diffusers(args: &QuantizeArgs, parts: &[Component]) -> Result<()> {
     if !parts.contains(&Component::Transformer) {
         let hint = "leave out --layout: the file is then as kiln and ComfyUI read it";
-        return Err(Error::usage("--layout diffusers: diffusers reads no quantised text encoders", hint));
+        return Err(Error::usage("--layout diffusers: diffusers reads no quantized text encoders", hint));
     }
     if args.no_calibration && args.to == DType::E2m1 {
         let what = "--layout diffusers: diffusers reads NVFP4 only with input scales, which only calibration gives";
@@ -321,7 +321,7 @@ fn square(side: usize) -> Result<Pixels> {
     })
 }
 
-/// Opens what is quantised: the whole model if `whole`, or else only the part if it is named by itself.
+/// Opens what is quantized: the whole model if `whole`, or else only the part if it is named by itself.
 fn open(args: &QuantizeArgs, parts: &[Component], whole: bool, environment: Environment) -> Result<Source> {
     let variant = args.variant.map(Variant::from);
     let input = args.input.as_path();
@@ -375,7 +375,7 @@ fn holds_weights(folder: &Path) -> bool {
 fn table(file: &FileReport) -> Vec<String> {
     let kinds = file.by_kind();
     let width = kinds.iter().map(|row| row.kind.len()).max().unwrap_or(0);
-    let head = format!("{}: {} layers quantised, {} tensors in bf16", file.part, file.layers.len(), file.plain);
+    let head = format!("{}: {} layers quantized, {} tensors in bf16", file.part, file.layers.len(), file.plain);
     let mut lines = vec![format!("{head}, {}", amount(file.bytes))];
     if !kinds.is_empty() {
         lines.push(format!("  {:width$}  {:6} {:>6} {:>9} {:>9}", "layers", "format", "number", "error", "largest"));

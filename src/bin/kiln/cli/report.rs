@@ -17,7 +17,7 @@ const NAMED_WORDS: usize = 5;
 pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
     let what = match (found, named) {
         (Found::BuiltIn(_), false) => {
-            "no FLUX.2 model was found, so kiln's own small one draws this; it knows shapes and colours, as in \
+            "no FLUX.2 model was found, so kiln's own small one draws this; it knows shapes and colors, as in \
              \"a large red star on a blue background\""
         }
         (Found::Tiny, true) => "the tiny model is random and untrained, so the picture is noise",
@@ -45,7 +45,7 @@ pub fn unknown_words_note(prompt: &str, found: &Found, defaults: &ModelDefaults)
     Some(note)
 }
 
-/// Says that a backend holds quantised weights in another format than the files, for which it has no GEMM: they take more memory
+/// Says that a backend holds quantized weights in another format than the files, for which it has no GEMM: they take more memory
 /// than the files suggest.
 pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
     let Expansion { stored, held, stored_bytes, held_bytes } = formats.expansion()?;
@@ -148,11 +148,11 @@ fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &Sele
     lines
 }
 
-/// Warns of an image whose pixels all have the same colour.
+/// Warns of an image whose pixels all have the same color.
 pub fn warn_of_flat_image(image: &GeneratedImage, terminal: &Terminal) {
-    if let Some([red, green, blue]) = image.image.flat_colour() {
+    if let Some([red, green, blue]) = image.image.flat_color() {
         terminal.warn(&format!(
-            "the image is one flat colour ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
+            "the image is one flat color ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
         ));
     }
 }

@@ -1,7 +1,7 @@
 //! Requests: the values of the flags, checked as far as possible before a model is opened.
 
 use super::adapters::AdapterFiles;
-use super::args::{BackendArg, ImageOptions, NoiseArg, PromptArgs, QuantisedArgs};
+use super::args::{BackendArg, ImageOptions, NoiseArg, PromptArgs, QuantizedArgs};
 use super::generate::GenerateArgs;
 use super::stdout::DASH;
 use kiln::device::Fp8Accumulate;
@@ -140,10 +140,10 @@ impl ImageRequest {
             variant,
             backend: args.run.backend,
             device: args.run.device()?,
-            accumulate: args.run.quantised.fp8_accumulate.into(),
+            accumulate: args.run.quantized.fp8_accumulate.into(),
             options: LoadOptions {
                 adapters: args.lora.lora_mode.into(),
-                ..request.load_options(args.run.low_memory, &args.run.quantised)
+                ..request.load_options(args.run.low_memory, &args.run.quantized)
             },
             records,
             notes: Vec::new(),
@@ -152,15 +152,15 @@ impl ImageRequest {
     }
 
     /// The options for loading a model for these images.
-    pub fn load_options(&self, low_memory: bool, quantised: &QuantisedArgs) -> LoadOptions {
+    pub fn load_options(&self, low_memory: bool, quantized: &QuantizedArgs) -> LoadOptions {
         LoadOptions {
-            precision: quantised.precision.into(),
+            precision: quantized.precision.into(),
             references: !self.references.is_empty(),
             low_memory,
-            attention: quantised.attention.into(),
-            nvfp4_math: quantised.nvfp4_math.into(),
+            attention: quantized.attention.into(),
+            nvfp4_math: quantized.nvfp4_math.into(),
             vae_tiling: self.options.vae_tiling,
-            quantise: quantised.quantize,
+            quantize: quantized.quantize,
             adapters: AdapterMode::Auto,
         }
     }
@@ -295,12 +295,12 @@ mod tests {
         assert!(matches!(request.noise, Noise::Drawn(NoiseKind::HOPPER)));
         assert_eq!((request.options.steps, request.options.guidance), (None, None));
         assert!(!request.record && request.negative.is_none() && request.references.is_empty());
-        let LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantise, adapters } =
+        let LoadOptions { precision, references, low_memory, attention, nvfp4_math, vae_tiling, quantize, adapters } =
             setup.options;
         assert_eq!((precision, references, setup.device), (Precision::Bf16, false, 0));
         assert!(!low_memory && !vae_tiling);
         assert_eq!((attention, setup.accumulate), (AttentionFormat::Auto, Fp8Accumulate::Auto));
-        assert_eq!((nvfp4_math, quantise, adapters), (Nvfp4Math::Auto, None, AdapterMode::Auto));
+        assert_eq!((nvfp4_math, quantize, adapters), (Nvfp4Math::Auto, None, AdapterMode::Auto));
         assert!(setup.adapters == AdapterFiles::default() && request.adapters.is_none());
         assert!(setup.named && matches!(setup.found, Found::Tiny) && setup.notes.is_empty());
     }

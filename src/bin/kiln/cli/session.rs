@@ -5,7 +5,7 @@ use super::args::BackendArg;
 use super::device::{SelectedBackend, select_backend};
 use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::Setup;
-use super::settings::{ModelProfile, quantised_flags};
+use super::settings::{ModelProfile, quantized_flags};
 use crate::terminal::Terminal;
 use kiln::device::{fp8_accumulate, has_driver};
 use kiln::error::Result;
@@ -66,7 +66,7 @@ impl Session {
             variant: self.model.variant,
             defaults: self.model.defaults.clone(),
             precision: self.options.precision,
-            quantised_flags: quantised_flags(&self.formats),
+            quantized_flags: quantized_flags(&self.formats),
             adapters: applied(&self.model.adapters),
             adapter_mode: self.options.adapters,
         }

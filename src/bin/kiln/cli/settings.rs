@@ -16,7 +16,7 @@ pub struct ModelProfile {
     pub defaults: ModelDefaults,
     pub precision: Precision,
     /// How FP8 and NVFP4 are computed with, as flags and their values; none if the model does not compute with them.
-    pub quantised_flags: Vec<(&'static str, String)>,
+    pub quantized_flags: Vec<(&'static str, String)>,
     /// The adapters that it is loaded with, and how.
     pub adapters: Vec<AppliedAdapter>,
     pub adapter_mode: AdapterMode,
@@ -38,7 +38,7 @@ pub struct Settings {
     /// The source of the noise, as flags and their values.
     pub noise_flags: Vec<(&'static str, String)>,
     /// How FP8 and NVFP4 are computed with, as flags and their values.
-    pub quantised_flags: Vec<(&'static str, String)>,
+    pub quantized_flags: Vec<(&'static str, String)>,
     /// The adapters of the images, and how they are applied.
     pub adapters: Vec<AppliedAdapter>,
     pub adapter_mode: AdapterMode,
@@ -80,7 +80,7 @@ impl Settings {
             guided: model.variant.uses_cfg(guidance.scale),
             negative: request.negative,
             noise_flags,
-            quantised_flags: model.quantised_flags.clone(),
+            quantized_flags: model.quantized_flags.clone(),
             adapters,
             adapter_mode: model.adapter_mode,
             vae_tiling: options.vae_tiling,
@@ -93,9 +93,9 @@ impl Settings {
         1 + usize::from(self.guided)
     }
 
-    /// The format that weights were quantised to when they were loaded, if they were.
+    /// The format that weights were quantized to when they were loaded, if they were.
     pub fn quantize(&self) -> Option<&str> {
-        self.quantised_flags.iter().find(|(flag, _)| *flag == QUANTIZE).map(|(_, format)| format.as_str())
+        self.quantized_flags.iter().find(|(flag, _)| *flag == QUANTIZE).map(|(_, format)| format.as_str())
     }
 
     /// Width and height, for display.
@@ -114,13 +114,13 @@ fn describe_reference(reference: &PreparedReference) -> String {
     format!("{}, {}, {} tokens", reference.origin.display(), sizes.join(" -> "), reference.grid().tokens())
 }
 
-/// The flag that quantises weights when they are loaded.
+/// The flag that quantizes weights when they are loaded.
 const QUANTIZE: &str = "quantize";
 
 /// The flags that reproduce how a model computes with FP8 and NVFP4, and their values; none if it does not.
-pub fn quantised_flags(formats: &Formats) -> Vec<(&'static str, String)> {
+pub fn quantized_flags(formats: &Formats) -> Vec<(&'static str, String)> {
     let mut list = Vec::new();
-    list.extend(formats.quantised_at_load().map(|format| (QUANTIZE, format.label().into())));
+    list.extend(formats.quantized_at_load().map(|format| (QUANTIZE, format.label().into())));
     if formats.multiplies_fp8() {
         // A model whose blocks differ is what `auto` makes of it.
         let attention = match formats.fp8_attention() {

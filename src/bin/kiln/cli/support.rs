@@ -21,7 +21,7 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), arch: Arch) -> [(&'
         (false, _) => format!("weights are expanded to bf16 when they are loaded: there is no kernel for them{why}"),
     };
     let native = arch == Arch::Sm120;
-    let quantised = if native { "block-scaled mma.sync" } else { gemm };
+    let quantized = if native { "block-scaled mma.sync" } else { gemm };
     let missing = |cores: (u32, u32), name: &str| match capability < cores {
         true => format!(": {card} has no {name} tensor cores"),
         false if major == 12 => format!(": the kernel for its {name} tensor cores is used once a self-test has passed"),
@@ -30,18 +30,18 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), arch: Arch) -> [(&'
     let fp8 = match formats.w8a8 {
         // The instruction that takes block scales has twice the rate there.
         true if major == 12 && !native => {
-            format!("FP8 by FP8 on tensor cores ({quantised}, {sums}), at half the rate of {card}'s block-scaled MMA")
+            format!("FP8 by FP8 on tensor cores ({quantized}, {sums}), at half the rate of {card}'s block-scaled MMA")
         }
-        true => format!("FP8 by FP8 on tensor cores ({quantised}, {sums})"),
+        true => format!("FP8 by FP8 on tensor cores ({quantized}, {sums})"),
         false => expanded(formats.w8a16, &missing(FP8_CORES, "FP8")),
     };
     let nvfp4 = match formats.w4a4 {
-        true => format!("NVFP4 by NVFP4 on tensor cores ({quantised})"),
+        true => format!("NVFP4 by NVFP4 on tensor cores ({quantized})"),
         false => expanded(formats.w4a16, &missing(FP4_CORES, "FP4")),
     };
     let text = expanded(formats.w8a16 && formats.w4a16, "; their inputs are always bf16");
     let attention = match formats.qk8 {
-        true => format!("{gemm}, bf16; queries and keys of blocks with quantised inputs in FP8"),
+        true => format!("{gemm}, bf16; queries and keys of blocks with quantized inputs in FP8"),
         false => format!("{gemm}, bf16{}", missing(FP8_CORES, "FP8")),
     };
     [
@@ -101,7 +101,7 @@ mod tests {
         }
         let attention = |capability| line(capability, gemm_formats(capability), "attention");
         for (capability, gemm) in [((8, 9), "mma.sync"), ((9, 0), "wgmma"), ((12, 0), "mma.sync")] {
-            assert_eq!(attention(capability), format!("{gemm}, bf16; queries and keys of blocks with quantised inputs in FP8"));
+            assert_eq!(attention(capability), format!("{gemm}, bf16; queries and keys of blocks with quantized inputs in FP8"));
         }
         assert_eq!(attention((8, 6)), "mma.sync, bf16: compute capability 8.6 has no FP8 tensor cores");
         assert_eq!(attention((10, 0)), "mma.sync, bf16: there is no kernel for its FP8 tensor cores");

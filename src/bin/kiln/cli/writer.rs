@@ -33,7 +33,7 @@ pub struct ImageLine<'a> {
     model: &'a str,
     variant: String,
     precision: &'a str,
-    /// What weights were quantised to when they were loaded.
+    /// What weights were quantized to when they were loaded.
     quantize: Option<&'a str>,
     lora: &'a [AppliedAdapter],
     backend: &'a str,

@@ -12,7 +12,7 @@ pub(super) static FORMAT: Format = Format {
     block: 1,
     block_bytes: 1,
     scales: ScaleKind::TensorOrRows,
-    is_quantised: true,
+    is_quantized: true,
     is_expanded: false,
     target: Some(Target {
         file_help: "One byte a weight: e4m3 with one scale a layer, for diffusers one a row",

@@ -12,7 +12,7 @@ pub(super) static FORMAT: Format = Format {
     block: 1,
     block_bytes: 1,
     scales: ScaleKind::TensorOrRows,
-    is_quantised: true,
+    is_quantized: true,
     is_expanded: true,
     target: None,
     holds_results: false,

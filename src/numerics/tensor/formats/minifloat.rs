@@ -20,7 +20,7 @@ impl<const EXPONENT: u32, const MANTISSA: u32> Minifloat<EXPONENT, MANTISSA> {
     }
 
     /// The nearest code to a value that is not NaN, at most `largest`. There are no branches, calls or tables, so that the loop
-    /// around it is vectorised.
+    /// around it is vectorized.
     pub(super) fn encode(value: f32, largest: u8) -> u8 {
         let most = Self::decode(largest);
         let magnitude = if value.abs() < most { value.abs() } else { most };

@@ -17,7 +17,7 @@ pub(super) static FORMAT: Format = Format {
     block: BLOCK,
     block_bytes: BLOCK / 2,
     scales: ScaleKind::Blocks,
-    is_quantised: true,
+    is_quantized: true,
     is_expanded: false,
     target: Some(Target {
         file_help: "Half a byte a weight and a scale for every sixteen; in text encoders MLPs only, the rest is FP8",
@@ -132,7 +132,7 @@ pub fn decode_block(codes: &[u8], unit: f32, to: &mut [f32]) {
     to.as_chunks_mut().0.iter_mut().zip(codes).for_each(|(pair, &byte)| *pair = e2m1_pair(byte).map(|value| value * unit));
 }
 
-/// Quantises a block relative to the scale of the whole tensor: writes the elements, and returns the block's scale. It is the
+/// Quantizes a block relative to the scale of the whole tensor: writes the elements, and returns the block's scale. It is the
 /// largest magnitude divided by six, so that this becomes the largest element.
 ///
 /// # Panics
@@ -163,7 +163,7 @@ pub fn decode_rows(codes: &[u8], scales: &[u8], cols: usize, tensor: f32, to: &m
     blocks.zip(scale_offsets(cols)).for_each(|((to, codes), at)| decode_block(codes, unit(tensor, scales[at]), to));
 }
 
-/// Quantises rows of whole blocks and writes their scales into tiles, of which it leaves the rest as it is. Returns the elements.
+/// Quantizes rows of whole blocks and writes their scales into tiles, of which it leaves the rest as it is. Returns the elements.
 pub fn encode_rows(values: &[f32], cols: usize, tensor: f32, scales: &mut [u8]) -> Vec<u8> {
     let mut codes = vec![0; values.len() / 2];
     let blocks = values.chunks_exact(BLOCK).zip(codes.chunks_exact_mut(BLOCK / 2));

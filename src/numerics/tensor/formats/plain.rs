@@ -15,7 +15,7 @@ const fn plain(name: &'static str, stored_as: &'static str, block_bytes: usize) 
         block: 1,
         block_bytes,
         scales: ScaleKind::None,
-        is_quantised: false,
+        is_quantized: false,
         is_expanded: false,
         target: None,
         holds_results: true,
@@ -77,7 +77,7 @@ pub fn encode_bf16(values: &[f32], to: &mut [u8]) {
     to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, &v)| *t = round_bf16(v).to_le_bytes());
 }
 
-/// The bits of the nearest bfloat16, ties to even. There are no branches, so that the loop around it is vectorised; NaN stays
+/// The bits of the nearest bfloat16, ties to even. There are no branches, so that the loop around it is vectorized; NaN stays
 /// NaN.
 #[inline(always)]
 fn round_bf16(value: f32) -> u16 {

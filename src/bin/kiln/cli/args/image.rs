@@ -70,7 +70,7 @@ pub struct ImageOptions {
     /// Let the VAE work in tiles, which bounds the memory it takes
     ///
     /// As diffusers does with tiling enabled, for pictures and references with a side above 1024 pixels, or what else the VAE's
-    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colours and contrasts of its own: the picture is
+    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colors and contrasts of its own: the picture is
     /// another one than without.
     #[arg(long, help_heading = "Run")]
     #[serde(skip)]

@@ -1,7 +1,7 @@
 //! The flags of `kiln plan`.
 
 use super::values::gpu;
-use super::{ImageOptions, LoraArgs, ModelArgs, QuantisedArgs};
+use super::{ImageOptions, LoraArgs, ModelArgs, QuantizedArgs};
 use clap::{Arg, Args};
 use kiln::MODELS;
 use kiln::predict::GpuSpec;
@@ -10,7 +10,7 @@ use kiln::predict::GpuSpec;
 ///
 /// For klein 4B, or for the model that is named, as it was published or by its files' headers: tokens of each part, the schedule, floating-point
 /// operations of each stage, the formats of its layers, bytes of weights and of workspace. Formats and bytes are those on a
-/// GPU: quantised weights that it has no kernels for are counted as they are expanded.
+/// GPU: quantized weights that it has no kernels for are counted as they are expanded.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln plan [OPTIONS]")]
 #[command(allow_negative_numbers = true)]
@@ -30,7 +30,7 @@ pub struct PlanArgs {
 
     /// In which formats results are stored, and layers and attention computed
     #[command(flatten)]
-    pub quantised: QuantisedArgs,
+    pub quantized: QuantizedArgs,
 
     /// The GPU to plan for: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200 [default: the first one here]
     ///

@@ -113,7 +113,7 @@ choice! {
     LoraModeArg for AdapterMode {
         /// Merged with bf16, f16 and f32 weights, beside FP8 and NVFP4 ones; `kiln run`: beside all
         Auto => AdapterMode::Auto,
-        /// Added to the weights while they are loaded; quantised ones are expanded for it
+        /// Added to the weights while they are loaded; quantized ones are expanded for it
         Merge => AdapterMode::Merge,
         /// Computed beside the layers, which stay as they are
         Branch => AdapterMode::Branch,
@@ -125,13 +125,13 @@ choice! {
 pub enum ImageFormatArg {
     /// Lossless
     Png,
-    /// Lossy, see --quality; colours are not subsampled
+    /// Lossy, see --quality; colors are not subsampled
     Jpeg,
     /// Lossless
     Webp,
 }
 
-/// Parses `--to` and `--quantize`: formats that weights are quantised to, each with its help.
+/// Parses `--to` and `--quantize`: formats that weights are quantized to, each with its help.
 pub fn weight_format(formats: impl Iterator<Item = (DType, &'static str)>) -> impl TypedValueParser<Value = DType> {
     let names = PossibleValuesParser::new(formats.map(|(dtype, help)| PossibleValue::new(dtype.label()).help(help)));
     names.try_map(|name| DType::targets().map(|(dtype, _)| dtype).find(|dtype| dtype.label() == name).ok_or("no format"))

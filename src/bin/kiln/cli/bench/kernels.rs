@@ -50,9 +50,9 @@ pub fn measure(
     stop: &Arc<AtomicBool>,
     terminal: &Terminal,
 ) -> Result<Report> {
-    let mut selected = select_backend(run.backend, run.device()?, run.quantised.fp8_accumulate.into(), records, stop)?;
+    let mut selected = select_backend(run.backend, run.device()?, run.quantized.fp8_accumulate.into(), records, stop)?;
     selected.announce(terminal);
-    let precision: Precision = run.quantised.precision.into();
+    let precision: Precision = run.quantized.precision.into();
     let (scale, protocol) = match (quick, &selected.device) {
         (true, _) => (Scale::Quick, Protocol::QUICK),
         (false, Some(_)) => (Scale::Klein, Protocol::FULL),
@@ -69,8 +69,8 @@ pub fn measure(
         figures.push(row.measure(selected.backend.as_mut(), &protocol)?.held_to(peaks));
     }
     let multiplies = |flops: fn(&Figure) -> u64, dtype| figures.iter().any(|figure| flops(figure) > 0).then_some(dtype);
-    let quantised = [multiplies(|f| f.work.flops_e4m3, DType::E4m3), multiplies(|f| f.work.flops_e2m1, DType::E2m1)];
-    let types = [Some(DType::Bf16)].into_iter().chain(quantised);
+    let quantized = [multiplies(|f| f.work.flops_e4m3, DType::E4m3), multiplies(|f| f.work.flops_e2m1, DType::E2m1)];
+    let types = [Some(DType::Bf16)].into_iter().chain(quantized);
     Ok(Report {
         kiln: env!("CARGO_PKG_VERSION"),
         kind: "kernels",

@@ -248,7 +248,7 @@ impl Checks {
                 format!("FAILED: `{PROMPT}` on {device}: {} of the {} {whose} are off", off.len(), VALUES.as_flattened().len())
             }
             (false, true) => format!(
-                "`{PROMPT}` on {device}, not judged because this encoder is quantised; beside them the {whose}; {seconds:.1} s"
+                "`{PROMPT}` on {device}, not judged because this encoder is quantized; beside them the {whose}; {seconds:.1} s"
             ),
             (false, false) => format!("FAILED: `{PROMPT}` on {device} gives values that are not finite"),
         };
@@ -282,7 +282,7 @@ fn described(finding: &Finding) -> (String, Vec<String>) {
         Likeness::Same(file) => {
             let published = match (file.fingerprint, file.is_inferred(), file.bytes) {
                 (Some(_), ..) => "; its fingerprint was published",
-                (None, true, _) => "; which layers it quantises was inferred from its size",
+                (None, true, _) => "; which layers it quantizes was inferred from its size",
                 (None, false, Some(_)) => "; its size was published",
                 (None, false, None) => ", by its architecture; nothing was published of this file",
             };
@@ -367,11 +367,11 @@ mod tests {
     }
 
     #[test]
-    fn a_quantised_encoder_is_shown_and_not_judged() {
-        let (passed, checks) = judged(Ok(vec![1.0; 12]), Applicability::Quantised);
-        assert!(passed && text(&checks).contains("not judged because this encoder is quantised"), "{}", text(&checks));
+    fn a_quantized_encoder_is_shown_and_not_judged() {
+        let (passed, checks) = judged(Ok(vec![1.0; 12]), Applicability::Quantized);
+        assert!(passed && text(&checks).contains("not judged because this encoder is quantized"), "{}", text(&checks));
         assert_eq!(checks.rows.len(), 5);
-        let (passed, checks) = judged(Ok(vec![f32::NAN; 12]), Applicability::Quantised);
+        let (passed, checks) = judged(Ok(vec![f32::NAN; 12]), Applicability::Quantized);
         assert!(!passed && text(&checks).contains("FAILED: `hello` on GPU 3 gives values that are not finite"));
     }
 
@@ -397,7 +397,7 @@ mod tests {
         let (_, more) = described(&finding(Likeness::Same(fp8), 5));
         assert_eq!(more, ["it has 5 bytes and the published file 4,070,624,520: another header"]);
         let (line, _) = described(&finding(Likeness::Same(named("flux-2-klein-base-9b-fp8")), 9_567_278_472));
-        assert!(line.ends_with("which layers it quantises was inferred from its size"), "{line}");
+        assert!(line.ends_with("which layers it quantizes was inferred from its size"), "{line}");
         let (line, _) = described(&finding(Likeness::SameSize(named("qwen_3_8b_fp8mixed")), 8_664_848_742));
         assert_eq!(line, "it has the size of qwen_3_8b_fp8mixed, 8,664,848,742 bytes; its tensors were not published");
         let differences = (0..8).map(|i| format!("`{i}` is missing")).collect();

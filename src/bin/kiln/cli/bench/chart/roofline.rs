@@ -122,7 +122,7 @@ fn plain(decade: i32) -> String {
     }
 }
 
-/// What colours and shapes mean.
+/// What colors and shapes mean.
 fn legend(canvas: &mut Canvas, y: f64, own: &Kernels) {
     let mut x = 24.0;
     let has = |class: &str| own.rows.iter().any(|row| row.share().is_some_and(|(_, of)| of == class));

@@ -1,4 +1,4 @@
-//! The little of SVG that charts need. Text stays text, colours follow the reader's light or dark scheme, and what is drawn is as wide as
+//! The little of SVG that charts need. Text stays text, colors follow the reader's light or dark scheme, and what is drawn is as wide as
 //! a page of GitHub shows without scaling.
 
 use std::fmt::Write as _;
@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 /// Width of a chart in pixels.
 pub const WIDTH: f64 = 860.0;
 
-/// Colours and sizes of the classes that charts use. The hues are those of Okabe and Ito, which colour-blind readers can tell apart; greys
+/// Colors and sizes of the classes that charts use. The hues are those of Okabe and Ito, which color-blind readers can tell apart; grays
 /// are what is not the work itself.
 const STYLE: &str = "\
 text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1f2328}

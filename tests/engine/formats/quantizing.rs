@@ -1,11 +1,11 @@
-//! Plain weights, quantised as the checkpoint writer and `--quantize` do.
+//! Plain weights, quantized as the checkpoint writer and `--quantize` do.
 
 use super::nvfp4::{input, scales_in_rows};
-use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantised, scale, shape};
+use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantized, scale, shape};
 use common::relative_l2;
 use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role};
 use kiln::internals::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes};
-use kiln::internals::tensor::quantise::{encode, encode_nvfp4, encode_scaled, largest_magnitude};
+use kiln::internals::tensor::quantize::{encode, encode_nvfp4, encode_scaled, largest_magnitude};
 use kiln::internals::tensor::{Arena, DType, Region, Scale, Scales, Stored, WeightSlice};
 
 const PLAIN: [DType; 3] = [DType::Bf16, DType::F32, DType::F16];
@@ -60,7 +60,7 @@ fn nvfp4_weights_equal_those_of_other_programs() {
 /// Whole tiles of rows, each by itself, are the bytes of the whole, for every plain type, and for rows that are longer than what
 /// is decoded at a time.
 #[test]
-fn tiles_of_rows_are_quantised_by_themselves() {
+fn tiles_of_rows_are_quantized_by_themselves() {
     let (rows, cols) = (2 * TILE_ROWS + 5, 1024 + 5 * BLOCK);
     let values = values(rows * cols);
     for dtype in PLAIN {
@@ -69,12 +69,12 @@ fn tiles_of_rows_are_quantised_by_themselves() {
         assert_eq!(largest, values.iter().fold(0.0, |most, value| value.abs().max(most)), "{dtype:?}");
         let (one, tensor) = (DType::E4m3.scale_for(largest).unwrap(), DType::E2m1.scale_for(largest).unwrap());
 
-        let [fp8] = &quantised(&values, cols, Stored::fp8(one))[..] else { panic!("no scales in memory") };
+        let [fp8] = &quantized(&values, cols, Stored::fp8(one))[..] else { panic!("no scales in memory") };
         let mut codes = vec![0xaa; rows * cols];
         encode_scaled(&part, 0..rows, DType::E4m3, one, &mut codes);
         assert!(codes == *fp8, "{dtype:?}");
 
-        let [nvfp4, tiles] = &quantised(&values, cols, Stored::nvfp4(tensor))[..] else { panic!("no scales") };
+        let [nvfp4, tiles] = &quantized(&values, cols, Stored::nvfp4(tensor))[..] else { panic!("no scales") };
         let expected = scales_in_rows(tiles, rows, cols);
         for first in (0..rows).step_by(TILE_ROWS) {
             let range = first..rows.min(first + TILE_ROWS);
@@ -130,24 +130,24 @@ fn scales_that_there_are_not() {
     }
 }
 
-/// Weights are quantised when they are uploaded. The CPU then multiplies by their values in f32.
+/// Weights are quantized when they are uploaded. The CPU then multiplies by their values in f32.
 #[test]
 fn the_cpu_multiplies_by_weights_in_every_format() {
     let (rows, cols) = (130, 96);
     for (dtype, _) in DType::targets() {
         let (mut cpu, mut weights, mut arena) = (common::cpu(), Arena::new(Region::Weights), Arena::new(Region::Arena));
-        let quantised = weights.alloc_stored(rows, cols, Stored::by_rows(dtype, Scale::ONE)).unwrap();
+        let quantized = weights.alloc_stored(rows, cols, Stored::by_rows(dtype, Scale::ONE)).unwrap();
         let expanded = weights.alloc(rows, cols, DType::F32).unwrap();
-        let [x, by_quantised, by_expanded] = [cols, rows, rows].map(|cols| arena.alloc(3, cols, DType::F32).unwrap());
+        let [x, by_quantized, by_expanded] = [cols, rows, rows].map(|cols| arena.alloc(3, cols, DType::F32).unwrap());
         cpu.reserve(Region::Arena, arena.peak()).unwrap();
         cpu.write(x, &values(x.len())).unwrap();
 
         let (exact, mut rounded) = (values(rows * cols), vec![0.0; rows * cols]);
-        cpu.upload(quantised, Role::Linear, &[plain(&exact, DType::F32, rows)]).unwrap();
-        cpu.read(quantised, &mut rounded).unwrap();
+        cpu.upload(quantized, Role::Linear, &[plain(&exact, DType::F32, rows)]).unwrap();
+        cpu.read(quantized, &mut rounded).unwrap();
         assert!(rounded != exact && relative_l2(&rounded, &exact) < 0.2, "{dtype:?}");
         cpu.upload(expanded, Role::Linear, &[plain(&rounded, DType::F32, rows)]).unwrap();
-        let results = [(quantised, by_quantised), (expanded, by_expanded)].map(|(weight, out)| {
+        let results = [(quantized, by_quantized), (expanded, by_expanded)].map(|(weight, out)| {
             cpu.run(Op::Linear(&[Gemm { out, x, w: &Linear::new(weight, None) }])).unwrap();
             let mut values = vec![0.0; out.len()];
             cpu.read(out, &mut values).unwrap();

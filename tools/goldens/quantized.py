@@ -1,10 +1,10 @@
-"""tests/fixtures/quantised.*: the tiny model of klein with FP8 and NVFP4 weights.
+"""tests/fixtures/quantized.*: the tiny model of klein with FP8 and NVFP4 weights.
 
-The pipeline is diffusers'; the quantised layers follow ComfyUI's arithmetic, described below: codes, scales and expanded weights
-are computed in tools/quantised.py, which the other tools share, and the products here.
+The pipeline is diffusers'; the quantized layers follow ComfyUI's arithmetic, described below: codes, scales and expanded weights
+are computed in tools/quantized.py, which the other tools share, and the products here.
 
 Models. A layer is a tensor of the original (BFL) layout, so that q, k and v of a double
-block are one tensor with one scale. Quantised are the linear layers of the double and
+block are one tensor with one scale. Quantized are the linear layers of the double and
 single blocks; in `mixed` also those of the text encoder. Everything else is bf16.
 
     model         transformer   activations                      text encoder
@@ -15,22 +15,22 @@ single blocks; in `mixed` also those of the text encoder. Everything else is bf1
     mixed         file fp8      FP8, static scale; those of      file fp8mixed: FP8, NVFP4
                                 the text encoder as they are     or bf16, layer by layer
 
-tests/fixtures/quantised.safetensors, F32 where not said otherwise. For <run> =
-<model>.<case>.wide and <model>.<case>.quantised, where the cases are those of goldens.json:
+tests/fixtures/quantized.safetensors, F32 where not said otherwise. For <run> =
+<model>.<case>.wide and <model>.<case>.quantized, where the cases are those of goldens.json:
     <run>.prompt_embeds  [32, 384]            every 16th of the 512 rows; only of mixed, and
                                               only in `wide`: both runs have the same
     <run>.velocity       [ceil(N / 3), 128]   step 0: tokens 0, 3, 6, ...
     <run>.latents        [ceil(N / 3), 128]   after the last step: the same tokens
     <run>.image      U16 [ceil(H / 7), W, 3]  round(65535 * v): pixel rows 0, 7, 14, ...
 `wide` is the model with expanded weights, all in fp32: no weight is rounded to bf16 and
-no activation is quantised. `quantised` is in fp32 too, but for the activations that the
-model quantises; nvfp4_w4a16 has no such run, and its `wide` is that of nvfp4.
+no activation is quantized. `quantized` is in fp32 too, but for the activations that the
+model quantizes; nvfp4_w4a16 has no such run, and its `wide` is that of nvfp4.
     linear.<file>.<layer>  [8, ceil(rows / 16)]  columns 0, 16, 32, ... of the product of one
                                               layer of fp8 or nvfp4 with the input below,
-                                              which it quantises; not rounded to bf16
+                                              which it quantizes; not rounded to bf16
 
-tests/fixtures/quantised.json, scales as the bits of an f32:
-    models    the files of each model, and whether it quantises activations
+tests/fixtures/quantized.json, scales as the bits of an f32:
+    models    the files of each model, and whether it quantizes activations
     layers    for each file its linear layers: the format, the tensor scale (`weight_scale`
               of FP8, `weight_scale_2` of NVFP4) and, in the transformers, `input_scale`
     samples   for some of these layers the shape of `weight` and the FNV-1a 64 of the bytes of
@@ -38,8 +38,8 @@ tests/fixtures/quantised.json, scales as the bits of an f32:
               `linear` also of the codes of the input, [8, K] or [8, K / 2], and of its block
               scales, in tiles like those of a weight of 8 rows
     cases     <model>.<case> with the bf16 errors over what is stored:
-                  wide.<stage>, quantised.<stage>  the model as ComfyUI runs it in bf16,
-                      against `wide` and against `quantised`
+                  wide.<stage>, quantized.<stage>  the model as ComfyUI runs it in bf16,
+                      against `wide` and against `quantized`
                   expanded.<stage>  the model with expanded weights, rounded to bf16, and
                       activations as they are, against `wide`: how ComfyUI runs it where the
                       GPU has no product for the format. For nvfp4_w4a16 that is wide.<stage>.
@@ -77,11 +77,11 @@ Input of `linear`. (2k - 255) / 256 * 16^(row - 4), exact in bf16, with k for th
 "linear.<layer>", shape [8, K]: the first rows come near to or fall below the smallest code,
 the last ones are beyond the largest, and some values are ties. Compare row by row.
 
-What `quantised` can tell. A code that flips makes others flip in the layers behind it, so
+What `quantized` can tell. A code that flips makes others flip in the layers behind it, so
 that another order of a sum moves this run as far as bf16 does, or as another input scale,
 or none: --check allows it 1.25 bf16 errors. The sharp comparisons are `wide`, for all that
-is read from a file, and `linear`, for the quantisation of activations. That a pipeline
-quantises its activations at all shows in its error against `wide`, which is then several
+is read from a file, and `linear`, for the quantization of activations. That a pipeline
+quantizes its activations at all shows in its error against `wide`, which is then several
 times that of expanded weights.
 
 The report ends with deliberate mistakes and how far they move an output, in units of its
@@ -95,10 +95,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from unittest import mock
 
-import quantised as formulas
+import quantized as formulas
 import torch
-from quantised import E2M1, amax, e2m1, e4m3, fp8_scale, from_blocks, from_e2m1, from_fp8, from_nvfp4, nvfp4_scale
-from quantised import stored_blocks, swizzle, tile_offsets, to_blocks, to_fp8, to_nvfp4, unpack, unswizzle
+from quantized import E2M1, amax, e2m1, e4m3, fp8_scale, from_blocks, from_e2m1, from_fp8, from_nvfp4, nvfp4_scale
+from quantized import stored_blocks, swizzle, tile_offsets, to_blocks, to_fp8, to_nvfp4, unpack, unswizzle
 
 from goldens.files import checksum, fnv1a, package_versions
 from goldens.klein import CASES
@@ -115,7 +115,7 @@ class Model:
     name: str
     transformer: str
     text_encoder: str | None
-    quantises_activations: bool
+    quantizes_activations: bool
     cases: tuple[str, ...]
 
 
@@ -183,7 +183,7 @@ def head_room(name):
 
 
 def input_scale_for(layer, input_amax, scale_of):
-    """None where activations are never quantised."""
+    """None where activations are never quantized."""
     return None if input_amax is None else scale_of(input_amax) * head_room(f"{layer}.input_scale")
 
 
@@ -270,7 +270,7 @@ def f32_bits(value):
 
 
 def transformer_layers():
-    """The quantised layers and the modules of diffusers that hold their rows."""
+    """The quantized layers and the modules of diffusers that hold their rows."""
     blocks = {name: place for name, place in bfl_places().items() if "_blocks." in name}
     return {name: [weight.removesuffix(".weight") for weight, _, _ in place] for name, place in blocks.items()}
 
@@ -292,7 +292,7 @@ FILES = dict(
 
 
 def build_file(components, name, input_amax):
-    """The quantised layers of a file; None for a layer that stays bf16."""
+    """The quantized layers of a file; None for a layer that stays bf16."""
     part, layers, format_of = FILES[name]
     built = {}
     for layer, modules in layers.items():
@@ -316,15 +316,15 @@ def check_mixture(file):
 # --- Running the reference --------------------------------------------------
 
 
-class QuantisedLinear(torch.nn.Module):
+class QuantizedLinear(torch.nn.Module):
     """In place of a linear layer: rows of a layer of the file."""
 
     def __init__(self, layer, rows):
         super().__init__()
-        self.layer, self.rows, self.quantises_activations = layer, rows, False
+        self.layer, self.rows, self.quantizes_activations = layer, rows, False
 
     def forward(self, x):
-        if self.quantises_activations and self.layer.input_scale is not None:
+        if self.quantizes_activations and self.layer.input_scale is not None:
             return self.layer.product(x.flatten(0, -2))[:, self.rows].to(x.dtype).unflatten(0, x.shape[:-1])
         return torch.nn.functional.linear(x, self.layer.expanded()[self.rows].to(x.dtype))
 
@@ -339,20 +339,20 @@ def install(components, files):
             first = 0
             for module in modules_of[layer]:
                 rows = slice(first, first + components[part].get_submodule(module).out_features)
-                components[part].set_submodule(module, QuantisedLinear(stored, rows))
+                components[part].set_submodule(module, QuantizedLinear(stored, rows))
                 first = rows.stop
 
 
-def quantise_activations(model, quantises):
-    """Whether a model's quantised layers take quantised inputs from now on, where the file has a scale for them."""
+def quantize_activations(model, quantizes):
+    """Whether a model's quantized layers take quantized inputs from now on, where the file has a scale for them."""
     for module in model.modules():
-        if isinstance(module, QuantisedLinear):
-            module.quantises_activations = quantises
+        if isinstance(module, QuantizedLinear):
+            module.quantizes_activations = quantizes
 
 
-def run(components, case, quantises_activations, exact_time=False):
+def run(components, case, quantizes_activations, exact_time=False):
     for part in ("transformer", "text_encoder"):
-        quantise_activations(components[part], quantises_activations)
+        quantize_activations(components[part], quantizes_activations)
     return run_case(components, case, exact_time)
 
 
@@ -396,20 +396,20 @@ def run_model(base, files, model):
     components = copy.deepcopy(base)
     install(components, files_of(model, files))
     cases = [case for case in CASES if case.name in model.cases]
-    kinds = dict(wide=False) | (dict(quantised=True) if model.quantises_activations else {})
+    kinds = dict(wide=False) | (dict(quantized=True) if model.quantizes_activations else {})
 
-    def run_kind(case, quantises, exact_time=False):
-        return stages(model, run(components, case, quantises, exact_time))
+    def run_kind(case, quantizes, exact_time=False):
+        return stages(model, run(components, case, quantizes, exact_time))
 
-    truths = {case: {kind: run_kind(case, quantises) for kind, quantises in kinds.items()} for case in cases}
+    truths = {case: {kind: run_kind(case, quantizes) for kind, quantizes in kinds.items()} for case in cases}
     to_bf16(components)
     results = {}
     for case in cases:
         errors = []
         for exact_time in (False, True):
-            own = run_kind(case, model.quantises_activations, exact_time)
+            own = run_kind(case, model.quantizes_activations, exact_time)
             compared = {kind: (own, truth) for kind, truth in truths[case].items()}
-            if model.quantises_activations:
+            if model.quantizes_activations:
                 compared["expanded"] = (run_kind(case, False, exact_time), truths[case]["wide"])
             errors.append(
                 {
@@ -436,8 +436,8 @@ def run_linears(layers, names):
     """The products of some layers of a file."""
     products = {}
     for name in names:
-        linear = QuantisedLinear(layers[name], slice(None))
-        linear.quantises_activations = True
+        linear = QuantizedLinear(layers[name], slice(None))
+        linear.quantizes_activations = True
         products[name] = linear(linear_input(name, layers[name].expanded().shape[1]))
     return products
 
@@ -520,7 +520,7 @@ def input_scale_one_in_encoder(name, layer, layers):
 
 
 def mistakes():
-    right_unswizzle, right_forward = unswizzle, QuantisedLinear.forward
+    right_unswizzle, right_forward = unswizzle, QuantizedLinear.forward
 
     def low_nibble_first(packed):
         return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
@@ -532,12 +532,12 @@ def mistakes():
         return stored.reshape(rows, columns)
 
     def scale_of_the_moment(self, x):
-        if self.quantises_activations:
+        if self.quantizes_activations:
             layer = replace(self.layer, input_scale=self.layer.scale_of(amax(x)))
             return layer.product(x.flatten(0, -2))[:, self.rows].unflatten(0, x.shape[:-1])
         return right_forward(self, x)
 
-    def not_quantised(self, x):
+    def not_quantized(self, x):
         return torch.nn.functional.linear(x, self.layer.expanded()[self.rows])
 
     def last_bit(self, x):
@@ -548,38 +548,38 @@ def mistakes():
         return functools.partial(mock.patch.object, formulas, name, mistaken)
 
     def forward(mistaken):
-        return functools.partial(mock.patch.object, QuantisedLinear, "forward", mistaken)
+        return functools.partial(mock.patch.object, QuantizedLinear, "forward", mistaken)
 
     low_first = function("unpack", low_nibble_first)
-    unnoticed = dict(run="quantised", noticed=False)
+    unnoticed = dict(run="quantized", noticed=False)
     return (
         Mistake("fp8", "weight_scale divided", "wide", scale_divided),
         Mistake("fp8", "weight_scale of the other stream", "wide", tensor_scales_exchanged),
-        Mistake("fp8", "input_scale divided", "quantised", input_scale_divided),
+        Mistake("fp8", "input_scale divided", "quantized", input_scale_divided),
         Mistake("fp8", "input_scale of the other stream", change=input_scales_exchanged, **unnoticed),
-        Mistake("fp8", "... in the product only", "quantised", input_scales_exchanged_in_product),
+        Mistake("fp8", "... in the product only", "quantized", input_scales_exchanged_in_product),
         Mistake("fp8", "input_scale 1", change=input_scale_one, **unnoticed),
         Mistake("fp8", "input scale of the moment", patch=forward(scale_of_the_moment), **unnoticed),
-        Mistake("fp8", "activations not quantised", patch=forward(not_quantised), **unnoticed),
+        Mistake("fp8", "activations not quantized", patch=forward(not_quantized), **unnoticed),
         Mistake("fp8", LAST_BIT, patch=forward(last_bit), **unnoticed),
         Mistake("nvfp4_w4a16", "low nibble first", "wide", patch=low_first),
         Mistake("nvfp4_w4a16", "plain scales taken as tiles", "wide", patch=function("unswizzle", plain_as_swizzled)),
         Mistake("nvfp4_w4a16", "tiles taken as plain scales", "wide", patch=function("unswizzle", swizzled_as_plain)),
         Mistake("nvfp4_w4a16", "weight_scale_2 divided", "wide", scale_divided),
         Mistake("nvfp4_w4a16", "weight_scale_2 of the other stream", "wide", tensor_scales_exchanged),
-        Mistake("nvfp4", "low nibble first in weights only", "quantised", patch=low_first),
+        Mistake("nvfp4", "low nibble first in weights only", "quantized", patch=low_first),
         Mistake("nvfp4", "plain scales taken as tiles", patch=function("unswizzle", plain_as_swizzled), **unnoticed),
         Mistake("nvfp4", "tiles taken as plain scales", patch=function("unswizzle", swizzled_as_plain), **unnoticed),
-        Mistake("nvfp4", "input_scale divided", "quantised", input_scale_divided),
+        Mistake("nvfp4", "input_scale divided", "quantized", input_scale_divided),
         Mistake("nvfp4", "input_scale of the other stream", change=input_scales_exchanged, **unnoticed),
-        Mistake("nvfp4", "... in the product only", "quantised", input_scales_exchanged_in_product),
+        Mistake("nvfp4", "... in the product only", "quantized", input_scales_exchanged_in_product),
         Mistake("nvfp4", "input_scale 1", change=input_scale_one, **unnoticed),
         Mistake("nvfp4", "input scale of the moment", patch=forward(scale_of_the_moment), **unnoticed),
-        Mistake("nvfp4", "activations not quantised", patch=forward(not_quantised), **unnoticed),
+        Mistake("nvfp4", "activations not quantized", patch=forward(not_quantized), **unnoticed),
         Mistake("nvfp4", LAST_BIT, patch=forward(last_bit), **unnoticed),
         Mistake("mixed", "low nibble first", "wide", patch=low_first, stage="prompt_embeds"),
         Mistake("mixed", "one scale for q, k, v", "wide", first_scale_of_group, stage="prompt_embeds"),
-        Mistake("mixed", "encoder's inputs quantised", "quantised", input_scale_one_in_encoder, stage="prompt_embeds"),
+        Mistake("mixed", "encoder's inputs quantized", "quantized", input_scale_one_in_encoder, stage="prompt_embeds"),
     )
 
 
@@ -597,16 +597,16 @@ def sensitivity(base, files, results, linears):
         install(components, changed)
         with mistake.patch():
             # The velocity of step 0 does not depend on the number of steps.
-            wrong = stages(model, run(components, replace(case, steps=1), mistake.run == "quantised"))[mistake.stage]
+            wrong = stages(model, run(components, replace(case, steps=1), mistake.run == "quantized"))[mistake.stage]
             products = run_linears(changed[model.transformer], TRANSFORMER_SAMPLES)
         result = results[model.name][case.name]
         moved = relative_l2(wrong, result.truths[mistake.run][mistake.stage])
-        kind = "expanded" if mistake.run == "wide" and model.quantises_activations else mistake.run
+        kind = "expanded" if mistake.run == "wide" and model.quantizes_activations else mistake.run
         unit = result.errors[ERROR_KINDS.index("bf16_exact_time_relative_l2")][f"{kind}.{mistake.stage}"]
         right = linears[model.transformer]
         rounded = {name: y.to(torch.bfloat16).float() for name, y in right.items()}
         single = None
-        if (mistake.run, mistake.stage) == ("quantised", "velocity"):
+        if (mistake.run, mistake.stage) == ("quantized", "velocity"):
             single = row_relative_l2(products, right) / row_relative_l2(rounded, right)
         moves.append((mistake, moved, moved / unit, single))
     return moves
@@ -664,7 +664,7 @@ def check_result(name, result):
 def stored_stages(truths):
     """By name, what the file holds of the runs of one model and case."""
     tensors = {f"{kind}.{stage}": tensor for kind, truth in truths.items() for stage, tensor in truth.items()}
-    embeds = tensors.pop("quantised.prompt_embeds", None)
+    embeds = tensors.pop("quantized.prompt_embeds", None)
     assert embeds is None or torch.equal(embeds, tensors["wide.prompt_embeds"]), "the text encoder is not the same"
     return {name: to_u16(tensor) if name.endswith("image") else tensor for name, tensor in tensors.items()}
 
@@ -699,14 +699,14 @@ def compute():
         cases=cases,
     )
     report += format_sensitivity(sensitivity(base, files, results, linears))
-    return Golden(name="quantised", tensors=tensors, summary=summary, report="\n".join(report), noise=noise)
+    return Golden(name="quantized", tensors=tensors, summary=summary, report="\n".join(report), noise=noise)
 
 
 def noise(summary):
-    """A code that flips moves `quantised` about as far as bf16 does, see above; as for bf16, its size must agree."""
+    """A code that flips moves `quantized` about as far as bf16 does, see above; as for bf16, its size must agree."""
     return {
         f"{case['name']}.{key}": 1.25 * error
         for case in summary["cases"]
         for key, error in case["bf16_exact_time_relative_l2"].items()
-        if key.startswith("quantised.")
+        if key.startswith("quantized.")
     }

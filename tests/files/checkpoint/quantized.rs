@@ -1,4 +1,4 @@
-//! Quantised layers in every way that files store them: the values are those of a decoder written from the definitions of the
+//! Quantized layers in every way that files store them: the values are those of a decoder written from the definitions of the
 //! formats, and the stored input of a layer is what the file says.
 
 use super::written::{Written, padded};
@@ -271,7 +271,7 @@ fn nvfp4_layers_of_every_layout() {
                 assert_eq!(weights.shape(&name).unwrap(), size);
                 let found = weight(&weights, &name, &size);
                 assert_eq!(bits(&values(&found)), bits(&weight_of.values()), "{i} {size:?}");
-                // Text encoders never quantise their activations.
+                // Text encoders never quantize their activations.
                 let input = Stored::nvfp4(Scale::new(0.02).unwrap());
                 assert_eq!(found.input, (part == Component::Transformer).then_some(input), "{i}");
                 weights.check_scales(&name).unwrap();
@@ -503,10 +503,10 @@ fn formats_that_are_not_supported_are_refused_by_tensor_and_name() {
         (vec![weight("U8"), beside("weight_global_scale", "F32")], "compressed-tensors"),
         (vec![weight("U8"), beside("pre_quant_scale", "F32")], "smoothed by AWQ (pre_quant_scale)"),
         (vec![weight("U8"), beside("weight.absmax", "F32")], "4-bit (bitsandbytes)"),
-        (vec![weight("U8"), beside("weight.nested_absmax", "F32")], "in an unknown quantised format"),
+        (vec![weight("U8"), beside("weight.nested_absmax", "F32")], "in an unknown quantized format"),
     ] {
         let error = Weights::from_shards(Component::Transformer, vec![shard(zeros(&tensors)).unwrap()]).unwrap_err();
-        assert_eq!(error.to_string(), format!("unsupported quantisation (x.safetensors): tensor `{QKV}.weight` is {format}"));
+        assert_eq!(error.to_string(), format!("unsupported quantization (x.safetensors): tensor `{QKV}.weight` is {format}"));
         assert_eq!(error.hint().unwrap(), "use the BF16, FP8 or NVFP4 checkpoint of the same model");
     }
     for (settings, format) in [
@@ -515,8 +515,8 @@ fn formats_that_are_not_supported_are_refused_by_tensor_and_name() {
         (r#"{"format": "convrot_w4a4"}"#, "INT4"),
         (r#"{"format": "asym_w4a8_int8"}"#, "INT4"),
         (r#"{"format": "awq_w4a16"}"#, "INT4"),
-        (r#"{"format": "new"}"#, "in an unknown quantised format"),
-        ("{}", "in an unknown quantised format"),
+        (r#"{"format": "new"}"#, "in an unknown quantized format"),
+        ("{}", "in an unknown quantized format"),
         (r#"{"convrot": true}"#, "rotated (ConvRot)"),
         (r#"{"format": "nvfp4", "params": {"convrot": true}}"#, "rotated (ConvRot)"),
     ] {
@@ -529,7 +529,7 @@ fn formats_that_are_not_supported_are_refused_by_tensor_and_name() {
             }
             file.add(&format!("{QKV}.weight"), "F8_E4M3", &[4], [0; 4]);
             let text = file.open(Component::Transformer).unwrap_err().to_string();
-            assert_eq!(text, format!("unsupported quantisation (x.safetensors): tensor `{QKV}.weight` is {format}"));
+            assert_eq!(text, format!("unsupported quantization (x.safetensors): tensor `{QKV}.weight` is {format}"));
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Single layers of the quantised files: what their inputs become, and their products. The model's outputs do not tell a wrong
-//! input scale, because what it does to the elements is of the size of the quantisation's own error; these do.
+//! Single layers of the quantized files: what their inputs become, and their products. The model's outputs do not tell a wrong
+//! input scale, because what it does to the elements is of the size of the quantization's own error; these do.
 
 use common::modes::hashed;
-use common::quantised::{Change, Content, Form, Layer, RECORDED, hash, weights};
+use common::quantized::{Change, Content, Form, Layer, RECORDED, hash, weights};
 use common::{Goldens, cpu, relative_l2};
 use kiln::internals::backend::{Backend, Gemm, Linear, Op, Role, Weight};
 use kiln::internals::checkpoint::Weights;
@@ -24,7 +24,7 @@ fn input(layer: &Layer) -> Vec<f32> {
 
 /// What a layer makes of its input.
 struct Output {
-    /// Hashes of the quantised input: of the elements and of the block scales.
+    /// Hashes of the quantized input: of the elements and of the block scales.
     input: Vec<String>,
     /// Every sixteenth column of the product.
     product: Vec<f32>,
@@ -90,7 +90,7 @@ fn error(got: &[f32], want: &[f32], k: usize) -> f64 {
 /// The worst error of the recorded layers of a file in units of the limit, and whether all of their inputs have the recorded
 /// elements and scales.
 fn compare(file: &str, weights: &Weights) -> (f64, bool) {
-    let (content, goldens) = (Content::of(file), Goldens::named("quantised.safetensors"));
+    let (content, goldens) = (Content::of(file), Goldens::named("quantized.safetensors"));
     let (mut worst, mut same) = (0_f64, true);
     for (name, sample) in &RECORDED.samples[file] {
         let layer = content.layers.iter().find(|layer| layer.name == *name).unwrap();

@@ -1,4 +1,4 @@
-//! Faults in quantised files: each is refused with a message that names the tensor and a hint that says what to do.
+//! Faults in quantized files: each is refused with a message that names the tensor and a hint that says what to do.
 
 use super::message;
 use super::written::Written;
@@ -14,7 +14,7 @@ const LAYER: &str = "double_blocks.0.img_attn.proj";
 const FP8: &str = r#"{"format": "float8_e4m3fn"}"#;
 const NVFP4: &str = r#"{"format": "nvfp4"}"#;
 const SIZE: [usize; 2] = [144, 80];
-const DAMAGED: &str = "the file is damaged, or quantised in a way of its own; download it again, or use another one";
+const DAMAGED: &str = "the file is damaged, or quantized in a way of its own; download it again, or use another one";
 const ORDER: &str = "if the file stores NVFP4 in another order, name it with --nvfp4-layout";
 
 fn name(suffix: &str) -> String {
@@ -81,7 +81,7 @@ fn replace(file: &mut Written, suffix: &str, element: &'static str, shape: &[usi
 }
 
 fn invalid(detail: &str) -> String {
-    format!("invalid quantisation (x.safetensors): {detail}")
+    format!("invalid quantization (x.safetensors): {detail}")
 }
 
 /// The message about a tensor beside the weight.
@@ -240,7 +240,7 @@ fn declarations_that_do_not_fit() {
 fn shapes_that_do_not_fit() {
     let other = &format!("this file is incomplete or belongs to another model; kiln runs {}", supported());
     let weight = |rows, bytes| move |file: &mut Written| replace(file, "weight", "U8", &[rows, bytes], vec![0; rows * bytes]);
-    // Rows and columns that a quantiser padded.
+    // Rows and columns that a quantizer padded.
     for (rows, bytes, got) in [(160, 40, "[160, 80]"), (144, 48, "[144, 96]")] {
         let what = format!("wrong shape (x.safetensors): tensor `{LAYER}.weight` is {got}, this model needs [144, 80]");
         check_hint(&nvfp4(), weight(rows, bytes), &what, other);
@@ -292,7 +292,7 @@ fn block_scales_are_checked_one_by_one() {
             check(&nvfp4(), put(row, block, scale), &what(fault));
         }
         check_hint(&nvfp4(), put(row, block, 0x00), &what("is zero over elements that are not"), ORDER);
-        // Elements that are zero, and the largest ones, which a quantiser writes where the scale underflows.
+        // Elements that are zero, and the largest ones, which a quantizer writes where the scale underflows.
         for code in [0x00, 0x08, 0x88, 0xf7, 0x70] {
             let mut file = nvfp4();
             put(row, block, 0)(&mut file);

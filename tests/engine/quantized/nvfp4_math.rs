@@ -1,7 +1,7 @@
 //! NVFP4 weights multiplied as bf16 and as FP8: what the layers of a model hold, and that the result is that of the file it
 //! stands for.
 
-use common::quantised::{Content, Form, Layer, SHORT, engine, goldens::PLAIN_INPUTS, model, weights};
+use common::quantized::{Content, Form, Layer, SHORT, engine, goldens::PLAIN_INPUTS, model, weights};
 use common::wrapped;
 use common::{cpu, run, small_job};
 use kiln::error::Error;
@@ -92,7 +92,7 @@ fn plain_inputs_are_those_of_a_device_without_others() {
     let blocks = |what: &str| format!("transformer double blocks, single blocks: nvfp4 {what}");
     assert_eq!(line(Nvfp4Math::Auto, GemmFormats::ALL), blocks("(w4a4)"));
     assert_eq!(line(Nvfp4Math::Bf16, GemmFormats::ALL), blocks("(w4a16: as asked)"));
-    assert_eq!(line(Nvfp4Math::Auto, PLAIN_INPUTS), blocks("(w4a16: no GEMM of quantised inputs here)"));
+    assert_eq!(line(Nvfp4Math::Auto, PLAIN_INPUTS), blocks("(w4a16: no GEMM of quantized inputs here)"));
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn only_layers_with_an_input_scale_are_re_encoded() {
 fn fp8_that_cannot_be_had_is_an_error() {
     let model = open(Content::of("nvfp4"), Form::BFL);
     for (precision, gemms, why) in [
-        (Precision::F32, GemmFormats::ALL, "nothing is quantised in f32 precision"),
+        (Precision::F32, GemmFormats::ALL, "nothing is quantized in f32 precision"),
         (Precision::Bf16, GemmFormats { w8a8: false, ..GemmFormats::ALL }, "this device has no FP8 GEMM"),
     ] {
         let of = |nvfp4_math| {

@@ -1,4 +1,4 @@
-//! The tiny model from quantised files: its outputs against recorded ones, the same weights in every form of file, and what is
+//! The tiny model from quantized files: its outputs against recorded ones, the same weights in every form of file, and what is
 //! held in memory.
 
 mod at_load;

@@ -3,8 +3,8 @@
 
 use super::linears::other_stream;
 use common::modes::{PredictionInputs, predict};
-use common::quantised::goldens::{Golden, PLAIN_INPUTS};
-use common::quantised::{Change, Content, Form, Layer, engine, model, weights};
+use common::quantized::goldens::{Golden, PLAIN_INPUTS};
+use common::quantized::{Change, Content, Form, Layer, engine, model, weights};
 use common::wrapped;
 use common::{Goldens, cpu, run, small_job};
 use kiln::internals::backend::GemmFormats;
@@ -39,8 +39,8 @@ impl Rule {
         let inputs = PredictionInputs { size, features, noise, time: 1.0, guidance: 1.0 };
         let mut backend = wrapped::with_formats(cpu(), self.gemms);
         let velocity = predict(&mut backend, own, &config, Precision::Bf16, inputs);
-        let truth = if self.kind == "quantised" { self.kind } else { "wide" };
-        golden.velocity_error(&velocity, truth, &Goldens::named("quantised.safetensors"))
+        let truth = if self.kind == "quantized" { self.kind } else { "wide" };
+        golden.velocity_error(&velocity, truth, &Goldens::named("quantized.safetensors"))
     }
 
     /// Fails unless the recorded outputs accept the transformer of this file.
@@ -96,8 +96,8 @@ fn wrong_nvfp4_weights_are_noticed() {
     rule.refuses("plain scales read as tiles", &order(Nvfp4Layout { tiled: false, ..Nvfp4Layout::COMFY }));
     rule.refuses("inverse scales", &transformer(&right.changed(inverse_scale), Form::BFL));
     rule.refuses("scales of the other stream", &transformer(&right.changed(scale_of_other_stream), Form::BFL));
-    // Of these only the first is larger than the error of quantised inputs.
-    let rule = Rule { case: "nvfp4.square", gemms: GemmFormats::ALL, kind: "quantised" };
+    // Of these only the first is larger than the error of quantized inputs.
+    let rule = Rule { case: "nvfp4.square", gemms: GemmFormats::ALL, kind: "quantized" };
     rule.refuses("low nibble first", &order(Nvfp4Layout::MODELOPT_SINGLE));
 }
 
@@ -114,7 +114,7 @@ fn scale_of_first(layer: &mut Layer, all: &[Layer]) {
 #[test]
 fn a_wrong_text_encoder_is_noticed() {
     let (right, golden) = (Content::of("fp8mixed"), Golden::named("mixed.square"));
-    let goldens = Goldens::named("quantised.safetensors");
+    let goldens = Goldens::named("quantized.safetensors");
     for (what, wrong) in [
         ("low nibble first", right.file(Form { nvfp4: Nvfp4Layout::MODELOPT_SINGLE, ..Form::COMFY })),
         ("one scale for q, k, v", right.changed(scale_of_first).file(Form::COMFY)),

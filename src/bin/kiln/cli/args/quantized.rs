@@ -6,12 +6,12 @@ use kiln::DType;
 
 /// The precision, and how FP8 and NVFP4 are computed with. They belong to every command that loads or plans a model.
 #[derive(Args, Clone, Copy, Debug)]
-pub struct QuantisedArgs {
+pub struct QuantizedArgs {
     /// Precision that results are stored in
     #[arg(long, value_enum, value_name = "TYPE", default_value = "bf16", help_heading = "Run")]
     pub precision: PrecisionArg,
 
-    /// Quantise the weights of a bf16, f16 or f32 model while it is loaded
+    /// Quantize the weights of a bf16, f16 or f32 model while it is loaded
     ///
     /// Those of the transformer's blocks and of the text encoder become smaller; embedders, modulations and norms stay as they
     /// are. Nothing is calibrated: `kiln quantize` makes files that are, and that load faster. The transformer's inputs in FP8 have

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compare kiln with the arithmetic of FP8 and NVFP4 models, written out in PyTorch, on one checkpoint.
 
-    python tools/random_checkpoint.py FOLDER --model 4b --format fp8 --encoder fp8 fp8mixed --quantised-only
-    python tools/compare_quantised.py FOLDER --kiln target/release/kiln --out RESULTS --references 1 \\
+    python tools/random_checkpoint.py FOLDER --model 4b --format fp8 --encoder fp8 fp8mixed --quantized-only
+    python tools/compare_quantized.py FOLDER --kiln target/release/kiln --out RESULTS --references 1 \\
         --transformer FOLDER/flux-2-klein-4b-fp8.safetensors \\
         --text-encoder FOLDER/qwen_3_4b_fp8.safetensors FOLDER/qwen_3_4b_fp8mixed.safetensors
 
@@ -22,12 +22,12 @@ the same prompt embeddings:
             NVFP4: with --nvfp4-math bf16; and with --nvfp4-math fp8 and what FP8 is run with
 
 On the CPU `torch` sums exactly. The error of `torch` and of kiln is their relative L2 distance from `wide`: of velocity and latents
-of each step, and of the decoded image. With quantised inputs kiln's is at most 1.1 times that of `torch` with --attention bf16 and
-1.2 times with its defaults, everywhere; and at least half of it, because expanded weights and inputs that were never quantised would
+of each step, and of the decoded image. With quantized inputs kiln's is at most 1.1 times that of `torch` with --attention bf16 and
+1.2 times with its defaults, everywhere; and at least half of it, because expanded weights and inputs that were never quantized would
 be much closer to `wide`. With inputs as they are it is at most 1.2 times that of `torch`, the rule of tools/compare_diffusers.py. The
 prompt embeddings are those that kiln computes with the first text encoder, so that its error has no part in this.
 
-Text encoders have quantised weights and inputs as they are. kiln's prompt embeddings with each of the files are held to
+Text encoders have quantized weights and inputs as they are. kiln's prompt embeddings with each of the files are held to
 transformers in fp32, with the rule of tools/compare_diffusers.py: an error of at most 1.2 times that of transformers in bf16 with
 weights expanded as ComfyUI expands them, with one rounding.
 
@@ -43,15 +43,15 @@ import torch
 from compare_diffusers import ALLOWED, PARTS, Case, arguments, begin, build_model, denoised, finish, free, is_dev, is_narrow
 from compare_diffusers import load_model, make_pipeline, parse, run_diffusers, run_kiln, versions, with_velocities
 from goldens.model import to_bf16
-from goldens.quantised import Fp8Layer, Nvfp4Layer, QuantisedLinear, quantise_activations
+from goldens.quantized import Fp8Layer, Nvfp4Layer, QuantizedLinear, quantize_activations
 from goldens.values import relative_l2, rms
-from quantised import E2M1_MAX, nvfp4_to_fp8, to_fp8
+from quantized import E2M1_MAX, nvfp4_to_fp8, to_fp8
 from random_lora import put_beside
 from safetensors import safe_open
 from single_files import declared_formats, encoder_weights, transformer_weights
 
-# Below this share of PyTorch's error, inputs were not quantised: without that it is a fifth on the tiny model.
-QUANTISED = 0.5
+# Below this share of PyTorch's error, inputs were not quantized: without that it is a fifth on the tiny model.
+QUANTIZED = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Variant:
 
     arguments: tuple
     most: float
-    quantises: bool = True  # inputs
+    quantizes: bool = True  # inputs
 
     @property
     def least(self):
-        return QUANTISED if self.quantises else 0.0
+        return QUANTIZED if self.quantizes else 0.0
 
 
 PLAIN_HEADS = ("--attention", "bf16")
@@ -77,7 +77,7 @@ FP8_VARIANTS = {
 # By the format of the transformer. Those of NVFP4 are named by what it is multiplied in, and then as those of FP8.
 VARIANTS = dict(
     fp8=FP8_VARIANTS,
-    nvfp4={"bf16": Variant(("--nvfp4-math", "bf16"), ALLOWED, quantises=False)}
+    nvfp4={"bf16": Variant(("--nvfp4-math", "bf16"), ALLOWED, quantizes=False)}
     | {f"fp8-{name}": Variant(("--nvfp4-math", "fp8", *v.arguments), v.most) for name, v in FP8_VARIANTS.items()},
 )
 
@@ -137,7 +137,7 @@ def load_single_file(folder, part, path, device):
             unread -= {*names.values(), f"{weight.layer}.comfy_quant"}
             first = 0
             for name, (rows, *_) in weight.sources.items():
-                model.set_submodule(name.removesuffix(".weight"), QuantisedLinear(layer, slice(first, first + rows)))
+                model.set_submodule(name.removesuffix(".weight"), QuantizedLinear(layer, slice(first, first + rows)))
                 first += rows
     assert not unread, f"{path}: nothing takes {sorted(unread)}"
     return model
@@ -196,12 +196,12 @@ def judged(ratio, least, most):
 
 
 def compare(case, wide, theirs, dumps, variants):
-    """Rows of the table for one case, given kiln's dumps by variant, and PyTorch's results by whether inputs are quantised."""
+    """Rows of the table for one case, given kiln's dumps by variant, and PyTorch's results by whether inputs are quantized."""
     rows = []
     for name, dump in dumps.items():
         kiln, variant = with_velocities(dump, wide["sigmas"]), variants[name]
         for stage in denoised(case):
-            row = row_of(case.name, stage, name, wide[stage], theirs[variant.quantises][stage], kiln[stage])
+            row = row_of(case.name, stage, name, wide[stage], theirs[variant.quantizes][stage], kiln[stage])
             rows.append(row | judged(row["ratio"], variant.least, variant.most))
     return rows
 
@@ -255,8 +255,8 @@ def run(args):
     keep_latents_wide(pipe)
     given = kiln_embeds[args.text_encoder[0]][None].to(args.device)
 
-    def run_transformer(case, quantises):
-        quantise_activations(pipe.transformer, quantises)
+    def run_transformer(case, quantizes):
+        quantize_activations(pipe.transformer, quantizes)
         return run_diffusers(pipe, args, case, exact_time=True, prompt_embeds=given)
 
     wide, theirs = {}, {case.name: {} for case in cases}
@@ -266,9 +266,9 @@ def run(args):
     to_bf16({part: getattr(pipe, part) for part in PARTS})
     free(args.device)
     for case in cases:
-        for quantises in sorted({variants[variant].quantises for variant in args.variants}):
-            theirs[case.name][quantises] = run_transformer(case, quantises)
-            said(f"torch {case.name}, inputs {'quantised' if quantises else 'in bf16'}")
+        for quantizes in sorted({variants[variant].quantizes for variant in args.variants}):
+            theirs[case.name][quantizes] = run_transformer(case, quantizes)
+            said(f"torch {case.name}, inputs {'quantized' if quantizes else 'in bf16'}")
 
     rows = compare_encoders(embeds, kiln_embeds)
     for case in cases:
@@ -288,7 +288,7 @@ def run(args):
 
 
 def format_of(path):
-    """The format of a transformer's quantised layers."""
+    """The format of a transformer's quantized layers."""
     with safe_open(path, "pt") as file:
         (format,) = {*declared_formats(file).values()}
     return format
@@ -297,7 +297,7 @@ def format_of(path):
 def main():
     parser = arguments("Compare kiln with the arithmetic of FP8 and NVFP4 models on one checkpoint.")
     parser.add_argument("--transformer", type=Path, required=True, metavar="FILE", help="the transformer in FP8 or NVFP4")
-    parser.add_argument("--text-encoder", type=Path, nargs="+", required=True, metavar="FILE", help="quantised text encoders")
+    parser.add_argument("--text-encoder", type=Path, nargs="+", required=True, metavar="FILE", help="quantized text encoders")
     names = "; ".join(f"{format}: {', '.join(variants)}" for format, variants in VARIANTS.items())
     parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"of kiln [default: all]. {names}")
     args = parse(parser)

@@ -1,7 +1,7 @@
 //! Attention with queries and keys in e4m3: in which blocks, with which factors and bounds, and what it costs in accuracy. And
 //! activations that do not fit into FP8.
 
-use common::quantised::{Content, Form, Layer, SHORT, engine, model, weights};
+use common::quantized::{Content, Form, Layer, SHORT, engine, model, weights};
 use common::wrapped;
 use common::{cpu, relative_l2, run, small_job};
 use kiln::error::Error;
@@ -104,7 +104,7 @@ fn is_fp8(attention: &Attended) -> bool {
 }
 
 #[test]
-fn blocks_with_quantised_inputs_attend_in_fp8() {
+fn blocks_with_quantized_inputs_attend_in_fp8() {
     // The tiny model has two blocks of each sort. A double block needs both streams.
     let whole = Content::of("fp8");
     let plain = |name: &'static str| whole.with_plain_layers(move |layer| layer == name);
@@ -202,9 +202,9 @@ fn fp8_attention_that_cannot_be_had_is_an_error() {
     let whole = Content::of("fp8");
     let mixed = whole.with_plain_layers(|layer| layer == "single_blocks.1.linear1");
     for (content, precision, gemms, want, why) in [
-        (whole, Precision::F32, GemmFormats::ALL, "nothing is quantised in f32 precision", PlainHeads::Precision),
+        (whole, Precision::F32, GemmFormats::ALL, "nothing is quantized in f32 precision", PlainHeads::Precision),
         (whole, Precision::Bf16, GemmFormats::NONE, "there is no kernel for it here", PlainHeads::Device),
-        (&mixed, Precision::Bf16, GemmFormats::ALL, "the inputs of `single_blocks.1` are not quantised", PlainHeads::Inputs),
+        (&mixed, Precision::Bf16, GemmFormats::ALL, "the inputs of `single_blocks.1` are not quantized", PlainHeads::Inputs),
     ] {
         let model = open(content);
         let of = |attention| model.formats(LoadOptions { precision, attention, ..LoadOptions::DEFAULT }, gemms);
@@ -251,7 +251,7 @@ fn the_error_is_that_of_rounding_queries_and_keys() {
             }
             Ok(())
         });
-        // The results themselves are not quantised, so that only queries and keys are.
+        // The results themselves are not quantized, so that only queries and keys are.
         let content = Content::of("fp8").with_plain_layers(|layer| layer.ends_with("_attn.proj"));
         run(&mut engine(Box::new(backend), open(&content), options(attention)), &small_job()).unwrap();
         found.take().unwrap()

@@ -1,4 +1,4 @@
-//! The pipeline with quantised weights against outputs recorded from the formulas of `tools/goldens/quantised.py`, on any
+//! The pipeline with quantized weights against outputs recorded from the formulas of `tools/goldens/quantized.py`, on any
 //! backend.
 
 use super::super::wrapped;
@@ -17,10 +17,10 @@ use kiln::internals::tensor::formats::{e4m3, to_e4m3};
 use kiln::internals::tensor::{Precision, Tensor};
 use std::f32::consts::LOG2_E;
 
-/// Makes a backend that has these quantised GEMMs and no others.
+/// Makes a backend that has these quantized GEMMs and no others.
 pub type MakeWith<'a> = &'a dyn Fn(GemmFormats) -> Box<dyn Backend>;
 
-/// GEMMs of quantised weights by plain inputs only.
+/// GEMMs of quantized weights by plain inputs only.
 pub const PLAIN_INPUTS: GemmFormats = GemmFormats { w8a8: false, w4a4: false, ..GemmFormats::ALL };
 
 /// A case and what was recorded of it.
@@ -69,7 +69,7 @@ impl Golden {
         run(engine, &self.job()).unwrap().record.unwrap()
     }
 
-    /// The error of a stage against one of the recorded runs, `wide` or `quantised`.
+    /// The error of a stage against one of the recorded runs, `wide` or `quantized`.
     pub fn error(&self, record: &Record, truth: &str, stage: &str, goldens: &Goldens) -> f64 {
         // The text encoder is the same in both runs.
         let truth = if stage == "prompt_embeds" { "wide" } else { truth };
@@ -112,7 +112,7 @@ impl Golden {
     /// Holds a run in bf16 to the error of ComfyUI's arithmetic. `kind` says how that computes, and against which run both are
     /// measured.
     fn check_bf16(&self, record: &Record, kind: &str, goldens: &Goldens) {
-        let truth = if kind == "quantised" { kind } else { "wide" };
+        let truth = if kind == "quantized" { kind } else { "wide" };
         for stage in self.stages() {
             let error = self.error(record, truth, stage, goldens);
             let theirs = self.bf16_error(kind, stage);
@@ -132,11 +132,11 @@ fn pixels(record: &Record) -> Vec<f32> {
     every(7, 3 * record.width, &unit_image(&record.image))
 }
 
-/// Every stage in f32, where weights are expanded and activations are not quantised.
+/// Every stage in f32, where weights are expanded and activations are not quantized.
 pub fn f32_equals_the_expanded_model(make: MakeWith<'_>) {
-    let goldens = Goldens::named("quantised.safetensors");
-    // A model whose activations are not quantised is the same as another one here.
-    for golden in Golden::all().filter(|golden| golden.model.quantises_activations) {
+    let goldens = Goldens::named("quantized.safetensors");
+    // A model whose activations are not quantized is the same as another one here.
+    for golden in Golden::all().filter(|golden| golden.model.quantizes_activations) {
         let record = golden.run(&mut golden.engine(make(GemmFormats::ALL), Precision::F32));
         for stage in golden.stages() {
             let error = golden.error(&record, "wide", stage, &goldens);
@@ -152,14 +152,14 @@ pub fn f32_equals_the_expanded_model(make: MakeWith<'_>) {
 /// Every stage in bf16, with the GEMMs that the files are made for: its error is at most 1.2 times that of ComfyUI's arithmetic
 /// in bf16, against both recorded runs.
 pub fn bf16_is_as_close_as_comfyui(make: MakeWith<'_>) {
-    let goldens = Goldens::named("quantised.safetensors");
+    let goldens = Goldens::named("quantized.safetensors");
     for golden in Golden::all() {
-        let formats = if golden.model.quantises_activations { GemmFormats::ALL } else { PLAIN_INPUTS };
+        let formats = if golden.model.quantizes_activations { GemmFormats::ALL } else { PLAIN_INPUTS };
         let record = golden.run(&mut golden.engine(make(formats), Precision::Bf16));
         golden.check_bf16(&record, "wide", &goldens);
-        if golden.model.quantises_activations {
-            golden.check_bf16(&record, "quantised", &goldens);
-            // That inputs are quantised at all shows in an error that expanded weights alone do not have.
+        if golden.model.quantizes_activations {
+            golden.check_bf16(&record, "quantized", &goldens);
+            // That inputs are quantized at all shows in an error that expanded weights alone do not have.
             let error = golden.error(&record, "wide", "velocity", &goldens);
             assert!(error > 2.0 * golden.bf16_error("expanded", "velocity"), "{}: {error:.2e}", golden.name());
         }
@@ -190,7 +190,7 @@ fn rounding_heads() -> Box<dyn Backend> {
 /// nothing else is rounded, gives the error that is their own. It and that of ComfyUI's arithmetic do not depend on each other,
 /// so their squares add up.
 pub fn fp8_attention_adds_its_own_error(make: MakeWith<'_>) {
-    let (goldens, golden) = (Goldens::named("quantised.safetensors"), Golden::named("fp8.odd"));
+    let (goldens, golden) = (Goldens::named("quantized.safetensors"), Golden::named("fp8.odd"));
     let record = golden.run(&mut golden.engine_with(make(GemmFormats::ALL), LoadOptions::DEFAULT));
     let rounded = golden.run(&mut golden.engine(rounding_heads(), Precision::F32));
     for stage in golden.stages() {
@@ -205,7 +205,7 @@ pub fn fp8_attention_adds_its_own_error(make: MakeWith<'_>) {
 
 /// The same on a backend without these GEMMs, where weights are expanded to bf16 and activations are as they are.
 pub fn expanded_weights_are_as_close_as_comfyui(make: MakeWith<'_>) {
-    let goldens = Goldens::named("quantised.safetensors");
+    let goldens = Goldens::named("quantized.safetensors");
     // These two have all formats; the transformer of the mixed model is that of the FP8 model.
     for golden in ["nvfp4.square", "mixed.square"].map(Golden::named) {
         let record = golden.run(&mut golden.engine(make(GemmFormats::NONE), Precision::Bf16));

@@ -1,4 +1,4 @@
-//! Plain weights that are quantised when a model is loaded. Nothing is calibrated, so the scales of inputs are constants.
+//! Plain weights that are quantized when a model is loaded. Nothing is calibrated, so the scales of inputs are constants.
 
 use super::formats::PlainInput;
 use super::nvfp4_math::{self, Nvfp4Math};
@@ -19,7 +19,7 @@ pub enum Producer {
 }
 
 impl LayerId {
-    /// The op that writes what the layer multiplies, for layers of the transformer's blocks. There it can write inputs quantised; those of
+    /// The op that writes what the layer multiplies, for layers of the transformer's blocks. There it can write inputs quantized; those of
     /// all other layers stay as they are.
     pub const fn producer(self) -> Option<Producer> {
         match self.role {
@@ -30,23 +30,23 @@ impl LayerId {
         }
     }
 
-    /// Whether the weight of this linear layer is quantised if that is asked for: all of the blocks, of which published files keep a few
+    /// Whether the weight of this linear layer is quantized if that is asked for: all of the blocks, of which published files keep a few
     /// wider, and all of the text encoder. Embedders, modulations and output layers stay as the checkpoint has them.
-    pub const fn is_quantised_on_request(self) -> bool {
+    pub const fn is_quantized_on_request(self) -> bool {
         self.block.is_some()
     }
 }
 
 impl Producer {
-    /// The scale of such an input in this format, if inputs are quantised to it.
+    /// The scale of such an input in this format, if inputs are quantized to it.
     pub fn input_scale(self, format: DType) -> Option<Scale> {
         let [plain, swiglu] = format.format().target?.input_scales?;
         Some(if self == Self::Swiglu { swiglu } else { plain })
     }
 }
 
-/// How the input of a layer is stored whose weight is quantised when it is loaded, or why it stays plain. It is an error if the
-/// backend has no GEMM of such weights at all: expanding them again would leave nothing of quantising but its errors.
+/// How the input of a layer is stored whose weight is quantized when it is loaded, or why it stays plain. It is an error if the
+/// backend has no GEMM of such weights at all: expanding them again would leave nothing of quantizing but its errors.
 pub(super) fn input(
     format: DType,
     producer: Option<Producer>,
@@ -59,7 +59,7 @@ pub(super) fn input(
         None => Err(PlainInput::Model),
         _ if precision == Precision::F32 => Err(PlainInput::Precision),
         _ if is_nvfp4 && math == Nvfp4Math::Fp8 => {
-            return Err(nvfp4_math::refused("they are quantised when they are loaded, and not re-encoded"));
+            return Err(nvfp4_math::refused("they are quantized when they are loaded, and not re-encoded"));
         }
         _ if is_nvfp4 && math == Nvfp4Math::Bf16 => Err(PlainInput::Asked),
         Some(producer) => match producer.input_scale(format) {
@@ -76,8 +76,8 @@ pub(super) fn input(
     }
 }
 
-/// The error for a model that cannot be quantised so.
+/// The error for a model that cannot be quantized so.
 pub(super) fn refused(format: DType, why: &str) -> Error {
-    let what = format!("the weights cannot be quantised to {} at load: {why}", format.label());
+    let what = format!("the weights cannot be quantized to {} at load: {why}", format.label());
     Error::Usage { what, hint: Some(Remedy::AsStored) }
 }

@@ -1,4 +1,4 @@
-//! Recognises quantised weights: which format each of them has, and where its scales are. What is declared about a layer counts
+//! Recognizes quantized weights: which format each of them has, and where its scales are. What is declared about a layer counts
 //! first; otherwise the format follows from the dtype of the weight and from the tensors beside it.
 //!
 //! Formats that are not supported are refused by name when a checkpoint is opened. Scales are read with the weight that they
@@ -10,15 +10,15 @@ use super::scales::ScaleTensor;
 use super::shard::Shard;
 use crate::component::Component;
 use crate::error::{Error, Result};
-use crate::names::{self, Companion, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, TensorRole, UNSUPPORTED_QUANTISERS};
+use crate::names::{self, Companion, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, TensorRole, UNSUPPORTED_QUANTIZERS};
 use crate::tensor::formats::Format;
 use crate::tensor::{DType, Nvfp4Layout, Scale, ScaleKind, SliceScaling, Stored};
 use crate::text::shown;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The quantised layers of one part.
+/// The quantized layers of one part.
 #[derive(Clone, Debug)]
-pub(super) struct Quantisation {
+pub(super) struct Quantization {
     part: Component,
     /// What is declared, by layer without prefix.
     declared: BTreeMap<String, Declared>,
@@ -70,8 +70,8 @@ impl FileWeight<'_> {
     }
 }
 
-impl Quantisation {
-    /// Reads what the files say about quantised layers, and fails if the format of one is not supported.
+impl Quantization {
+    /// Reads what the files say about quantized layers, and fails if the format of one is not supported.
     pub fn read(part: Component, shards: &[Shard]) -> Result<Self> {
         let mut layers: BTreeMap<String, Layer> = BTreeMap::new();
         let mut declarations = Declarations::read(part, shards)?;
@@ -79,7 +79,7 @@ impl Quantisation {
         for (index, shard) in shards.iter().enumerate() {
             for (name, entry) in shard.tensors() {
                 match names::resolve(part, name) {
-                    TensorRole::Quantisation(layer, kind) => {
+                    TensorRole::Quantization(layer, kind) => {
                         let beside = layers.entry(layer.clone()).or_default();
                         let place = match kind {
                             Companion::WeightScale => &mut beside.weight_scale,
@@ -96,7 +96,7 @@ impl Quantisation {
                             declarations.add(shards, index, &layer, Settings::parse(shard, name)?)?;
                         }
                     }
-                    // The marker has no content; two elements mean that inputs are never quantised.
+                    // The marker has no content; two elements mean that inputs are never quantized.
                     TensorRole::Fp8Marker => marker = Some(entry.shape.iter().product::<usize>() == 2),
                     _ => {}
                 }
@@ -134,7 +134,7 @@ impl Quantisation {
                         None => continue,
                     },
                 };
-                return Err(Error::Quantised { path: shard.path().into(), name: name.into(), format });
+                return Err(Error::Quantized { path: shard.path().into(), name: name.into(), format });
             }
         }
         Ok(())
@@ -162,7 +162,7 @@ impl Quantisation {
         })
     }
 
-    /// Fails if a layer is declared whose weight is missing, or if scales belong to no quantised weight. Layers that are `unread`
+    /// Fails if a layer is declared whose weight is missing, or if scales belong to no quantized weight. Layers that are `unread`
     /// may be incomplete.
     pub fn check(&self, shards: &[Shard], unread: &dyn Fn(&str) -> bool) -> Result<()> {
         let weights: BTreeSet<&str> = if self.declared.is_empty() {
@@ -193,7 +193,7 @@ impl Quantisation {
         Ok(())
     }
 
-    /// The quantised format of a weight, or `None` if it holds plain values.
+    /// The quantized format of a weight, or `None` if it holds plain values.
     pub fn format(&self, weight: FileWeight<'_>) -> Result<Option<DType>> {
         let stored = format_of(weight.entry.dtype.name);
         let (_, declared) = self.layer(weight.name);
@@ -253,8 +253,8 @@ impl Quantisation {
             }
         };
         // Text encoders compute with the activations as they are, as in ComfyUI, and so do layers that ask for it.
-        let quantises = self.part == Component::Transformer && !declared.is_some_and(|declared| declared.full_precision);
-        if !quantises || !format.holds_results {
+        let quantizes = self.part == Component::Transformer && !declared.is_some_and(|declared| declared.full_precision);
+        if !quantizes || !format.holds_results {
             return Ok((scaling, None));
         }
         let scale = find(weight.shards, layer.input_scale.as_ref()).map(ScaleTensor::single).transpose()?;
@@ -291,9 +291,9 @@ fn find<'a>(shards: &'a [Shard], tensor: Option<&'a Located>) -> Option<ScaleTen
     Some(ScaleTensor { shard, name, entry: shard.entry(name)? })
 }
 
-/// The supported format of quantised weights that are stored as this dtype.
+/// The supported format of quantized weights that are stored as this dtype.
 fn format_of(dtype: &str) -> Option<DType> {
-    DType::stored_as(dtype).filter(|dtype| dtype.is_quantised())
+    DType::stored_as(dtype).filter(|dtype| dtype.is_quantized())
 }
 
 /// The name of a declared format. A marker, which names none, stands for FP8.
@@ -301,7 +301,7 @@ fn title(format: Option<DType>) -> &'static str {
     format.unwrap_or(DType::E4m3).format().title
 }
 
-/// The name of a quantised format that is not supported, by the dtype of its weights.
+/// The name of a quantized format that is not supported, by the dtype of its weights.
 fn unsupported_dtype(dtype: &str) -> Option<&'static str> {
     Some(match dtype {
         "I8" => "INT8",
@@ -323,8 +323,8 @@ fn unsupported(shards: &[Shard], index: usize, layer: &str, name: &str) -> Error
         "U8" => None,
         dtype => format_of(dtype).map(|format| format.format().title).or_else(|| unsupported_dtype(dtype)),
     };
-    let format = UNSUPPORTED_QUANTISERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format);
+    let format = UNSUPPORTED_QUANTIZERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format);
     let format = format.or_else(stored).unwrap_or(UNKNOWN);
     let name = if shard.entry(&weight).is_some() { weight } else { name.into() };
-    Error::Quantised { path: shard.path().into(), name, format }
+    Error::Quantized { path: shard.path().into(), name, format }
 }

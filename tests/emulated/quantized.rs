@@ -1,4 +1,4 @@
-//! Quantised tensors on the CUDA backend apart from kernels: weights that are uploaded as the file has them, e4m3 and NVFP4 that
+//! Quantized tensors on the CUDA backend apart from kernels: weights that are uploaded as the file has them, e4m3 and NVFP4 that
 //! the host writes and reads, NaN in NVFP4, the count of values that did not fit, and what is refused.
 
 use crate::driver::{Emulated, Gpu};
@@ -8,7 +8,7 @@ use kiln::internals::backend::cpu::Cpu;
 use kiln::internals::backend::cuda::Cuda;
 use kiln::internals::backend::{Backend, Gemm, KvSegment, Linear, Modulated, Op, Role, Softmax, StepKey, Weight};
 use kiln::internals::tensor::{
-    Arena, Bytes, DType, Nvfp4Layout, Region, Scale, Scales, Scaling, SliceScaling, Stored, Tensor, WeightSlice, nvfp4, quantise,
+    Arena, Bytes, DType, Nvfp4Layout, Region, Scale, Scales, Scaling, SliceScaling, Stored, Tensor, WeightSlice, nvfp4, quantize,
 };
 use std::sync::Arc;
 
@@ -70,9 +70,9 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     assert!(what(cuda.upload(e5m2, Role::Linear, &[part])).contains("there are no kernels for"));
 }
 
-/// Rows are quantised in as many pieces as the staging buffer takes, and with the same bytes as all at once.
+/// Rows are quantized in as many pieces as the staging buffer takes, and with the same bytes as all at once.
 #[test]
-fn plain_weights_are_quantised_on_the_way() {
+fn plain_weights_are_quantized_on_the_way() {
     needs_emulator!();
     // Rows so long that the buffer of 16 MiB takes 128 of e4m3, or 256 of e2m1.
     let (rows, cols) = (300, 128 << 10);
@@ -86,7 +86,7 @@ fn plain_weights_are_quantised_on_the_way() {
     cuda.reserve(Region::Weights, arena.peak()).unwrap();
     for (t, stored) in tensors.into_iter().zip(formats) {
         cuda.upload(t, Role::Linear, std::slice::from_ref(&part)).unwrap();
-        let (codes, scales) = quantise::encoded(&part, stored).unwrap();
+        let (codes, scales) = quantize::encoded(&part, stored).unwrap();
         let held = match t.scaling {
             Scaling::Rows(offset) => {
                 let scales = Tensor {
@@ -361,7 +361,7 @@ fn formats_without_kernels_are_refused() {
         what(cuda.run(Op::Attention { out: &[out], q, kv: &[KvSegment { k, v }], head_dim: 64, causal: false, softmax }))
     };
     let values = attend(&mut cuda, out, v);
-    assert!(values.contains("the values of attention are not quantised"), "{values}");
+    assert!(values.contains("the values of attention are not quantized"), "{values}");
     // A layer that multiplies inputs of NVFP4 has no other weights.
     let mut weights = Arena::new(Region::Weights);
     let weight = Weight::stack(&[weights.alloc_stored(8, 64, Stored::fp8(Scale::ONE)).unwrap()]).unwrap();

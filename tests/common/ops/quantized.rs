@@ -1,5 +1,5 @@
-//! The cases of quantised operands, which not every backend takes: results that are written in e4m3 and NVFP4, and GEMMs of
-//! quantised weights by plain and quantised inputs. Weights have several parts, each in a format of its own, and terms of low
+//! The cases of quantized operands, which not every backend takes: results that are written in e4m3 and NVFP4, and GEMMs of
+//! quantized weights by plain and quantized inputs. Weights have several parts, each in a format of its own, and terms of low
 //! rank.
 
 use super::attention::{Heads, Ranges, into_ranges};

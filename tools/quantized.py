@@ -1,6 +1,6 @@
-"""The formulas of quantised weights and activations, FP8 and NVFP4, as ComfyUI and the files of Black Forest Labs have them.
+"""The formulas of quantized weights and activations, FP8 and NVFP4, as ComfyUI and the files of Black Forest Labs have them.
 
-FP8: codes in e4m3 and one f32 scale for the tensor. NVFP4: codes in e2m1, an e4m3 scale for every block of 16 neighbours in a
+FP8: codes in e4m3 and one f32 scale for the tensor. NVFP4: codes in e2m1, an e4m3 scale for every block of 16 neighbors in a
 row, and one f32 scale for the tensor. A value is its code times its scales, so a scale is the largest magnitude over the largest
 code.
 

@@ -1,4 +1,4 @@
-//! Quantising plain weights: their scales, and their codes as the files of ComfyUI and Black Forest Labs store them.
+//! Quantizing plain weights: their scales, and their codes as the files of ComfyUI and Black Forest Labs store them.
 //!
 //! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
 //! would change one code in a thousand, so that files would not be those of other programs.
@@ -14,13 +14,13 @@ use std::sync::Arc;
 const CHUNK: usize = 1024;
 /// Chunks that one thread looks at, at the least.
 const GRAIN: usize = 64;
-/// Rows with scales of their own that one thread quantises at a time.
+/// Rows with scales of their own that one thread quantizes at a time.
 const GRAIN_ROWS: usize = 16;
 
 /// The largest magnitude of plain weights, or NaN if one is NaN or infinite: no scale fits such a matrix.
 ///
 /// # Panics
-/// If a part is quantised already.
+/// If a part is quantized already.
 pub fn largest_magnitude(parts: &[WeightSlice]) -> f32 {
     let largest = |part: &WeightSlice| {
         let chunks = plain(part, 0..part.rows).par_chunks(part.dtype.bytes(CHUNK)).with_min_len(GRAIN);
@@ -41,10 +41,10 @@ fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
     values.iter().map(|value| value.abs().to_bits() as i32).max().unwrap_or(0)
 }
 
-/// Quantises rows of plain weights to elements of a type, with this scale for all of them.
+/// Quantizes rows of plain weights to elements of a type, with this scale for all of them.
 ///
 /// # Panics
-/// If the part is quantised already or has no such rows, or if they do not become so many bytes.
+/// If the part is quantized already or has no such rows, or if they do not become so many bytes.
 pub fn encode_scaled(part: &WeightSlice, rows: Range<usize>, dtype: DType, scale: Scale, to: &mut [u8]) {
     let bytes = plain(part, rows);
     assert_eq!(to.len(), dtype.bytes(part.dtype.elements(bytes.len())), "bytes of {dtype:?}");
@@ -57,12 +57,12 @@ pub fn encode_scaled(part: &WeightSlice, rows: Range<usize>, dtype: DType, scale
     }
 }
 
-/// Quantises rows of plain weights to NVFP4 with this scale of the tensor, in the layout of
+/// Quantizes rows of plain weights to NVFP4 with this scale of the tensor, in the layout of
 /// [`Nvfp4Layout::COMFY`](super::Nvfp4Layout::COMFY): the even column in the high nibble, and the block scales of these rows in
 /// tiles, which are padded with zeros.
 ///
 /// # Panics
-/// If the part is quantised already or has no such rows, if they do not begin at a whole tile or consist of whole blocks, or if
+/// If the part is quantized already or has no such rows, if they do not begin at a whole tile or consist of whole blocks, or if
 /// the codes or the tiles of scales have another size.
 pub fn encode_nvfp4(part: &WeightSlice, rows: Range<usize>, tensor: Scale, codes: &mut [u8], tiled_scales: &mut [u8]) {
     let cols = part.cols();
@@ -91,14 +91,14 @@ pub fn encode_nvfp4(part: &WeightSlice, rows: Range<usize>, tensor: Scale, codes
 }
 
 /// Whether [`encode`] makes rows of this format from a part: plain elements in rows of whole blocks become a format that weights are
-/// quantised to, with the scales of [`Stored::by_rows`].
+/// quantized to, with the scales of [`Stored::by_rows`].
 pub fn encodes(part: &WeightSlice, to: Stored) -> bool {
     let Format { block, target, .. } = to.dtype.format();
     let has_scales = discriminant(&Stored::by_rows(to.dtype, Scale::ONE).scales) == discriminant(&to.scales);
     target.is_some() && has_scales && is_plain(part) && part.cols().is_multiple_of(*block)
 }
 
-/// Quantises rows of plain weights in parallel, with a scale of each row, as a little-endian f32, with those of blocks, in tiles, or with none.
+/// Quantizes rows of plain weights in parallel, with a scale of each row, as a little-endian f32, with those of blocks, in tiles, or with none.
 /// False if a row has no scale, because values are not finite: then some of the rows are not written.
 ///
 /// # Panics
@@ -164,12 +164,12 @@ pub const fn scale_bytes(rows: usize, cols: usize, scales: Scales) -> usize {
 }
 
 fn is_plain(part: &WeightSlice) -> bool {
-    matches!(part.scaling, SliceScaling::Unscaled) && !part.dtype.is_quantised()
+    matches!(part.scaling, SliceScaling::Unscaled) && !part.dtype.is_quantized()
 }
 
 /// The bytes of rows of plain elements.
 fn plain(part: &WeightSlice, rows: Range<usize>) -> &[u8] {
-    assert!(is_plain(part), "{:?} are quantised already", part.stored());
+    assert!(is_plain(part), "{:?} are quantized already", part.stored());
     let row = part.dtype.bytes(part.cols());
     &part.bytes[rows.start * row..rows.end * row]
 }

@@ -1,13 +1,13 @@
-//! The colour space of an image, and its conversion to RGB as in libjpeg and Pillow.
+//! The color space of an image, and its conversion to RGB as in libjpeg and Pillow.
 
 use super::frame::Frame;
 
-/// What the markers before the first scan tell about the colour space.
+/// What the markers before the first scan tell about the color space.
 #[derive(Clone, Copy, Default)]
 pub(in crate::reference) struct Notes {
     /// Whether there is a JFIF header.
     pub(in crate::reference) jfif: bool,
-    /// The colour transform of the Adobe marker.
+    /// The color transform of the Adobe marker.
     pub(in crate::reference) adobe: Option<u8>,
 }
 
@@ -26,22 +26,22 @@ impl Notes {
     }
 }
 
-/// The colour space of the components.
+/// The color space of the components.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Colours {
-    Grey,
+pub(super) enum Colors {
+    Gray,
     Rgb,
     YCbCr,
     Cmyk,
     Ycck,
 }
 
-impl Colours {
+impl Colors {
     /// The rules of libjpeg: JFIF has no RGB, the Adobe marker is explicit, and otherwise the component ids are a hint.
     pub(super) fn of(frame: &Frame, notes: Notes) -> Self {
         let ids: Vec<u8> = frame.components.iter().map(|c| c.id).collect();
         match (ids.as_slice(), notes.jfif, notes.adobe) {
-            ([_], ..) => Self::Grey,
+            ([_], ..) => Self::Gray,
             ([_, _, _], true, _) => Self::YCbCr,
             ([_, _, _], false, Some(0)) | ([b'R', b'G', b'B'], false, None) => Self::Rgb,
             ([_, _, _], false, _) => Self::YCbCr,
@@ -54,7 +54,7 @@ impl Colours {
     pub(super) fn convert(self, rows: &[&[u8]], out: &mut [u8]) {
         let pixels = out.as_chunks_mut::<3>().0;
         match (self, rows) {
-            (Self::Grey, [grey]) => pixels.iter_mut().zip(*grey).for_each(|(pixel, &v)| *pixel = [v; 3]),
+            (Self::Gray, [gray]) => pixels.iter_mut().zip(*gray).for_each(|(pixel, &v)| *pixel = [v; 3]),
             (Self::Rgb, [r, g, b]) => each(pixels, [r, g, b], |rgb| rgb),
             (Self::YCbCr, [y, cb, cr]) => each(pixels, [y, cb, cr], ycc_to_rgb),
             // Inks are stored inverted: 255 is no ink.
@@ -88,7 +88,7 @@ fn ycc_to_rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
     [r, g, b].map(|chroma| (y + (chroma >> 16)).clamp(0, 255) as u8)
 }
 
-/// The conversion of CMYK without a colour profile, as in Pillow.
+/// The conversion of CMYK without a color profile, as in Pillow.
 #[inline(always)]
 fn ink_to_rgb(inks: [u8; 3], black: u8) -> [u8; 3] {
     let paper = i32::from(255 - black);
@@ -110,18 +110,18 @@ mod tests {
 
     #[test]
     fn markers_take_precedence_over_ids() {
-        let of = |ids: &[u8], jfif, adobe| Colours::of(&frame(ids), Notes { jfif, adobe });
+        let of = |ids: &[u8], jfif, adobe| Colors::of(&frame(ids), Notes { jfif, adobe });
         for adobe in [None, Some(0), Some(1), Some(2)] {
-            assert_eq!(of(&[1], false, adobe), Colours::Grey);
-            assert_eq!(of(b"RGB", true, adobe), Colours::YCbCr);
+            assert_eq!(of(&[1], false, adobe), Colors::Gray);
+            assert_eq!(of(b"RGB", true, adobe), Colors::YCbCr);
         }
-        assert_eq!(of(&[1, 2, 3], false, Some(0)), Colours::Rgb);
-        assert_eq!(of(b"RGB", false, Some(1)), Colours::YCbCr);
-        assert_eq!(of(b"RGB", false, None), Colours::Rgb);
-        assert_eq!(of(&[0, 1, 2], false, None), Colours::YCbCr);
-        assert_eq!(of(&[1, 2, 3, 4], true, None), Colours::Cmyk);
-        assert_eq!(of(&[1, 2, 3, 4], false, Some(0)), Colours::Cmyk);
-        assert_eq!(of(&[1, 2, 3, 4], false, Some(2)), Colours::Ycck);
+        assert_eq!(of(&[1, 2, 3], false, Some(0)), Colors::Rgb);
+        assert_eq!(of(b"RGB", false, Some(1)), Colors::YCbCr);
+        assert_eq!(of(b"RGB", false, None), Colors::Rgb);
+        assert_eq!(of(&[0, 1, 2], false, None), Colors::YCbCr);
+        assert_eq!(of(&[1, 2, 3, 4], true, None), Colors::Cmyk);
+        assert_eq!(of(&[1, 2, 3, 4], false, Some(0)), Colors::Cmyk);
+        assert_eq!(of(&[1, 2, 3, 4], false, Some(2)), Colors::Ycck);
     }
 
     #[test]

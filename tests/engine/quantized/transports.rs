@@ -1,6 +1,6 @@
 //! The same weights in every form of file give the same tensors, to the byte, in every stage.
 
-use common::quantised::{Content, Form, Plain, SHORT, engine, model, plain_tensors, weights};
+use common::quantized::{Content, Form, Plain, SHORT, engine, model, plain_tensors, weights};
 use common::{cpu, run, small_job};
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::Component;

@@ -1,11 +1,11 @@
-//! The recorded outputs of the quantised models, on the CPU.
+//! The recorded outputs of the quantized models, on the CPU.
 
 use common::cpu;
-use common::quantised::goldens;
+use common::quantized::goldens;
 use common::wrapped;
 use kiln::internals::backend::{Backend, GemmFormats};
 
-/// The CPU backend, with some of its quantised GEMMs.
+/// The CPU backend, with some of its quantized GEMMs.
 fn cpu_with(formats: GemmFormats) -> Box<dyn Backend> {
     Box::new(wrapped::with_formats(cpu(), formats))
 }

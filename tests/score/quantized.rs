@@ -1,9 +1,9 @@
 //! The built-in model in FP8 and NVFP4, as Black Forest Labs publish theirs: the linear layers of the transformer's blocks with
-//! quantised weights and a static scale of their inputs, everything else in bf16.
+//! quantized weights and a static scale of their inputs, everything else in bf16.
 
 use crate::calibration::{Largest, block_linears, calibrate, layer_name, values};
 use crate::engine::{files_of, model_folder};
-use common::quantised::{Content, Form, Layer, Plain};
+use common::quantized::{Content, Form, Layer, Plain};
 use common::sandbox::Sandbox;
 use kiln::internals::checkpoint::Weights;
 use kiln::internals::component::Component;
@@ -19,7 +19,7 @@ use std::sync::LazyLock;
 /// e4m3 are relatively as dense, and NVFP4's scales of blocks are such numbers.
 const HEAD_ROOM: f32 = 4.0;
 
-/// The formats of quantised weights, and of inputs that are quantised with them: e4m3 with one scale of each tensor, and NVFP4.
+/// The formats of quantized weights, and of inputs that are quantized with them: e4m3 with one scale of each tensor, and NVFP4.
 pub const FORMATS: [DType; 2] = [DType::E4m3, DType::E2m1];
 
 /// The scale of a layer's input: a power of two.
@@ -40,7 +40,7 @@ fn encode(format: DType, values: &[f32], scale: f32) -> (Vec<u8>, Option<Vec<u8>
 }
 
 /// The transformer in this format, calibrated by the largest inputs of its layers.
-fn quantise(format: DType, weights: &Weights, inputs: &Largest) -> Content {
+fn quantize(format: DType, weights: &Weights, inputs: &Largest) -> Content {
     let (linears, rest) = block_linears(weights);
     let layer = |spec: &TensorSpec| {
         let (name, values) = (layer_name(spec).to_owned(), values(weights, spec));
@@ -62,7 +62,7 @@ pub fn content(format: DType) -> &'static Content {
     static CONTENTS: LazyLock<[Content; 2]> = LazyLock::new(|| {
         let (folder, weights) = (model_folder(), open(&files_of(&model_folder())));
         let inputs = calibrate(&folder, &weights);
-        FORMATS.map(|format| quantise(format, &weights, &inputs))
+        FORMATS.map(|format| quantize(format, &weights, &inputs))
     });
     FORMATS.iter().zip(&*CONTENTS).find(|(known, _)| **known == format).unwrap().1
 }
@@ -73,16 +73,16 @@ pub fn open(files: &ModelFiles) -> Weights {
 }
 
 /// The files of a model whose transformer is in a temporary folder, which is deleted with this.
-pub struct QuantisedFiles {
+pub struct QuantizedFiles {
     pub files: ModelFiles,
     _sandbox: Sandbox,
 }
 
-impl QuantisedFiles {
+impl QuantizedFiles {
     /// Writes this transformer for the model that is scored.
     pub fn write(content: &Content) -> Self {
         let (mut files, sandbox) = (files_of(&model_folder()), Sandbox::new());
-        files.parts.transformer = sandbox.path("flux-2-klein-quantised.safetensors");
+        files.parts.transformer = sandbox.path("flux-2-klein-quantized.safetensors");
         std::fs::write(&files.parts.transformer, content.file(Form::BFL)).unwrap();
         Self { files, _sandbox: sandbox }
     }

@@ -2,17 +2,17 @@
 """Check a file of `kiln quantize` against the weights that it was made from, and read it as other programs do.
 
     kiln quantize FOLDER OUT --to nvfp4
-    python tools/check_quantised_file.py FOLDER/transformer OUT/transformer/flux-2-klein-4b-nvfp4.safetensors
-    python tools/check_quantised_file.py FOLDER/text_encoder OUT/text_encoder/qwen_3_4b_nvfp4.safetensors
+    python tools/check_quantized_file.py FOLDER/transformer OUT/transformer/flux-2-klein-4b-nvfp4.safetensors
+    python tools/check_quantized_file.py FOLDER/text_encoder OUT/text_encoder/qwen_3_4b_nvfp4.safetensors
 
 The original is a safetensors file or a folder of them, under the names of diffusers and transformers or those of single files.
 
-    formulas   Every tensor is computed again by tools/quantised.py and compared byte by byte: codes, scales, and what stays in
-               bf16. All quantised layers or none have an input_scale, and it is a power of two.
-    ComfyUI    Which layers are quantised, and how, is read as its loader does (convert_old_quants in comfy/utils.py, the mixed
+    formulas   Every tensor is computed again by tools/quantized.py and compared byte by byte: codes, scales, and what stays in
+               bf16. All quantized layers or none have an input_scale, and it is a power of two.
+    ComfyUI    Which layers are quantized, and how, is read as its loader does (convert_old_quants in comfy/utils.py, the mixed
                precision layers of comfy/ops.py), and weights are expanded as comfy-kitchen's CUDA kernels do, written here a second
                time. No weight may be further from the original than rounding allows.
-    diffusers  Its quantiser for files of Black Forest Labs reads FP8 with a scale for each row, and NVFP4 in the order of
+    diffusers  Its quantizer for files of Black Forest Labs reads FP8 with a scale for each row, and NVFP4 in the order of
                ModelOpt: the even column in the low nibble, block scales row by row. Files of `--layout diffusers` are so, and are
                known by having scales but no settings for ComfyUI: what diffusers makes of such a file as it is has to be the
                right weights, to the bit, and the part about ComfyUI is left out. Files for ComfyUI, and those that Black Forest
@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from quantised import fp8_scale, nvfp4_scale, pack, to_blocks, to_fp8
+from quantized import fp8_scale, nvfp4_scale, pack, to_blocks, to_fp8
 from single_files import FORMATS, SETTINGS, Weight, layer_settings, transformer_weights
 
 # Tensors that a layer of each format has, and the dtype of its elements.
@@ -104,20 +104,20 @@ def original_values(weight, original, device):
     return weight.stack(lambda name, _: original[name].to(device, torch.bfloat16))
 
 
-def settings_by_scales(quantised):
+def settings_by_scales(quantized):
     """The same of a file for diffusers, which has nothing but scales."""
-    layers = [name.removesuffix(".weight_scale") for name in quantised.places if name.endswith(".weight_scale")]
-    formats = {layer: "nvfp4" if f"{layer}.weight_scale_2" in quantised.places else "fp8" for layer in layers}
+    layers = [name.removesuffix(".weight_scale") for name in quantized.places if name.endswith(".weight_scale")]
+    formats = {layer: "nvfp4" if f"{layer}.weight_scale_2" in quantized.places else "fp8" for layer in layers}
     return {layer: {"format": FORMATS[format]} for layer, format in formats.items()}
 
 
 class Layers:
-    """The quantised layers of a file, and for which program they are laid out."""
+    """The quantized layers of a file, and for which program they are laid out."""
 
-    def __init__(self, quantised):
-        self.settings = layer_settings(quantised)
+    def __init__(self, quantized):
+        self.settings = layer_settings(quantized)
         self.for_diffusers = not self.settings
-        self.settings = self.settings or settings_by_scales(quantised)
+        self.settings = self.settings or settings_by_scales(quantized)
 
     def formats(self):
         names = {name: format for format, name in FORMATS.items()}
@@ -154,17 +154,17 @@ def tensors_for_diffusers(weight, values):
     return {f"{weight.layer}.{name}": tensor for name, tensor in stored.items()}
 
 
-def check_formulas(weights, original, quantised, layers, device):
-    left = set(quantised.places)
+def check_formulas(weights, original, quantized, layers, device):
+    left = set(quantized.places)
     for weight in weights.values():
         values = original_values(weight, original, device)
         tensors = tensors_for_diffusers(weight, values) if layers.for_diffusers else weight.tensors(values, None)
         tensors.pop(f"{weight.layer}.{SETTINGS}", None)
         for name, tensor in tensors.items():
             expect(name in left, f"{name} is missing")
-            expect(same_bytes(quantised[name].to(device), tensor), f"{name} is not what the formulas give")
+            expect(same_bytes(quantized[name].to(device), tensor), f"{name} is not what the formulas give")
             left.remove(name)
-    scales = {name: quantised[name] for name in left if name.endswith(".input_scale")}
+    scales = {name: quantized[name] for name in left if name.endswith(".input_scale")}
     for name, scale in scales.items():
         mantissa, _ = torch.frexp(scale)
         power = scale.dtype == torch.float32 and scale.shape == () and mantissa == 0.5
@@ -174,7 +174,7 @@ def check_formulas(weights, original, quantised, layers, device):
     expect(measured in (set(), known), f"{len(measured)} of {len(known)} layers have an input_scale")
     left -= set(scales) | {f"{layer}.{SETTINGS}" for layer in known}
     expect(not left, f"no layer has {sorted(left)[:3]}")
-    return f"{len(known)} of {len(weights)} weights quantised, {len(measured)} with input_scale, all bytes as computed"
+    return f"{len(known)} of {len(weights)} weights quantized, {len(measured)} with input_scale, all bytes as computed"
 
 
 # --- As ComfyUI reads it ----------------------------------------------------
@@ -190,53 +190,53 @@ def scales_in_rows(tiled, weight):
     return tiles[:rows, : pairs // 8].contiguous().view(torch.float8_e4m3fn)
 
 
-def expanded(layer, layers, quantised, device):
+def expanded(layer, layers, quantized, device):
     """The weight of a layer in bf16, and how far each value may be from the original, relative to what its elements are multiples
     of."""
     kind = layers.settings[layer]["format"]
     dtype, known = LAYER_TENSORS[kind]
-    names = {name.rsplit(".", 1)[1] for name in quantised.places if name.rsplit(".", 1)[0] == layer} - {SETTINGS}
+    names = {name.rsplit(".", 1)[1] for name in quantized.places if name.rsplit(".", 1)[0] == layer} - {SETTINGS}
     needed = known - {"input_scale"}
     expect(needed <= names <= known, f"{layer} has the tensors {sorted(names)}")
-    weight = quantised[f"{layer}.weight"].to(device)
+    weight = quantized[f"{layer}.weight"].to(device)
     expect(weight.dtype == dtype, f"{layer}.weight is {weight.dtype}")
     for name in names & {"weight_scale_2", "input_scale"} | ({"weight_scale"} if kind == "float8_e4m3fn" else set()):
-        scale = quantised[f"{layer}.{name}"]
+        scale = quantized[f"{layer}.{name}"]
         numbers = len(weight) if layers.for_diffusers and name == "weight_scale" else 1
         right = scale.numel() == numbers and scale.dtype == torch.float32 and (scale > 0).all()
         expect(right, f"{layer}.{name} is not {numbers} positive numbers in f32")
     if kind == "float8_e4m3fn":
-        scale = quantised[f"{layer}.weight_scale"].to(device)
+        scale = quantized[f"{layer}.weight_scale"].to(device)
         scale = scale[:, None] if layers.for_diffusers else scale
         elements = weight.float()
-        # Half of the distance of two neighbours: of 2^-3 times the power of two below, of subnormal numbers 2^-9.
+        # Half of the distance of two neighbors: of 2^-3 times the power of two below, of subnormal numbers 2^-9.
         _, exponent = torch.frexp(elements)
         return (elements * scale).bfloat16(), torch.exp2(exponent.clamp(min=-5) - 5.0) * scale
-    scales = quantised[f"{layer}.weight_scale"].to(device)
+    scales = quantized[f"{layer}.weight_scale"].to(device)
     scales = scales if layers.for_diffusers else scales_in_rows(scales, weight)
-    unit = (quantised[f"{layer}.weight_scale_2"].to(device) * scales.float()).repeat_interleave(16, dim=1)
+    unit = (quantized[f"{layer}.weight_scale_2"].to(device) * scales.float()).repeat_interleave(16, dim=1)
     magnitudes = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.float32, device=device) / 2
     pairs = [weight & 15, weight >> 4] if layers.for_diffusers else [weight >> 4, weight & 15]
     codes = torch.stack(pairs, dim=-1).flatten(1).int()
     elements = torch.where(codes > 7, -1.0, 1.0) * magnitudes[codes & 7]
     # Likewise: a quarter up to 2, a half up to 4, one above. A block whose scale rounds to zero is lost.
     distance = torch.where(elements.abs() < 2, 0.25, torch.where(elements.abs() < 4, 0.5, 1.0))
-    lost = 6 * 2.0**-10 * quantised[f"{layer}.weight_scale_2"].to(device)
+    lost = 6 * 2.0**-10 * quantized[f"{layer}.weight_scale_2"].to(device)
     return (elements * unit).bfloat16(), torch.where(unit == 0, lost, distance * unit)
 
 
-def check_values(weights, original, quantised, layers, device):
+def check_values(weights, original, quantized, layers, device):
     """The values of all weights against the original."""
     errors = []
     for name, weight in weights.items():
         values = original_values(weight, original, device)
         if weight.layer not in layers.settings:
             # A plain cast, so that nothing but floats of 16 or 32 bits keep their values.
-            stored = quantised[name]
+            stored = quantized[name]
             expect(stored.dtype in (torch.bfloat16, torch.float32), f"{name} is {stored.dtype} and has no settings")
             expect(torch.equal(stored.to(device, torch.bfloat16), values), f"{name} differs")
             continue
-        found, allowed = expanded(weight.layer, layers, quantised, device)
+        found, allowed = expanded(weight.layer, layers, quantized, device)
         expect(found.shape == values.shape, f"{name} has the shape {tuple(found.shape)}")
         found, values = found.float(), values.float()
         error = (found - values).abs()
@@ -272,9 +272,9 @@ def diffusers_config(original, shapes):
     )
 
 
-def in_diffusers_order(quantised, layers):
+def in_diffusers_order(quantized, layers):
     """The tensors of a file for ComfyUI with scales and codes as diffusers wants them."""
-    tensors = {name: quantised[name] for name in quantised.places}
+    tensors = {name: quantized[name] for name in quantized.places}
     for layer, settings in layers.settings.items():
         weight, scale = (tensors[f"{layer}.{name}"] for name in ("weight", "weight_scale"))
         if settings["format"] == "float8_e4m3fn":
@@ -287,42 +287,42 @@ def in_diffusers_order(quantised, layers):
     return tensors
 
 
-def right_in_diffusers(tensors, quantised, layers, config, device):
-    """How many quantised layers diffusers reads from these tensors as the weights that they are, to the bit."""
+def right_in_diffusers(tensors, quantized, layers, config, device):
+    """How many quantized layers diffusers reads from these tensors as the weights that they are, to the bit."""
     from diffusers import BFLQuantizationConfig, Flux2Transformer2DModel
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        quantisation = BFLQuantizationConfig(compute_dtype=torch.bfloat16)
+        quantization = BFLQuantizationConfig(compute_dtype=torch.bfloat16)
         model = Flux2Transformer2DModel.from_single_file(
-            tensors, config=folder, quantization_config=quantisation, torch_dtype=torch.bfloat16
+            tensors, config=folder, quantization_config=quantization, torch_dtype=torch.bfloat16
         )
     found = model.hf_quantizer._dequantize(model).state_dict()
     right = 0
     for weight in transformer_weights({name: tuple(tensor.shape) for name, tensor in found.items()}, (), "bf16"):
-        is_quantised = weight.layer in layers.settings
-        if is_quantised:
-            values, _ = expanded(weight.layer, layers, quantised, device)
+        is_quantized = weight.layer in layers.settings
+        if is_quantized:
+            values, _ = expanded(weight.layer, layers, quantized, device)
         else:
-            values = quantised[weight.name].bfloat16()
+            values = quantized[weight.name].bfloat16()
         same = all(torch.equal(found[source].cpu(), piece) for source, piece in weight.unstack(values.cpu()).items())
-        expect(same or is_quantised, f"{weight.name}, which is plain, is another weight in diffusers")
-        right += same and is_quantised
+        expect(same or is_quantized, f"{weight.name}, which is plain, is another weight in diffusers")
+        right += same and is_quantized
     return right
 
 
-def check_diffusers(quantised, layers, config, device):
-    right = right_in_diffusers(in_diffusers_order(quantised, layers), quantised, layers, config, device)
+def check_diffusers(quantized, layers, config, device):
+    right = right_in_diffusers(in_diffusers_order(quantized, layers), quantized, layers, config, device)
     number = len(layers.settings)
     expect(right == number, f"{number - right} of {number} layers are other weights in diffusers")
     return f"{number} layers, put into its order, are the same weights"
 
 
-def as_it_is(quantised, layers, config, device):
+def as_it_is(quantized, layers, config, device):
     """What diffusers makes of the file as it is."""
-    tensors, number = {name: quantised[name] for name in quantised.places}, len(layers.settings)
+    tensors, number = {name: quantized[name] for name in quantized.places}, len(layers.settings)
     try:
-        right = right_in_diffusers(tensors, quantised, layers, config, device)
+        right = right_in_diffusers(tensors, quantized, layers, config, device)
     except (RuntimeError, ValueError, IndexError) as error:
         verdict = f"refused ({type(error).__name__}: {str(error).splitlines()[0][:100]})"
         expect(not layers.for_diffusers, verdict)
@@ -338,27 +338,27 @@ def as_it_is(quantised, layers, config, device):
 def main():
     parser = argparse.ArgumentParser(description="Check a file of kiln quantize.")
     parser.add_argument("original", type=Path, help="the weights it was made from: a safetensors file, or a folder of them")
-    parser.add_argument("quantised", type=Path, help="the file")
+    parser.add_argument("quantized", type=Path, help="the file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-diffusers", action="store_true", help="leave out the reading by diffusers")
     args = parser.parse_args()
-    original, quantised = Tensors(args.original), Tensors(args.quantised)
+    original, quantized = Tensors(args.original), Tensors(args.quantized)
     shapes = original.shapes()
-    layers = Layers(quantised)
+    layers = Layers(quantized)
     weights = single_file_weights(shapes, layers.formats())
-    checks = dict(formulas=lambda: check_formulas(weights, original, quantised, layers, args.device))
+    checks = dict(formulas=lambda: check_formulas(weights, original, quantized, layers, args.device))
     if layers.for_diffusers:
         checks["ComfyUI"] = lambda: "left out: the file is laid out for diffusers"
     # Values are computed as the kernels of the program compute them that the file is for.
     name = "values" if layers.for_diffusers else "ComfyUI"
-    checks[name] = lambda: check_values(weights, original, quantised, layers, args.device)
+    checks[name] = lambda: check_values(weights, original, quantized, layers, args.device)
     if is_transformer(shapes) and not args.no_diffusers:
         import diffusers
 
         config = diffusers_config(args.original, shapes)
         if not layers.for_diffusers:
-            checks["diffusers"] = lambda: check_diffusers(quantised, layers, config, args.device)
-        checks[f"diffusers {diffusers.__version__}, the file as it is"] = lambda: as_it_is(quantised, layers, config, args.device)
+            checks["diffusers"] = lambda: check_diffusers(quantized, layers, config, args.device)
+        checks[f"diffusers {diffusers.__version__}, the file as it is"] = lambda: as_it_is(quantized, layers, config, args.device)
     failed = False
     for name, check in checks.items():
         started = time.monotonic()

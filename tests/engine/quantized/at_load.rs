@@ -1,6 +1,6 @@
-//! Plain models that are quantised at load: what is computed is what the quantised file computes that they stand for.
+//! Plain models that are quantized at load: what is computed is what the quantized file computes that they stand for.
 
-use common::quantised::{Content, Form, Plain, SHORT, engine, goldens::PLAIN_INPUTS, model, plain_tensors, weights, written};
+use common::quantized::{Content, Form, Plain, SHORT, engine, goldens::PLAIN_INPUTS, model, plain_tensors, weights, written};
 use common::{cpu, run, small_job};
 use kiln::error::Error;
 use kiln::internals::backend::GemmFormats;
@@ -18,8 +18,8 @@ use std::collections::HashMap;
 
 const FORMATS: [DType; 2] = [DType::E4m3, DType::E2m1];
 
-fn options(quantise: DType) -> LoadOptions {
-    LoadOptions { quantise: Some(quantise), ..LoadOptions::DEFAULT }
+fn options(quantize: DType) -> LoadOptions {
+    LoadOptions { quantize: Some(quantize), ..LoadOptions::DEFAULT }
 }
 
 /// Everything that a run computes.
@@ -41,8 +41,8 @@ fn input_scale(layer: &str, format: DType) -> f32 {
     if of_swiglu || layer.starts_with("single") && layer.ends_with("attn.to_out") { swiglu } else { plain }
 }
 
-/// The tensors of a quantised layer in a file. FP8 has a scale for each row.
-fn quantised(weight: &Plain, format: DType, part: Component) -> Vec<Plain> {
+/// The tensors of a quantized layer in a file. FP8 has a scale for each row.
+fn quantized(weight: &Plain, format: DType, part: Component) -> Vec<Plain> {
     let (layer, &[rows, cols]) = (weight.name.strip_suffix(".weight").unwrap(), &weight.shape[..]) else { unreachable!() };
     let (named, values) = (|suffix: &str| format!("{layer}.{suffix}"), weight.values());
     let largest = |values: &[f32]| values.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
@@ -80,7 +80,7 @@ fn quantised(weight: &Plain, format: DType, part: Component) -> Vec<Plain> {
     tensors
 }
 
-/// The file of a part of the tiny model with quantised layers.
+/// The file of a part of the tiny model with quantized layers.
 fn file(part: Component, layout: Layout, format: DType) -> Vec<u8> {
     let (mut tensors, mut layers) = (Vec::new(), Map::new());
     for tensor in plain_tensors(part, layout) {
@@ -89,7 +89,7 @@ fn file(part: Component, layout: Layout, format: DType) -> Vec<u8> {
             continue;
         }
         layers.insert(tensor.name.strip_suffix(".weight").unwrap().into(), json!({ "format": format.format().declared }));
-        tensors.extend(quantised(&tensor, format, part));
+        tensors.extend(quantized(&tensor, format, part));
     }
     let metadata = json!({ "format_version": "1.0", "layers": layers }).to_string();
     written(&tensors, HashMap::from([("_quantization_metadata".into(), metadata)]))
@@ -101,76 +101,76 @@ fn plain(layout: Layout) -> OpenModel {
     model(transformer, Some(encoder), SHORT)
 }
 
-fn quantised_model(layout: Layout, format: DType) -> OpenModel {
+fn quantized_model(layout: Layout, format: DType) -> OpenModel {
     let [transformer, encoder] =
         [Component::Transformer, Component::TextEncoder].map(|part| weights(part, file(part, layout, format)));
     model(transformer, Some(encoder), SHORT)
 }
 
 #[test]
-fn results_are_those_of_the_quantised_file() {
+fn results_are_those_of_the_quantized_file() {
     let as_stored = dump(plain(Layout::Bfl), LoadOptions::DEFAULT);
     // In the original layout queries, keys and values are one matrix, in that of diffusers three.
     for (format, layout) in FORMATS.into_iter().flat_map(|format| [(format, Layout::Bfl), (format, Layout::Diffusers)]) {
-        let right = dump(quantised_model(layout, format), LoadOptions::DEFAULT);
+        let right = dump(quantized_model(layout, format), LoadOptions::DEFAULT);
         assert!(dump(plain(layout), options(format)) == right, "{format:?} {layout:?}: to the bit");
-        assert!(right != as_stored, "quantising makes a difference");
-        // What is planned is what the quantised model takes. On the CPU these weights and their scales are copies.
+        assert!(right != as_stored, "quantizing makes a difference");
+        // What is planned is what the quantized model takes. On the CPU these weights and their scales are copies.
         let planned =
             |model: OpenModel, options| estimate(model.estimate_request(options, GemmFormats::ALL), &small_job()).unwrap();
         let (at_load, of_file) =
-            (planned(plain(layout), options(format)), planned(quantised_model(layout, format), LoadOptions::DEFAULT));
+            (planned(plain(layout), options(format)), planned(quantized_model(layout, format), LoadOptions::DEFAULT));
         assert_eq!((at_load.weight_bytes, at_load.arena_bytes), (of_file.weight_bytes, of_file.arena_bytes));
         let held = |layer: &kiln::internals::model::LayerFormat| layer.parts.iter().map(|part| part.held_bytes).sum::<u64>();
-        let is_quantised = |layer: &&kiln::internals::model::LayerFormat| layer.parts[0].held.is_quantised();
-        let copied: u64 = at_load.formats.layers.iter().filter(is_quantised).map(held).sum();
+        let is_quantized = |layer: &&kiln::internals::model::LayerFormat| layer.parts[0].held.is_quantized();
+        let copied: u64 = at_load.formats.layers.iter().filter(is_quantized).map(held).sum();
         assert_eq!(at_load.copied_bytes - of_file.copied_bytes, copied, "{format:?} {layout:?}");
     }
 }
 
-/// In low-memory mode the text encoder is quantised again for every prompt; in f32 precision inputs stay in f32.
+/// In low-memory mode the text encoder is quantized again for every prompt; in f32 precision inputs stay in f32.
 #[test]
 fn in_low_memory_and_in_f32_as_well() {
     for (format, changed) in [
         (DType::E2m1, LoadOptions { low_memory: true, ..LoadOptions::DEFAULT }),
         (DType::E4m3, LoadOptions { precision: Precision::F32, ..LoadOptions::DEFAULT }),
     ] {
-        let right = dump(quantised_model(Layout::Bfl, format), changed);
-        assert!(dump(plain(Layout::Bfl), LoadOptions { quantise: Some(format), ..changed }) == right, "{format:?} {changed:?}");
+        let right = dump(quantized_model(Layout::Bfl, format), changed);
+        assert!(dump(plain(Layout::Bfl), LoadOptions { quantize: Some(format), ..changed }) == right, "{format:?} {changed:?}");
     }
 }
 
 #[test]
-fn lines_tell_what_was_quantised() {
+fn lines_tell_what_was_quantized() {
     let model = plain(Layout::Diffusers);
     let lines = |format, gemms| format_lines(&model.formats(options(format), gemms).unwrap());
-    let blocks = |words: &str| format!("transformer double blocks, single blocks: bf16 quantised at load to {words}");
+    let blocks = |words: &str| format!("transformer double blocks, single blocks: bf16 quantized at load to {words}");
     let rest = "transformer img_in, txt_in, time_in, modulations, final layer: bf16";
-    let encoder = |words: &str| format!("text encoder: bf16 quantised at load to {words}");
+    let encoder = |words: &str| format!("text encoder: bf16 quantized at load to {words}");
     let fp8 = lines(DType::E4m3, GemmFormats::ALL);
     assert_eq!(fp8, [&blocks("fp8 (w8a8)"), rest, &encoder("fp8 (w8a16)"), "attention: q and k fp8, v bf16"]);
     let nvfp4 = lines(DType::E2m1, GemmFormats::ALL);
     assert_eq!(nvfp4, [&blocks("nvfp4 (w4a4)"), rest, &encoder("nvfp4 (w4a16)"), "attention: q and k fp8, v bf16"]);
     let without = lines(DType::E4m3, PLAIN_INPUTS);
-    assert_eq!(without[0], blocks("fp8 (w8a16: no GEMM of quantised inputs here)"));
+    assert_eq!(without[0], blocks("fp8 (w8a16: no GEMM of quantized inputs here)"));
     let formats = |format| model.formats(options(format), GemmFormats::ALL).unwrap();
-    assert_eq!(FORMATS.map(|format| formats(format).quantised_at_load()), [Some(DType::E4m3), Some(DType::E2m1)]);
+    assert_eq!(FORMATS.map(|format| formats(format).quantized_at_load()), [Some(DType::E4m3), Some(DType::E2m1)]);
     // Without calibration, the scales of blocks follow the inputs, and plain inputs are the other choice.
     assert_eq!(formats(DType::E2m1).nvfp4_math(), Some(Nvfp4Math::Auto));
     let plain_inputs = LoadOptions { nvfp4_math: Nvfp4Math::Bf16, ..options(DType::E2m1) };
     assert_eq!(format_lines(&model.formats(plain_inputs, GemmFormats::ALL).unwrap())[0], blocks("nvfp4 (w4a16: as asked)"));
     let reencoded = LoadOptions { nvfp4_math: Nvfp4Math::Fp8, ..options(DType::E2m1) };
     let refused = model.formats(reencoded, GemmFormats::ALL).unwrap_err().to_string();
-    assert!(refused.ends_with("they are quantised when they are loaded, and not re-encoded"), "{refused}");
-    assert_eq!(model.formats(LoadOptions::DEFAULT, GemmFormats::ALL).unwrap().quantised_at_load(), None);
+    assert!(refused.ends_with("they are quantized when they are loaded, and not re-encoded"), "{refused}");
+    assert_eq!(model.formats(LoadOptions::DEFAULT, GemmFormats::ALL).unwrap().quantized_at_load(), None);
 }
 
 #[test]
-fn what_cannot_be_quantised_is_refused() {
+fn what_cannot_be_quantized_is_refused() {
     let refused = |model: &OpenModel, format: DType, gemms: GemmFormats, why: &str| {
         let error = model.formats(options(format), gemms).unwrap_err();
         assert!(matches!(error, Error::Usage { .. }));
-        assert_eq!(error.to_string(), format!("the weights cannot be quantised to {} at load: {why}", format.label()));
+        assert_eq!(error.to_string(), format!("the weights cannot be quantized to {} at load: {why}", format.label()));
         assert_eq!(error.hint().unwrap(), "load them as they are stored, or name files that hold them in bf16, f16 or f32");
     };
     let plain = plain(Layout::Bfl);

@@ -1,4 +1,4 @@
-//! The quantised files of the tiny model, rebuilt from its weights as `tools/goldens/quantised.py` describes them, and written in
+//! The quantized files of the tiny model, rebuilt from its weights as `tools/goldens/quantized.py` describes them, and written in
 //! every form in which such files are published.
 
 pub mod goldens;
@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
-/// `tests/fixtures/quantised.json`.
+/// `tests/fixtures/quantized.json`.
 #[derive(serde::Deserialize)]
 pub struct Recorded {
     pub models: Vec<RecordedModel>,
@@ -36,7 +36,7 @@ pub struct RecordedModel {
     pub name: String,
     pub transformer: String,
     pub text_encoder: Option<String>,
-    pub quantises_activations: bool,
+    pub quantizes_activations: bool,
 }
 
 #[derive(serde::Deserialize)]
@@ -67,7 +67,7 @@ pub struct RecordedSample {
 }
 
 pub static RECORDED: LazyLock<Recorded> =
-    LazyLock::new(|| serde_json::from_str(&std::fs::read_to_string(fixture("quantised.json")).unwrap()).unwrap());
+    LazyLock::new(|| serde_json::from_str(&std::fs::read_to_string(fixture("quantized.json")).unwrap()).unwrap());
 
 pub fn hash(bytes: &[u8]) -> String {
     format!("{:016x}", fnv1a(bytes.iter().copied()))
@@ -124,7 +124,7 @@ pub fn plain_tensors(part: Component, layout: Layout) -> Vec<Plain> {
     shard.tensors().map(tensor).collect()
 }
 
-/// A quantised layer.
+/// A quantized layer.
 #[derive(Clone)]
 pub struct Layer {
     pub name: String,
@@ -140,7 +140,7 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// Quantises a weight.
+    /// Quantizes a weight.
     fn new(weight: &Plain, recorded: &RecordedLayer) -> Self {
         let (name, &[rows, cols]) = (weight.name.strip_suffix(".weight").unwrap(), &weight.shape[..]) else { unreachable!() };
         let values = weight.values();
@@ -222,7 +222,7 @@ impl Layer {
 pub struct Form {
     /// In front of every name.
     pub prefix: &'static str,
-    /// Quantised layers are declared in the metadata.
+    /// Quantized layers are declared in the metadata.
     pub metadata: bool,
     /// Each of them is declared by a tensor beside it.
     pub settings: bool,
@@ -261,14 +261,14 @@ pub struct Content {
 }
 
 impl Content {
-    /// The file of this name in `quantised.json`.
+    /// The file of this name in `quantized.json`.
     pub fn of(file: &str) -> &'static Self {
         static ALL: LazyLock<BTreeMap<&str, Content>> =
             LazyLock::new(|| ["fp8", "nvfp4", "fp8mixed"].into_iter().map(|file| (file, Content::build(file))).collect());
         &ALL[file]
     }
 
-    /// Quantises the tiny model. Scales and bytes have to be the recorded ones.
+    /// Quantizes the tiny model. Scales and bytes have to be the recorded ones.
     fn build(file: &str) -> Self {
         let recorded = &RECORDED.layers[file];
         let part = if file == "fp8mixed" { Component::TextEncoder } else { Component::Transformer };
@@ -295,7 +295,7 @@ impl Content {
         Self { layers, plain }
     }
 
-    /// The transformer of `quantised.json` under the names of diffusers, where queries, keys and values are layers of their own.
+    /// The transformer of `quantized.json` under the names of diffusers, where queries, keys and values are layers of their own.
     pub fn with_names_of_diffusers(&self) -> Self {
         let split = |layer: &Layer| {
             let names = names_of_diffusers(&layer.name);
@@ -378,7 +378,7 @@ fn names_of_diffusers(layer: &str) -> Vec<String> {
 
 /// The weights of a part from a file in memory.
 pub fn weights(part: Component, file: Vec<u8>) -> Weights {
-    let shard = Shard::from_bytes(&format!("quantised {part}"), Bytes::new(Arc::new(file))).unwrap();
+    let shard = Shard::from_bytes(&format!("quantized {part}"), Bytes::new(Arc::new(file))).unwrap();
     Weights::from_shards(part, vec![shard]).unwrap()
 }
 

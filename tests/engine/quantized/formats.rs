@@ -1,7 +1,7 @@
 //! In which formats layers are held, and how much memory that takes.
 
-use common::quantised::goldens::PLAIN_INPUTS;
-use common::quantised::{Content, Form, Layer, SHORT, engine, model, plain_tensors, weights};
+use common::quantized::goldens::PLAIN_INPUTS;
+use common::quantized::{Content, Form, Layer, SHORT, engine, model, plain_tensors, weights};
 use common::{cpu, run, small_job};
 use kiln::internals::backend::GemmFormats;
 use kiln::internals::component::Component;
@@ -67,7 +67,7 @@ fn planned(content: &Content, gemms: GemmFormats) -> u64 {
 }
 
 #[test]
-fn quantised_weights_take_the_memory_of_their_elements_and_scales() {
+fn quantized_weights_take_the_memory_of_their_elements_and_scales() {
     let plain = Content { layers: Vec::new(), plain: plain_tensors(Component::Transformer, Layout::Bfl) };
     let bf16 = planned(&plain, GemmFormats::ALL);
     for (file, dtype) in [("fp8", DType::E4m3), ("nvfp4", DType::E2m1)] {
