@@ -29,9 +29,9 @@ import tempfile
 import time
 import zlib
 
-# Steps at the start of a picture that count as a burst: as many as klein takes.
+# Steps at the start of an image that count as a burst: as many as klein takes.
 BURST_STEPS = 4
-# How long a picture has been denoised before its steps count as sustained.
+# How long an image has been denoised before its steps count as sustained.
 SETTLED_S = 1.5
 
 
@@ -87,7 +87,7 @@ def of_checkpoint(folder: pathlib.Path, program: str) -> list:
     return found
 
 
-def picture(path: pathlib.Path, width: int, height: int) -> None:
+def image(path: pathlib.Path, width: int, height: int) -> None:
     """Writes a PNG of smooth colors with some noise."""
     dice = random.Random(1)
     row = lambda y: b"\0" + b"".join(bytes(((x * 255) // width, (y * 255) // height, dice.randrange(256))) for x in range(width))
@@ -103,19 +103,19 @@ def command(config: Configuration, shape: Shape, folder: pathlib.Path, args) -> 
     for i in range(shape.references):
         reference = folder / f"{shape.width}x{shape.height}-{i}.png"
         if not reference.exists():
-            picture(reference, shape.width, shape.height)
+            image(reference, shape.width, shape.height)
         flags += ["--reference", str(reference)]
     return [config.program, "bench", "--json", "-q", *config.arguments, *flags]
 
 
 def settled(steps: list) -> list:
-    """The steps of a picture that begin after the clock had time to fall; none of a short one."""
+    """The steps of an image that begin after the clock had time to fall; none of a short one."""
     begun = itertools.accumulate(steps, initial=0.0)
     return [seconds for seconds, at in zip(steps, begun) if at >= SETTLED_S]
 
 
 def measure(config: Configuration, shape: Shape, folder: pathlib.Path, args) -> dict:
-    """One run: what kiln reports, and the steps of its warm pictures."""
+    """One run: what kiln reports, and the steps of its warm images."""
     record = {"label": config.label, "shape": shape.name, "arguments": config.arguments}
     try:
         done = subprocess.run(command(config, shape, folder, args), capture_output=True, text=True, timeout=args.timeout)
@@ -126,14 +126,14 @@ def measure(config: Configuration, shape: Shape, folder: pathlib.Path, args) -> 
         return record | {"failed": message or f"status {done.returncode}"}
     try:
         report = json.loads(done.stdout)
-        pictures = [warm["steps"] for warm in report["warm_s"]]
+        images = [warm["steps"] for warm in report["warm_s"]]
     except (ValueError, KeyError) as error:
         return record | {"failed": f"its report cannot be read: {error!r}"}
     record |= {"report": report, "notes": done.stderr.strip()}
-    # The first step of a picture waits for what was queued before it.
+    # The first step of an image waits for what was queued before it.
     return record | {
-        "burst_s": [seconds for steps in pictures for seconds in steps[1:BURST_STEPS]] or pictures[0],
-        "sustained_s": [seconds for steps in pictures for seconds in settled(steps)],
+        "burst_s": [seconds for steps in images for seconds in steps[1:BURST_STEPS]] or images[0],
+        "sustained_s": [seconds for steps in images for seconds in settled(steps)],
     }
 
 
@@ -144,7 +144,7 @@ def line(record: dict) -> str:
     for key in ("burst_s", "sustained_s"):
         text += f" {1e3 * statistics.median(record[key]):>9.3f}" if record[key] else f" {'-':>9}"
     warm, memory = record["report"]["warm_s"], record["report"]["memory"].get("measured")
-    text += f" {statistics.median(picture['total'] for picture in warm):>9.3f}"
+    text += f" {statistics.median(image['total'] for image in warm):>9.3f}"
     text += f" {memory / 1e9:>7.2f}" if memory else f" {'-':>7}"
     text += f"  {record['report']['saturated']} values saturated" if record["report"].get("saturated") else ""
     return text + (f"  ({record['notes']})" if record["notes"] else "")
@@ -184,8 +184,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kiln", default="kiln", help="the program (default: kiln)")
     parser.add_argument("--shapes", nargs="+", default=["1024x1024"], metavar="SHAPE", help="default: 1024x1024")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each configuration and shape (default 3)")
-    parser.add_argument("--steps", type=int, default=50, help="steps of a picture (default 50)")
-    parser.add_argument("--runs", type=int, default=2, help="warm pictures of a run (default 2)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of an image (default 50)")
+    parser.add_argument("--runs", type=int, default=2, help="warm images of a run (default 2)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds that a run may take (default 300)")
     parser.add_argument("--json", metavar="FILE", help="write every run, one JSON object a line")
     args = parser.parse_args()

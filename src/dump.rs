@@ -70,7 +70,7 @@ pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
     let missing = || wrong("there is no tensor `noise`".into());
     let entry = shard.entry("noise").ok_or_else(missing)?;
     if entry.shape != [tokens, CHANNELS] {
-        let detail = format!("tensor `noise` is {:?}, a picture of this size needs {:?}", entry.shape, [tokens, CHANNELS]);
+        let detail = format!("tensor `noise` is {:?}, an image of this size needs {:?}", entry.shape, [tokens, CHANNELS]);
         return Err(wrong(detail).with_hint(Remedy::SizeOfNoise));
     }
     if entry.dtype.name != "F32" {

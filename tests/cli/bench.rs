@@ -66,7 +66,7 @@ fn a_table_has_a_row_for_each_stage() {
     assert_eq!(lines[at + 3], "formats     all bf16");
     assert_eq!(lines.len(), at + 4, "{}", run.text());
     // The first image shows the usual progress, each warm one has a single line.
-    for line in ["denoising ", "warm picture 1 of 3: ", "warm picture 3 of 3: "] {
+    for line in ["denoising ", "warm image 1 of 3: ", "warm image 3 of 3: "] {
         assert_eq!(run.stderr.lines().filter(|l| l.starts_with(line)).count(), 1, "{line}: {}", run.stderr);
     }
 }
@@ -104,7 +104,7 @@ fn json_has_every_time_and_stages_add_up() {
     let [report] = &run.json()[..] else { panic!("{}", run.text()) };
     for (key, value) in [
         ("kiln", Value::from(env!("CARGO_PKG_VERSION"))),
-        ("kind", "pictures".into()),
+        ("kind", "images".into()),
         ("variant", "kv".into()),
         ("backend", "cpu".into()),
         ("precision", "bf16".into()),
@@ -255,7 +255,7 @@ fn an_interrupt_ends_it() {
     let sandbox = Sandbox::new();
     let mut child = sandbox.command(["bench", "--runs", "1000"].iter().chain(&QUICK)).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
-    assert!(stderr.any(|line| line.unwrap().starts_with("warm picture 1 of 1000")));
+    assert!(stderr.any(|line| line.unwrap().starts_with("warm image 1 of 1000")));
     send("-INT", &child);
     assert_eq!(stderr.last().unwrap().unwrap(), "error: interrupted");
     let output = child.wait_with_output().unwrap();
@@ -300,7 +300,7 @@ fn texts(elements: &[Element]) -> Vec<&str> {
 }
 
 #[test]
-fn pictures_are_drawn_stage_by_stage() {
+fn images_are_drawn_stage_by_stage() {
     let sandbox = Sandbox::new();
     let run = sandbox.quick(&["bench", "--runs", "3", "--svg", "own.svg", "--json=own.json"]);
     assert!(run.text().contains("\ntotal "), "the table is printed as well: {}", run.text());
@@ -325,7 +325,7 @@ fn pictures_are_drawn_stage_by_stage() {
     // Known figures: a stage that took no time has neither a piece nor an entry of the legend.
     let times = |total: f64| serde_json::json!({"encode": 0.0, "denoise": 0.2, "decode": 0.05, "png": 0.00001, "total": total});
     let own = serde_json::json!({
-        "kind": "pictures", "kiln": "9", "model": "m <&> \"q\" 'n'", "machine": "GPU 0 (X)", "precision": "bf16", "width": 64, "height": 64,
+        "kind": "images", "kiln": "9", "model": "m <&> \"q\" 'n'", "machine": "GPU 0 (X)", "precision": "bf16", "width": 64, "height": 64,
         "steps": 1, "cold_s": {"open": 0.5, "load": 1.0, "denoise": 0.4, "total": 2.0}, "warm_s": [times(0.3), times(0.5), times(0.26)],
     });
     let other = serde_json::json!({
@@ -347,9 +347,9 @@ fn pictures_are_drawn_stage_by_stage() {
     {
         assert!(shown.contains(&text), "{text}: {shown:?}");
     }
-    assert!(shown.contains(&"&lt;script&gt;&amp;\u{fffd}") && shown.contains(&"one picture, 2.00 x kiln&#39;s"), "{shown:?}");
+    assert!(shown.contains(&"&lt;script&gt;&amp;\u{fffd}") && shown.contains(&"one image, 2.00 x kiln&#39;s"), "{shown:?}");
 
-    // Other pictures, results that cannot be, and files that are none are refused before anything is measured.
+    // Other images, results that cannot be, and files that are none are refused before anything is measured.
     for (change, message) in [
         (("width", Value::from(80)), "it has 80x64 in 1 steps, these are 64x64 in 1 steps"),
         (("engines", serde_json::json!([{"name": "x", "images_s": [{"total": -1.0}]}])), "times or rates that cannot be"),
@@ -396,9 +396,9 @@ fn kernels_are_drawn_below_their_ceilings() {
     assert!(shown.contains(&"arithmetic intensity, FLOP per byte") && shown.contains(&"bf16 peak, 1070.5 TFLOP/s"), "{shown:?}");
 }
 
-/// Another program takes turns with kiln by asking for one picture after the other.
+/// Another program takes turns with kiln by asking for one image after the other.
 #[test]
-fn pictures_are_timed_on_request() {
+fn images_are_timed_on_request() {
     use std::io::Write;
     let sandbox = Sandbox::new();
     let flags = ["bench", "--on-request", "-q"];
@@ -411,7 +411,7 @@ fn pictures_are_timed_on_request() {
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert!(lines.len() == 3 && lines[0]["kind"] == "pictures", "{lines:?}");
+    assert!(lines.len() == 3 && lines[0]["kind"] == "images", "{lines:?}");
     check_times(&lines[0]["cold_s"], &["open", "load"], 1);
     lines[1..].iter().for_each(|times| check_times(times, &[], 1));
     for (request, message) in [(&b"a fox"[..], "does not begin with a seed"), (b"3", "has no prompt"), (b"3 \xff", "not UTF-8")] {

@@ -17,7 +17,7 @@ fn a_prompt_is_enough() {
     let seed = names[0].strip_prefix("a-red-fox-in-the-snow-").unwrap().strip_suffix(".png").unwrap();
 
     let mut lines: Vec<&str> = run.stderr.lines().collect();
-    assert!(lines[0].starts_with("note: the tiny model is random and untrained, so the picture is noise"), "{}", lines[0]);
+    assert!(lines[0].starts_with("note: the tiny model is random and untrained, so the image is noise"), "{}", lines[0]);
     assert!(lines[0].ends_with("--model or KILN_MODEL"), "{}", lines[0]);
     let gpu = lines.remove(1);
     assert!(gpu.starts_with("note: no usable GPU: ") && gpu.ends_with("; running on the CPU"), "{gpu}");
@@ -412,7 +412,7 @@ fn refusals() {
     let before = sandbox.names();
 
     for (args, code, first, hint) in [
-        ("x -o new.png --dump ./new.png", 2, "the picture and --dump would be the same file", "give one of them another name"),
+        ("x -o new.png --dump ./new.png", 2, "the image and --dump would be the same file", "give one of them another name"),
         ("x --variant turbo", 2, "invalid value 'turbo' for '--variant <KIND>'", "-"),
         ("x --nvfp4-layout turbo", 2, "invalid value 'turbo' for '--nvfp4-layout <ORDER>'", "-"),
         ("x --attention turbo", 2, "invalid value 'turbo' for '--attention <TYPE>'", "-"),
@@ -437,8 +437,8 @@ fn refusals() {
         ("x --noise noise.safetensors --noise-kind torch-cpu", 2, "the argument '--noise <FILE>' cannot be used with", "-"),
         ("x --noise noise.safetensors --seed 3", 2, "the argument '--noise <FILE>' cannot be used with '--seed <N>'", "-"),
         ("x --noise-kind torch-cpu --noise-sms 8", 2, "--noise-sms describes a GPU", "leave out --noise-sms"),
-        ("x --count 2 --noise noise.safetensors", 2, "--noise is about one picture, --count 2", "leave out --count, or --noise"),
-        ("x --count 2 --dump new.safetensors", 2, "--dump is about one picture, --count 2", "leave out --count, or --dump"),
+        ("x --count 2 --noise noise.safetensors", 2, "--noise is about one image, --count 2", "leave out --count, or --noise"),
+        ("x --count 2 --dump new.safetensors", 2, "--dump is about one image, --count 2", "leave out --count, or --dump"),
         ("--seed 1", 2, "there is no prompt", "give one in quotes, or --prompt-file FILE; `kiln --help` has examples"),
         ("x --prompt-file latin.txt", 2, "there are two prompts", "give PROMPT or --prompt-file, not both"),
         ("x --model tiny --vae model/ae.safetensors", 2, "the model `tiny` has no parts to replace", "name a model folder"),
@@ -451,7 +451,7 @@ fn refusals() {
         (
             "x --noise noise.safetensors",
             3,
-            "wrong noise (noise.safetensors): tensor `noise` is [16, 128], a picture of this size needs [256, 128]",
+            "wrong noise (noise.safetensors): tensor `noise` is [16, 128], an image of this size needs [256, 128]",
             "use the --width and --height it was made for",
         ),
         ("x --noise model/ae.safetensors", 3, "wrong noise (model/ae.safetensors): there is no tensor `noise`", ""),

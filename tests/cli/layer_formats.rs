@@ -238,7 +238,6 @@ fn what_is_quantized_at_load_is_told_and_recorded() {
     let file = Content { layers: Vec::new(), plain: tensors }.file(Form::BARE);
     fs::write(sandbox.path("model/flux-2-klein-tiny.safetensors"), file).unwrap();
     let (_, _, run) = run("clamped.png", &["--quantize", "fp8"]);
-    let why =
-        "beyond the range of FP8 and clamped, so the picture may be wrong: --quantize does not calibrate its input scales; a";
+    let why = "beyond the range of FP8 and clamped, so the image may be wrong: --quantize does not calibrate its input scales; a";
     assert!(run.stderr.contains(why) && run.json()[0]["saturated"].as_u64().unwrap() > 0, "{}", run.stderr);
 }

@@ -301,8 +301,8 @@ fn images_and_json_tell_which_adapters_they_have() {
     assert_eq!(without.json()[0]["lora"], json!([]));
     let plain = Png::read(&sandbox.path("b.png"));
     assert!(!plain.text.keys().any(|key| key.starts_with("lora")));
-    assert!(plain.pixels != png.pixels, "adapters change the picture");
-    // At scale 0 it is the picture without, and says so.
+    assert!(plain.pixels != png.pixels, "adapters change the image");
+    // At scale 0 it is the image without, and says so.
     let none = run(&sandbox, &["x", "--seed", "3", "-o", "c.png", "--lora", "b.safetensors:0"]).good();
     assert!(none.stderr.contains("LoRA b.safetensors: 1 of 1 layers, rank 1, scale 0, without effect\n"), "{}", none.stderr);
     assert!(Png::read(&sandbox.path("c.png")).pixels == plain.pixels);
@@ -362,7 +362,7 @@ fn lines_have_adapters_of_their_own() {
     assert_eq!(text("0.png")["lora"], "a.safetensors:1");
     assert!(!text("2.png").contains_key("lora"));
 
-    // The pictures are those of `kiln generate`.
+    // The images are those of `kiln generate`.
     for (name, lora) in
         [("1.png", &["--lora", "b.safetensors:0.5", "--lora", "a.safetensors:2", "--lora-mode", "branch"][..]), ("2.png", &[])]
     {

@@ -295,7 +295,7 @@ fn a_dash_is_standard_output() {
     assert!(output.stderr.starts_with(b"error: cannot write (-): Broken pipe"));
     // A closed standard output is an error before any work; `/dev/null` is accepted.
     for (end, code, told) in [
-        (">&-", 5, "error: cannot write (standard output): it is closed, so nobody would get the picture\n"),
+        (">&-", 5, "error: cannot write (standard output): it is closed, so nobody would get the image\n"),
         ("> /dev/null", 0, ""),
     ] {
         let mut command = sandbox.wrapped("sh");

@@ -166,25 +166,25 @@ fn existing_files_are_kept_skipped_or_replaced() {
     let replaced = run(&sandbox, lines, &["--force"]).good().json();
     assert_eq!(fields(&replaced, "seed"), fields(&first, "seed"));
     assert_ne!(fs::read(sandbox.path("a.png")).unwrap(), b"mine");
-    // A name stands for all that decides the picture.
+    // A name stands for all that decides the image.
     let other = run(&sandbox, "{\"prompt\": \"b\", \"steps\": 2}\n", &["--skip-existing"]).good().json();
     assert!(other[0]["skipped"].is_null() && other[0]["path"] != first[1]["path"], "{other:?}");
     assert_eq!(run(&sandbox, lines, &["-o", "nowhere"]).code, Some(2));
 }
 
-/// The pictures of a folder by name.
-fn pictures(sandbox: &Sandbox) -> BTreeMap<String, Vec<u8>> {
+/// The images of a folder by name.
+fn images(sandbox: &Sandbox) -> BTreeMap<String, Vec<u8>> {
     let names = sandbox.names().into_iter().filter(|name| name.ends_with(".png"));
     names.map(|name| (name.clone(), fs::read(sandbox.path(&name)).unwrap())).collect()
 }
 
-/// Killed at any moment, a run is continued by the same command: no picture is missing, made twice or half written.
+/// Killed at any moment, a run is continued by the same command: no image is missing, made twice or half written.
 #[test]
 fn a_killed_run_is_continued() {
     let lines: String = (0..6).map(|i| format!("prompt number {i}\n")).collect();
     let whole = sandbox();
     run(&whole, &lines, &["--threads", "1"]).good();
-    let right = pictures(&whole);
+    let right = images(&whole);
     assert_eq!(right.len(), 6);
     let sandbox = sandbox();
     fs::write(sandbox.path("lines"), &lines).unwrap();
@@ -195,17 +195,17 @@ fn a_killed_run_is_continued() {
         std::thread::sleep(moment(round, Duration::from_millis(900)));
         child.kill().unwrap();
         child.wait().unwrap();
-        for (name, bytes) in pictures(&sandbox) {
+        for (name, bytes) in images(&sandbox) {
             assert!(right[&name] == bytes, "{name}");
             // What was there is not written again.
             let written = fs::metadata(sandbox.path(&name)).unwrap().modified().unwrap();
             assert_eq!(*times.entry(name).or_insert(written), written);
         }
     }
-    let before = pictures(&sandbox).len();
+    let before = images(&sandbox).len();
     let answers = sandbox.run(args()).good().json();
     assert_eq!(answers.iter().filter(|answer| answer["skipped"] == true).count(), before);
-    assert!(answers.len() == 6 && pictures(&sandbox) == right);
+    assert!(answers.len() == 6 && images(&sandbox) == right);
 }
 
 /// Each answer comes before the next line is known, and standard input that closes ends the run.
@@ -244,7 +244,7 @@ fn signals_and_readers_that_leave_end_it() {
         answered.extend(std::iter::from_fn(|| talk.answer()));
         assert_eq!(talk.child.wait().unwrap().code(), Some(code));
         let prefix = format!("{}-", signal.trim_start_matches('-').to_lowercase());
-        let written = pictures(&sandbox).into_keys().filter(|name| name.starts_with(&prefix)).count();
+        let written = images(&sandbox).into_keys().filter(|name| name.starts_with(&prefix)).count();
         assert!(answered.len() < 500 && written <= answered.len() + 1, "{} of {written}", answered.len());
         assert!(answered.iter().all(|answer| answer["error"].is_null()), "{answered:?}");
     }

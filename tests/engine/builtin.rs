@@ -334,7 +334,7 @@ mod program {
         let sandbox = Sandbox::new();
         let flags = ["--width", "96", "--height", "64", "--steps", "1", "--model", "builtin", "-o", "a.png"];
         let run = sandbox.bare([STAR].iter().chain(&flags)).good();
-        let note = "note: builtin was trained on pictures of 256x256, others may look wrong";
+        let note = "note: builtin was trained on images of 256x256, others may look wrong";
         assert!(run.stderr.lines().any(|line| line == note), "{}", run.stderr);
         assert_eq!(Png::read(&sandbox.path("a.png")).width, 96);
     }

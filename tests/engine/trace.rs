@@ -260,7 +260,7 @@ fn the_program_writes_what_each_thread_did() {
     run(&["-o", "b.png", "--trace", "t.json", "--force"]).good();
     assert_ne!(fs::read(sandbox.path("t.json")).unwrap(), before);
     for (flags, code, message) in [
-        (["-o", "d.png", "--trace", "d.png"], 2, "the picture and --trace would be the same file"),
+        (["-o", "d.png", "--trace", "d.png"], 2, "the image and --trace would be the same file"),
         (["-o", "d.png", "--trace", "-"], 2, "--trace writes a file"),
         (["-o", "d.png", "--trace", "none/t.json"], 5, "there is no such folder"),
         // A request that is refused leaves no file behind.
@@ -290,7 +290,7 @@ fn a_failed_or_interrupted_run_writes_its_trace() {
     let flags = ["bench", "--runs", "1000", "--trace", "stopped.json"];
     let mut child = sandbox.command(flags.iter().chain(&QUICK)).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap()).lines();
-    assert!(stderr.any(|line| line.unwrap().starts_with("warm picture 1 of 1000")));
+    assert!(stderr.any(|line| line.unwrap().starts_with("warm image 1 of 1000")));
     send("-INT", &child);
     let rest: Vec<String> = stderr.map(|line| line.unwrap()).collect();
     assert_eq!(rest.last().unwrap(), "error: interrupted");

@@ -339,8 +339,8 @@ fn files_that_go_by_another_name() {
     let (foreign, unsupported, use_safetensors) =
         ("not a safetensors file", "unsupported weight format", "use a .safetensors file");
     for (name, bytes, what, detail, hint) in [
-        ("a.png", &b"\x89PNG\r\n\x1A\n\0\0\0\x0DIHDR"[..], foreign, "it is a PNG picture", use_safetensors),
-        ("a.jpg", b"\xFF\xD8\xFF\xE0\0\x10JFIF\0", foreign, "it is a JPEG picture", use_safetensors),
+        ("a.png", &b"\x89PNG\r\n\x1A\n\0\0\0\x0DIHDR"[..], foreign, "it is a PNG image", use_safetensors),
+        ("a.jpg", b"\xFF\xD8\xFF\xE0\0\x10JFIF\0", foreign, "it is a JPEG image", use_safetensors),
         ("a.so", b"\x7FELF\x02\x01\x01\0\0\0", foreign, "it is a program or library (ELF)", use_safetensors),
         ("a.gz", b"\x1F\x8B\x08\0\0\0\0\0\0\x03", foreign, "it is packed with gzip", "unpack it first"),
         ("a.zst", b"\x28\xB5\x2F\xFD\x24\0\0\0\0\0", foreign, "it is packed with zstd", "unpack it first"),

@@ -47,13 +47,13 @@ fn outputs_that_cannot_be_written() {
         row(
             "x -q -o - --count 2",
             2,
-            "--output - is about one picture, --count 2 asks for more",
+            "--output - is about one image, --count 2 asks for more",
             Is("leave out --count, or --output -"),
         ),
         row(
             "x -q -o - --json",
             2,
-            "the picture and its JSON would both go to standard output",
+            "the image and its JSON would both go to standard output",
             Is("leave out --json, or name a file"),
         ),
         row(

@@ -73,7 +73,7 @@ pub fn metadata(adapters: &[AppliedAdapter], mode: AdapterMode) -> Vec<(&'static
         ("lora", list(&|adapter| format!("{}:{}", adapter.file, adapter.scale))),
         ("lora-sha256", list(&|adapter| adapter.sha256.clone())),
     ];
-    // Both ways give the same picture but for rounding.
+    // Both ways give the same image but for rounding.
     text.extend(match mode {
         AdapterMode::Auto => None,
         AdapterMode::Merge => Some(("lora-mode", "merge".into())),

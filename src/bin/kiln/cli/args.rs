@@ -61,7 +61,7 @@ pub struct RunArgs {
 
     /// Let the transformer take the text encoder's place in GPU memory
     ///
-    /// Done anyway where both do not fit. The picture is the same; it is there a little later, because loading waits for the
+    /// Done anyway where both do not fit. The image is the same; it is there a little later, because loading waits for the
     /// prompt.
     #[arg(long, help_heading = "Run")]
     pub low_memory: bool,

@@ -39,11 +39,11 @@ const EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10"
 const EXAMPLES: &str = "\
 Examples:
   kiln bench
-      The model that `kiln PROMPT` would use, with its own size and steps: one picture cold, five warm.
+      The model that `kiln PROMPT` would use, with its own size and steps: one image cold, five warm.
 
   kiln bench --model ~/models/FLUX.2-klein-4B --width 1024 --height 1024 --runs 10
   kiln bench \"make it night\" --reference photo.jpg --steps 8
-      Everything that decides how long a picture takes is given as for a picture.
+      Everything that decides how long an image takes is given as for an image.
 
   kiln bench --json | jq .warm_s[].total
   kiln bench --json=times.json
@@ -65,15 +65,15 @@ Examples:
 
 Close other programs that use the GPU: they take its time, and what they do to its memory is counted too.";
 
-/// Benchmark: a cold picture and warm ones stage by stage, or single kernels
+/// Benchmark: a cold image and warm ones stage by stage, or single kernels
 ///
-/// Loads the model, generates a picture cold and several warm, writes none of them, and prints the time of each stage and the
+/// Loads the model, generates an image cold and several warm, writes none of them, and prints the time of each stage and the
 /// memory that was planned and used. Cold is the first of this process; its files may still be in the page cache.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln bench [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
 pub struct BenchArgs {
-    /// What the pictures show; any prompt takes the same time
+    /// What the images show; any prompt takes the same time
     #[command(flatten)]
     pub prompt: PromptArgs,
 
@@ -85,7 +85,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// Time single ops at klein 4B's shapes instead of pictures; with NAME, those whose name contains it
+    /// Time single ops at klein 4B's shapes instead of images; with NAME, those whose name contains it
     ///
     /// Needs no model. Each row tells how much of the ceiling is reached: memory-bound ops against a copy of as many bytes in the
     /// same run; GEMM, convolution and attention on a GPU against the peak of its tensor cores. The CPU gets smaller shapes.
@@ -104,7 +104,7 @@ pub struct BenchArgs {
     #[arg(long, requires = "kernels", help_heading = "Measuring")]
     pub quick: bool,
 
-    /// How many warm pictures
+    /// How many warm images
     #[arg(long, value_name = "N", value_parser = within(1usize..=1000), default_value = "5", help_heading = "Measuring")]
     pub runs: usize,
 
@@ -121,11 +121,11 @@ pub struct BenchArgs {
     )]
     pub json: Option<PathBuf>,
 
-    /// Draw the results to a new SVG file: pictures stage by stage, or kernels below their ceilings
+    /// Draw the results to a new SVG file: images stage by stage, or kernels below their ceilings
     #[arg(long, value_name = "FILE", help_heading = "Measuring")]
     pub svg: Option<PathBuf>,
 
-    /// Draw the pictures of another engine or run beside; may be given several times
+    /// Draw the images of another engine or run beside; may be given several times
     ///
     /// A file of tools/bench_beside_diffusers.py, or of --json. Size and steps have to be the same.
     #[arg(long, value_name = "FILE", requires = "svg", conflicts_with = "kernels", help_heading = "Measuring")]
@@ -141,10 +141,10 @@ pub struct BenchArgs {
     )]
     pub from: Option<PathBuf>,
 
-    /// Generate a picture for each line of standard input, `SEED PROMPT`, and print its times as JSON
+    /// Generate an image for each line of standard input, `SEED PROMPT`, and print its times as JSON
     ///
-    /// So that another program can take turns with kiln. The first line of output is the JSON of a cold picture, whose prompt and seed
-    /// are those of other runs; each line after it has the times of one picture, prompt to PNG.
+    /// So that another program can take turns with kiln. The first line of output is the JSON of a cold image, whose prompt and seed
+    /// are those of other runs; each line after it has the times of one image, prompt to PNG.
     #[arg(
         long,
         conflicts_with_all = ["kernels", "json", "share", "svg", "runs"],
@@ -158,7 +158,7 @@ pub struct BenchArgs {
     #[arg(long, conflicts_with = "kernels", help_heading = "Measuring")]
     pub share: bool,
 
-    /// What the pictures are made from and how large
+    /// What the images are made from and how large
     #[command(flatten)]
     pub image: ImageOptions,
 

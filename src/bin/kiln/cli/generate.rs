@@ -22,13 +22,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// Generate pictures; the same as giving only a prompt
+/// Generate images; the same as giving only a prompt
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln generate [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
 // With this the error for `--seed -1` says what a seed is, and not that there is no option `-1`.
 #[command(allow_negative_numbers = true)]
 pub struct GenerateArgs {
-    /// What the picture shows
+    /// What the image shows
     #[command(flatten)]
     pub prompt: PromptArgs,
 
@@ -43,7 +43,7 @@ pub struct GenerateArgs {
     /// The image file to write: .png, .jpg, .jpeg or .webp [default: PROMPT-SEED.png]
     ///
     /// The default name is made from the prompt's words. With --count, `out.png` becomes `out-1.png`, `out-2.png` and so on. `-`
-    /// writes the picture itself to standard output.
+    /// writes the image itself to standard output.
     #[arg(short, long, value_name = "PATH", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
@@ -54,29 +54,29 @@ pub struct GenerateArgs {
     /// Write intermediate values to a safetensors file
     ///
     /// Its tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the
-    /// picture before it is rounded; with references also `reference.1.tokens` onwards, with guidance `negative_prompt_embeds`.
+    /// image before it is rounded; with references also `reference.1.tokens` onwards, with guidance `negative_prompt_embeds`.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub dump: Option<PathBuf>,
 
-    /// Print a JSON object per picture instead of its path
+    /// Print a JSON object per image instead of its path
     #[arg(long, help_heading = "Output")]
     pub json: bool,
 
-    /// What the picture is made from and how large
+    /// What the image is made from and how large
     #[command(flatten)]
     pub image: ImageOptions,
 
-    /// Negative prompt: what the picture should not show; base models only
+    /// Negative prompt: what the image should not show; base models only
     #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
     pub negative: Option<String>,
 
     /// Seed of the noise [default: random]
     ///
-    /// The same seed gives the same picture. A random one is printed.
+    /// The same seed gives the same image. A random one is printed.
     #[arg(long, value_name = "N", value_parser = within(0..=u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
-    /// How many pictures, with consecutive seeds
+    /// How many images, with consecutive seeds
     #[arg(long, value_name = "N", value_parser = within(1usize..=10_000), default_value = "1", help_heading = "Sampling")]
     pub count: usize,
 

@@ -11,10 +11,10 @@ Examples:
       name. No model is needed: kiln has a small one of its own (see Models).
 
   kiln \"a large red star on a blue background\" --seed 7 -o star.png
-      The same picture every time. An existing star.png is kept unless --force is given.
+      The same image every time. An existing star.png is kept unless --force is given.
 
   kiln \"make the star green\" --reference star.png -o green.png
-      Edits a picture.
+      Edits an image.
 
   kiln \"a small pink heart at the top left on a black background\" --count 4 -o heart.png
       heart-1.png to heart-4.png, with four consecutive seeds.
@@ -29,7 +29,7 @@ Examples:
       tells what is in one.
 
   kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
-      Combines several pictures.
+      Combines several images.
 
   kiln --prompt-file prompt.txt --width 1360 --height 768
   fortune | kiln --prompt-file -
@@ -38,11 +38,11 @@ Examples:
   kiln plan --width 2048 --height 2048
   kiln bench --width 1024 --height 1024
   kiln doctor --model ~/models/FLUX.2-klein-4B
-      What such a picture would take, in FLOPs and memory; how long it takes, stage by stage; what kiln
+      What such an image would take, in FLOPs and memory; how long it takes, stage by stage; what kiln
       finds on this machine, and whether a model's files are sound.
 
   kiln \"a yellow ring\" --json | jq .seed
-      One JSON object per picture on standard output. Everything else goes to standard error.
+      One JSON object per image on standard output. Everything else goes to standard error.
 
   kiln -- \"--a prompt that begins with dashes\"
   kiln generate \"tiny\"
@@ -59,10 +59,10 @@ Models:
   orange, yellow, green, cyan, blue, purple, pink, brown, black, white, gray), at named places on
   plain, gradient or striped backgrounds, in 256x256 pixels:
       \"a large red star at the left and a small blue circle at the right on a yellow background\"
-  and edits such pictures: \"make the star green\", \"remove the circle\", \"change the background to
+  and edits such images: \"make the star green\", \"remove the circle\", \"change the background to
   blue\". Anything else is beyond it.
 
-  `tiny` is random, not trained: its pictures are noise, and only show that everything works. A kiln
+  `tiny` is random, not trained: its images are noise, and only show that everything works. A kiln
   that was built without `builtin` falls back on it.
 
 Exit codes:

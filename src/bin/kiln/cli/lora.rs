@@ -30,7 +30,7 @@ Examples:
 
 /// Look into the files of LoRA and LoKr adapters
 ///
-/// Pictures take them with --lora.
+/// Images take them with --lora.
 #[derive(Debug, clap::Subcommand)]
 #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
 pub enum LoraCommand {

@@ -50,7 +50,7 @@ impl Outputs {
         for path in request.seeds.iter().enumerate().filter_map(|(i, &seed)| target.path(i, request.noise.seed(seed))) {
             check_name(&path)?;
             for (other, flag) in others.into_iter().filter_map(|(other, flag)| Some((other?, flag))) {
-                refuse_same(&path, "the picture", other, flag)?;
+                refuse_same(&path, "the image", other, flag)?;
             }
             images.push(PlannedFile { path, bytes });
         }
@@ -188,9 +188,9 @@ fn check_name(path: &Path) -> Result<()> {
 /// Refuses to write an image to a terminal, or to a standard output that is closed.
 fn check_stdout() -> Result<()> {
     let why = if io::stdout().is_terminal() {
-        "a terminal cannot show a picture; redirect standard output, or name a file"
+        "a terminal cannot show an image; redirect standard output, or name a file"
     } else if stdout_was_closed() {
-        "it is closed, so nobody would get the picture"
+        "it is closed, so nobody would get the image"
     } else {
         return Ok(());
     };

@@ -358,7 +358,7 @@ impl Report {
             row(if i == 0 { "adapters" } else { "" }, line.clone());
         }
         row("gpu", self.gpu.clone());
-        row("picture", format!("{}x{}, {} steps", self.width, self.height, self.steps));
+        row("image", format!("{}x{}, {} steps", self.width, self.height, self.steps));
         if let Some(guidance) = self.guidance {
             let passes = match self.guided {
                 true => "two passes per step",

@@ -97,7 +97,7 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     pub prompts: Option<PathBuf>,
 
-    /// Width and height of the pictures of the calibration [default: 512, on the CPU 128]
+    /// Width and height of the images of the calibration [default: 512, on the CPU 128]
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Calibration")]
     pub calibration_size: Option<usize>,
 

@@ -20,8 +20,8 @@ pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
             "no FLUX.2 model was found, so kiln's own small one draws this; it knows shapes and colors, as in \
              \"a large red star on a blue background\""
         }
-        (Found::Tiny, true) => "the tiny model is random and untrained, so the picture is noise",
-        (Found::Tiny, false) => "no FLUX.2 model was found; this is a tiny untrained random model, so the picture is noise",
+        (Found::Tiny, true) => "the tiny model is random and untrained, so the image is noise",
+        (Found::Tiny, false) => "no FLUX.2 model was found; this is a tiny untrained random model, so the image is noise",
         _ => return,
     };
     terminal.say(&format!("note: {what}; for FLUX.2 weights use --model or KILN_MODEL"));
@@ -108,7 +108,7 @@ pub fn announce_run(
     let ModelDefaults { width, height, .. } = model.defaults;
     let size = settings.job.size;
     if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {
-        terminal.say(&format!("note: {} was trained on pictures of {width}x{height}, others may look wrong", settings.model));
+        terminal.say(&format!("note: {} was trained on images of {width}x{height}, others may look wrong", settings.model));
     }
     terminal.say(&headline);
     details.iter().for_each(|line| terminal.detail(line));
@@ -169,7 +169,7 @@ pub fn warn_of_saturation(saturated: u64, settings: &Settings, terminal: &Termin
         None => ("the model's input scales are too small for this prompt", "a bf16 model"),
     };
     terminal.warn(&format!(
-        "{what} beyond the range of FP8 and clamped, so the picture may be wrong: {why}; {remedy} or --precision f32 has no such limit"
+        "{what} beyond the range of FP8 and clamped, so the image may be wrong: {why}; {remedy} or --precision f32 has no such limit"
     ));
 }
 

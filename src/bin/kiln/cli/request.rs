@@ -98,14 +98,14 @@ impl ImageRequest {
         if seeds.len() > 1 {
             for (given, flag) in [(args.noise.is_some(), "--noise"), (args.dump.is_some(), "--dump"), (to_stdout, "--output -")] {
                 if given {
-                    let what = format!("{flag} is about one picture, --count {} asks for more", seeds.len());
+                    let what = format!("{flag} is about one image, --count {} asks for more", seeds.len());
                     return Err(Error::usage(what, format!("leave out --count, or {flag}")));
                 }
             }
         }
         if to_stdout && args.json {
             return Err(Error::usage(
-                "the picture and its JSON would both go to standard output",
+                "the image and its JSON would both go to standard output",
                 "leave out --json, or name a file",
             ));
         }

@@ -48,7 +48,7 @@ pub struct ImageOptions {
 
     /// Noise levels of the steps in place of even ones: `turbo`, or 1,0.75,0.5,0.25
     ///
-    /// As many as there are steps, falling from at most 1. They are shifted by the size of the picture, as diffusers does with its `sigmas`.
+    /// As many as there are steps, falling from at most 1. They are shifted by the size of the image, as diffusers does with its `sigmas`.
     /// `turbo` are the eight that the Turbo adapter of dev was trained for.
     #[arg(long, value_name = "LEVELS", conflicts_with = "steps", help_heading = "Sampling")]
     #[serde(deserialize_with = "sigmas")]
@@ -62,15 +62,15 @@ pub struct ImageOptions {
 
     /// Where the prompt is padded, and with what [default: the model's own; right, dev left]
     ///
-    /// Programs differ in it for dev, and the same prompt gives another picture with each: `left` is that of Black Forest Labs and of diffusers
+    /// Programs differ in it for dev, and the same prompt gives another image with each: `left` is that of Black Forest Labs and of diffusers
     /// with transformers 4, `right` that of diffusers with transformers 5, `left-zeros` ComfyUI's, `right-zeros` stable-diffusion.cpp's.
     #[arg(long, value_enum, value_name = "SIDE", help_heading = "Sampling")]
     pub padding: Option<PaddingArg>,
 
     /// Let the VAE work in tiles, which bounds the memory it takes
     ///
-    /// As diffusers does with tiling enabled, for pictures and references with a side above 1024 pixels, or what else the VAE's
-    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colors and contrasts of its own: the picture is
+    /// As diffusers does with tiling enabled, for images and references with a side above 1024 pixels, or what else the VAE's
+    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colors and contrasts of its own: the image is
     /// another one than without.
     #[arg(long, help_heading = "Run")]
     #[serde(skip)]

@@ -6,7 +6,7 @@ use clap::{Arg, Args};
 use kiln::MODELS;
 use kiln::predict::GpuSpec;
 
-/// Print what a picture would take, without computing anything
+/// Print what an image would take, without computing anything
 ///
 /// For klein 4B, or for the model that is named, as it was published or by its files' headers: tokens of each part, the schedule, floating-point
 /// operations of each stage, the formats of its layers, bytes of weights and of workspace. Formats and bytes are those on a
@@ -24,7 +24,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// What the picture is made from and how large
+    /// What the image is made from and how large
     #[command(flatten)]
     pub image: ImageOptions,
 

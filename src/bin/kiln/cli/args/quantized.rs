@@ -15,7 +15,7 @@ pub struct QuantizedArgs {
     ///
     /// Those of the transformer's blocks and of the text encoder become smaller; embedders, modulations and norms stay as they
     /// are. Nothing is calibrated: `kiln quantize` makes files that are, and that load faster. The transformer's inputs in FP8 have
-    /// constant scales; what is out of their range is counted and reported after the picture.
+    /// constant scales; what is out of their range is counted and reported after the image.
     #[arg(long, value_name = "FORMAT", help_heading = "Run")]
     #[arg(value_parser = weight_format(DType::targets().map(|(dtype, target)| (dtype, target.load_help))))]
     pub quantize: Option<DType>,

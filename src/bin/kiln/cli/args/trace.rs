@@ -8,7 +8,7 @@ use std::path::PathBuf;
 pub struct TraceArgs {
     /// Write when everything ran to a JSON file for ui.perfetto.dev: threads, steps, GPU kernels
     ///
-    /// Also if the run fails or is interrupted. The picture is the same; steps take a little longer on a GPU, because kernels are
+    /// Also if the run fails or is interrupted. The image is the same; steps take a little longer on a GPU, because kernels are
     /// timed one by one: none begins before the one before it has ended, and steps are not captured as CUDA graphs.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     pub trace: Option<PathBuf>,

@@ -8,11 +8,11 @@ use std::path::PathBuf;
 /// The end of `kiln run --help`.
 const EXAMPLES: &str = "\
 Examples:
-  kiln run prompts.txt -o pictures
-      A picture for each line. Seeds and names follow from the lines, so the same file gives the same
-      pictures under the same names.
+  kiln run prompts.txt -o images
+      An image for each line. Seeds and names follow from the lines, so the same file gives the same
+      images under the same names.
 
-  kiln run prompts.txt -o pictures --skip-existing
+  kiln run prompts.txt -o images --skip-existing
       Continues where a run was stopped.
 
   echo '{\"prompt\": \"a red star\", \"seed\": 7, \"output\": \"star.png\"}' | kiln run | jq .path
@@ -21,7 +21,7 @@ Examples:
   {\"prompt\": \"a fox\", \"lora\": [\"ink.safetensors\", {\"file\": \"owner/repository\", \"scale\": 0.5}]}
       A line with adapters of its own, in place of those of --lora. The model is not loaded again.";
 
-/// Generate a picture for each line of a file or of standard input, with a model that is loaded once
+/// Generate an image for each line of a file or of standard input, with a model that is loaded once
 ///
 /// Every line is answered with a line of JSON on standard output, in order and as soon as it is done: the fields of `kiln
 /// generate --json` and the number of the line, or an `error` with its `hint` and `code`. Errors of a line do not end the run;
@@ -42,9 +42,9 @@ pub struct BatchArgs {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// The folder that pictures are written to [default: the current one]
+    /// The folder that images are written to [default: the current one]
     ///
-    /// Names are made from the prompt's words and a hash of all that decides the picture, unless a line names its `output`,
+    /// Names are made from the prompt's words and a hash of all that decides the image, unless a line names its `output`,
     /// which is relative to this folder.
     #[arg(short, long, value_name = "DIR", help_heading = "Output")]
     pub output: Option<PathBuf>,
@@ -59,7 +59,7 @@ pub struct BatchArgs {
     #[arg(long, conflicts_with = "force", help_heading = "Output")]
     pub skip_existing: bool,
 
-    /// What pictures are made from and how large, where a line does not tell
+    /// What images are made from and how large, where a line does not tell
     #[command(flatten)]
     pub image: ImageOptions,
 

@@ -102,7 +102,7 @@ impl Line {
         self.seed.unwrap_or_else(|| self.hash(None, "") >> 32)
     }
 
-    /// What tells this picture from others: a hash of the line, its seed and the model.
+    /// What tells this image from others: a hash of the line, its seed and the model.
     pub fn id(&self, model: &str) -> String {
         format!("{:016x}", self.hash(Some(self.seed()), model))
     }

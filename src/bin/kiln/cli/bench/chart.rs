@@ -17,13 +17,14 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 enum Results {
-    Pictures(Pictures),
+    #[serde(alias = "pictures")] // in files that older versions wrote
+    Images(Images),
     Kernels(Kernels),
     Beside(Beside),
 }
 
 #[derive(Deserialize)]
-struct Pictures {
+struct Images {
     kiln: String,
     model: String,
     machine: String,
@@ -128,7 +129,7 @@ impl Row {
 impl Results {
     fn is_sound(&self) -> bool {
         match self {
-            Self::Pictures(own) => own.cold_s.is_sound() && own.warm_s.iter().all(Times::is_sound),
+            Self::Images(own) => own.cold_s.is_sound() && own.warm_s.iter().all(Times::is_sound),
             Self::Beside(other) => other.engines.iter().flat_map(|engine| &engine.images_s).all(Times::is_sound),
             Self::Kernels(own) => {
                 let peaks = [own.tensor_flops, own.tensor_flops_e4m3, own.tensor_flops_e2m1].into_iter().flatten();
@@ -167,11 +168,11 @@ impl Recorded {
     fn beside(self) -> Result<Beside> {
         match self.results {
             Results::Beside(beside) => Ok(beside),
-            Results::Pictures(Pictures { machine, width, height, steps, warm_s, .. }) => {
+            Results::Images(Images { machine, width, height, steps, warm_s, .. }) => {
                 let name = self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
                 Ok(Beside { machine, width, height, steps, engines: vec![Engine { name, images_s: warm_s }] })
             }
-            Results::Kernels(_) => Err(Error::bad_file(&self.path, "not results of pictures", "it has those of kernels")),
+            Results::Kernels(_) => Err(Error::bad_file(&self.path, "not results of images", "it has those of kernels")),
         }
     }
 }
@@ -194,7 +195,7 @@ pub fn draw_recorded(own: Recorded, beside: Vec<Recorded>) -> Result<String> {
 fn draw_results(own: Results, beside: Vec<Recorded>) -> Result<String> {
     match own {
         Results::Kernels(own) => Ok(roofline::draw(&own)),
-        Results::Pictures(own) => {
+        Results::Images(own) => {
             let mut others = Vec::with_capacity(beside.len());
             for recorded in beside {
                 let path = recorded.path.clone();
@@ -202,7 +203,7 @@ fn draw_results(own: Results, beside: Vec<Recorded>) -> Result<String> {
                 let of = |width: usize, height: usize, steps: usize| format!("{width}x{height} in {steps} steps");
                 if (other.width, other.height, other.steps) != (own.width, own.height, own.steps) {
                     let (theirs, ours) = (of(other.width, other.height, other.steps), of(own.width, own.height, own.steps));
-                    return Err(Error::bad_file(&path, "other pictures", format!("it has {theirs}, these are {ours}")));
+                    return Err(Error::bad_file(&path, "other images", format!("it has {theirs}, these are {ours}")));
                 }
                 others.push(other);
             }

@@ -241,9 +241,9 @@ pub fn measure(
     // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
     let mut after = engine.backend().available()?;
     for run in 1..=runs {
-        // The same picture again, so that its count is the same.
+        // The same image again, so that its count is the same.
         let times = warm_image(&mut engine, &settings, &watch, stop)?;
-        terminal.say(&format!("warm picture {run} of {runs}: {:.3} s", times.total));
+        terminal.say(&format!("warm image {run} of {runs}: {:.3} s", times.total));
         report.warm_s.push(times);
         after = after.min(engine.backend().available()?);
     }
@@ -332,7 +332,7 @@ fn start<'a>(
     watch.shown.set(false);
     let report = Report {
         kiln: env!("CARGO_PKG_VERSION"),
-        kind: "pictures",
+        kind: "images",
         model: settings.model.clone(),
         variant: settings.variant.to_string(),
         backend,

@@ -1,7 +1,7 @@
 //! Images as stacked bars of their stages: the cold one, then the warm ones beside those of other engines.
 
 use super::svg::{Anchor, Canvas, WIDTH, cut, ticks, width_of};
-use super::{Beside, Pictures, Times};
+use super::{Beside, Images, Times};
 use kiln::text::grouped;
 
 /// Where bars begin and end; labels are on the left, totals on the right.
@@ -122,13 +122,13 @@ fn legend(canvas: &mut Canvas, y: f64, images: &[&Times]) {
 }
 
 /// The chart.
-pub fn draw(own: &Pictures, beside: &[Beside]) -> String {
-    let Pictures { kiln, model, machine, precision, width, height, steps, .. } = own;
+pub fn draw(own: &Images, beside: &[Beside]) -> String {
+    let Images { kiln, model, machine, precision, width, height, steps, .. } = own;
     let name = format!("kiln {kiln}");
     let title = format!("{model}, {width}x{height}, {steps} steps, {precision}");
     let cold = Bar { name: name.clone(), about: "with start and loading".into(), times: &own.cold_s, range: None };
     let count = |images: &[Times]| match images.len() {
-        1 => "one picture".to_owned(),
+        1 => "one image".to_owned(),
         n => format!("median of {n}"),
     };
     let mut warm: Vec<Bar<'_>> = Bar::of_median(name, |_| count(&own.warm_s), &own.warm_s).into_iter().collect();
@@ -149,11 +149,11 @@ pub fn draw(own: &Pictures, beside: &[Beside]) -> String {
     canvas.text(24.0, 52.0, "dim", Anchor::Start, &cut(&format!("prompt to PNG on {machine}; less is better"), WIDTH - 48.0));
     let images: Vec<&Times> = std::iter::once(cold.times).chain(warm.iter().map(|bar| bar.times)).collect();
     legend(&mut canvas, 80.0, &images);
-    let mut end = panel(&mut canvas, 112.0, "first picture of the process", &[cold]);
+    let mut end = panel(&mut canvas, 112.0, "first image of the process", &[cold]);
     if !warm.is_empty() {
-        end = panel(&mut canvas, end + 26.0, "the pictures after it", &warm);
+        end = panel(&mut canvas, end + 26.0, "the images after it", &warm);
     }
     let summary: Vec<String> = warm.iter().map(|bar| format!("{}: {} ms", bar.name, ms(bar.times.total))).collect();
-    let description = format!("first picture: {} ms; the pictures after it: {}", ms(own.cold_s.total), summary.join(", "));
+    let description = format!("first image: {} ms; the images after it: {}", ms(own.cold_s.total), summary.join(", "));
     canvas.finish(end + 10.0, &title, &description)
 }
