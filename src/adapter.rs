@@ -1,8 +1,8 @@
 //! Adapters: small files that change a model, LoRA (Hu et al. 2021) and LoKr (Yeh et al. 2023), in every spelling that trainers write.
 //!
-//! `key` takes the names of tensors apart, `target` finds the layer of a model that a name stands for, and `delta` is what is added to its
-//! weight. A file of which a part finds no layer is an error, because an adapter that is applied in part, or not at all, gives an image
-//! without telling. `contents` lists what a file has without a model.
+//! `key` splits tensor names, `target` finds the model layer that a name stands for, and `delta` holds what is added to that layer's
+//! weight. A layer that the model does not have is an error by default: an adapter applied in part, or not at all, would silently give a
+//! wrong image. `contents` lists what a file holds, without a model.
 
 mod base;
 mod branch;
@@ -30,33 +30,33 @@ use metadata::PeftScales;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// A layer of an adapter, and where it belongs.
+/// A layer of an adapter, and the model layer it changes.
 #[derive(Clone, Debug)]
 pub struct Layer {
-    /// Its name in the file.
+    /// The layer's name in the file.
     pub name: String,
-    /// What it is added to.
+    /// The rows of the model's weight that it is added to.
     pub target: LayerTarget,
-    /// What is added.
+    /// The matrix that is added.
     pub delta: WeightDelta,
 }
 
 /// An adapter for a model.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    /// The file.
+    /// The adapter's file.
     pub path: PathBuf,
-    /// Its layers that the model has.
+    /// Layers that the model has.
     pub layers: Vec<Layer>,
-    /// Names of those that the model does not have.
+    /// Names of layers that the model does not have.
     pub unmatched: Vec<String>,
     /// The SHA-256 of the file, as hexadecimal digits.
     pub digest: String,
-    /// The file, which values are read from when they are needed.
+    /// The open file; values are read from it when they are needed.
     file: Option<Shard>,
 }
 
-/// How much of an adapter has to fit.
+/// How many of an adapter's layers have to fit the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Coverage {
     /// At least one layer.
@@ -70,23 +70,23 @@ enum Coverage {
 struct Group<'a>(BTreeMap<Factor, (&'a str, &'a Entry)>);
 
 impl Adapter {
-    /// Reads an adapter for a model with these layers. Fails if nothing of it fits; what does not is listed.
+    /// Reads an adapter for a model with these layers. Fails if no layer fits; `unmatched` lists the layers that do not.
     pub fn open(path: &Path, targets: &LayerTargets) -> Result<Self> {
         Self::read(&Shard::open(path)?, targets)
     }
 
-    /// The same, but fails as well if a layer of it does not fit.
+    /// Reads an adapter for a model with these layers. Fails if any layer does not fit.
     pub fn open_whole(path: &Path, targets: &LayerTargets) -> Result<Self> {
         Self::gather(&Shard::open(path)?, targets, Coverage::Whole)
     }
 
-    /// What [`Adapter::open`] reads, of a file that is open.
+    /// Reads an adapter from an open file, as [`Adapter::open`] does.
     pub fn read(shard: &Shard, targets: &LayerTargets) -> Result<Self> {
         Self::gather(shard, targets, Coverage::Component)
     }
 
     fn gather(shard: &Shard, targets: &LayerTargets, coverage: Coverage) -> Result<Self> {
-        // All of the file is read for either, and it may be some hundred megabytes.
+        // Both read the whole file, which may have some hundred megabytes.
         let (digest, adapter) = rayon::join(|| shard.sha256(), || Self::placed(shard, targets, coverage));
         let adapter = adapter?;
         shard.verify()?;
@@ -139,7 +139,7 @@ impl Adapter {
     }
 }
 
-/// Up to three names, for a message.
+/// Up to three names, for an error message.
 fn first_three(names: &[String]) -> String {
     let shown: Vec<String> = names.iter().take(3).map(|name| format!("`{name}`")).collect();
     let more = if names.len() > 3 { format!(" and {} more", names.len() - 3) } else { String::new() };
@@ -179,7 +179,7 @@ impl<'a> AdapterFile<'a> {
         Ok(file)
     }
 
-    /// Fails if there is anything in the file besides LoRA and LoKr.
+    /// Fails if the file holds anything other than LoRA and LoKr.
     fn supported(self) -> Result<Self> {
         if let Some((layer, (method, tensor))) = self.unsupported.first_key_value() {
             return Err(self.refused(format!("it is {method}, which is not supported: `{layer}` has `{tensor}`")));
@@ -187,7 +187,7 @@ impl<'a> AdapterFile<'a> {
         match (self.layers.is_empty(), self.unrecognized.is_empty()) {
             (true, _) => Err(self.refused("it has no factors of LoRA or LoKr".into())),
             (false, false) => {
-                Err(self.refused(format!("it has tensors besides an adapter's: {}", first_three(&self.unrecognized))))
+                Err(self.refused(format!("it has tensors that are not part of an adapter: {}", first_three(&self.unrecognized))))
             }
             (false, true) => Ok(self),
         }
@@ -209,7 +209,7 @@ impl<'a> AdapterFile<'a> {
         Ok(Matrix { bytes, dtype, rows, cols })
     }
 
-    /// What a layer adds.
+    /// The delta of a layer.
     fn delta(&self, layer: &str, Group(factors): &Group<'_>) -> Result<WeightDelta> {
         let get = |factor| factors.get(&factor).map(|found| self.matrix(*found)).transpose();
         let incomplete = || self.refused(format!("`{layer}` lacks a factor: it has {}", first_three(&named(factors))));
@@ -238,7 +238,7 @@ impl<'a> AdapterFile<'a> {
         let w1 = factor(Factor::W1, Factor::W1a, Factor::W1b)?;
         let w2 = factor(Factor::W2, Factor::W2a, Factor::W2b)?;
         let (Some(w1), Some(w2)) = (w1, w2) else { return Err(incomplete()) };
-        // Where both are stored whole there is no rank to divide by, and files have any alpha there, ten thousand million among them.
+        // If both factors are stored whole, there is no rank to divide by. Files then have any alpha, ten thousand million among them.
         let scale = match w2.rank().or(w1.rank()) {
             Some(rank) => alpha.map_or(Ok(1.0), |alpha| self.divided(layer, alpha, rank as f32))?,
             None => 1.0,
@@ -263,7 +263,7 @@ impl<'a> AdapterFile<'a> {
         }
     }
 
-    /// A scale, which has to be a number that changes something.
+    /// The scale `alpha / by`. Fails if the result is zero or not finite.
     fn divided(&self, layer: &str, alpha: f32, by: f32) -> Result<f32> {
         let scale = alpha / by;
         if !scale.is_finite() || scale == 0.0 {
@@ -274,7 +274,7 @@ impl<'a> AdapterFile<'a> {
         Ok(scale)
     }
 
-    /// Refuses rows of a weight that two layers of the file are added to: one of them is there by mistake.
+    /// Fails if two layers of the file are added to the same rows of a weight: one of them is a mistake.
     fn refuse_twice(&self, layers: &[Layer]) -> Result<()> {
         let mut all: Vec<(String, usize, usize, &str)> = Vec::new();
         for Layer { name, target, .. } in layers {
@@ -288,7 +288,7 @@ impl<'a> AdapterFile<'a> {
         }
     }
 
-    /// The model that the layers seem to be for.
+    /// The model that the layers were probably made for, as far as they tell.
     fn likely_base(&self) -> Option<String> {
         let deltas = self.layers.iter().filter_map(|(name, group)| Some((*name, self.delta(name, group).ok()?.shape())));
         base::likely(deltas)
@@ -302,7 +302,7 @@ fn named(factors: &BTreeMap<Factor, (&str, &Entry)>) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    //! Adapters made here, against deltas that are computed in f64 element by element.
+    //! Adapters made here, compared with deltas that are computed in f64 element by element.
 
     use super::*;
     use crate::config::{Configs, TransformerConfig};
@@ -436,7 +436,7 @@ mod tests {
             (with(given(format!("{qkv}.dora_scale"), &[384, 1])), "it is DoRA"),
             (with(given(format!("{qkv}.hada_w1_a"), &[4, 4])), "it is LoHa"),
             (with(given(format!("{qkv}.lora_A.other.weight"), &[4, 128])), "the same factor"),
-            (with(given("something.weight", &[4])), "tensors besides"),
+            (with(given("something.weight", &[4])), "tensors that are not part of an adapter"),
             (with(given(format!("{qkv}.alpha"), &[2])), "no number"),
             (with(Given(format!("{qkv}.alpha"), vec![], vec![0.0])), "alpha of 0"),
             (with(Given(format!("{qkv}.alpha"), vec![], vec![f32::NAN])), "alpha of NaN"),

@@ -1,40 +1,40 @@
-//! Which model an adapter was made for, as far as the widths and the blocks of its layers tell.
+//! Guesses which model an adapter was made for, from the widths and block numbers of its layers.
 
 use crate::config::{Configs, ModelSize, SIZES};
 use std::collections::BTreeSet;
 
-/// FLUX.1 has the width of klein 4B, and many of its layers' names.
+/// FLUX.1 has the same width as klein 4B, and many of its layer names.
 const FLUX1: &str = "FLUX.1";
 
-/// Models that adapters are made for besides those of [`SIZES`], each with the width of its transformer and its blocks.
+/// Models other than [`SIZES`] that adapters are made for, each with the width of its transformer and its block counts.
 const OTHERS: [(&str, usize, [usize; 2]); 2] = [(FLUX1, 3072, [19, 38]), ("kiln's built-in model", 256, [1, 4])];
 
-/// What blocks are called, with underscores; a name that ends with another stands before it. A converter cut off the beginning of
+/// Block names, with underscores. A name that ends with another one comes before it. A converter cut off the beginning of
 /// `transformer_blocks`.
 const BLOCKS: [(&str, usize); 4] =
     [("single_transformer_blocks_", 1), ("single_blocks_", 1), ("sformer_blocks_", 0), ("double_blocks_", 0)];
 
-/// Layers whose output has the width of the model; the inputs of most others have it.
+/// Layers whose output has the width of the model. Most other layers have that width as input.
 const TO_HIDDEN: [&str; 7] = ["mlp_2", "linear_out", "net_2", "linear2", "proj_out", "img_in", "x_embedder"];
 
-/// Layers of FLUX.1 that no FLUX.2 has.
+/// Layers of FLUX.1 that FLUX.2 does not have.
 const ONLY_FLUX1: [&str; 6] = ["img_mod_", "txt_mod_", "norm1_", "norm_linear", "modulation_lin", "ff_net_"];
 
-/// The name of the model that layers of these names and shapes were made for; `None` if they do not tell.
+/// The name of the model that layers of these names and shapes were made for; `None` if they do not show it.
 pub(super) fn likely<'a>(layers: impl IntoIterator<Item = (&'a str, [usize; 2])>) -> Option<String> {
     let mut found = Evidence::default();
     layers.into_iter().for_each(|(name, shape)| found.add(&name.replace('.', "_"), shape));
     found.base()
 }
 
-/// What the layers of an adapter tell.
+/// Sizes that the layers of an adapter show.
 #[derive(Default)]
 struct Evidence {
-    /// Widths of the transformer, of which there is one in a sound file.
+    /// Widths of the transformer. A sound file has one.
     hidden: BTreeSet<usize>,
     /// Widths of the text encoder.
     text: BTreeSet<usize>,
-    /// Blocks of each kind, as many as the numbers of the layers need.
+    /// Blocks of each kind: one more than the highest block number.
     blocks: [usize; 2],
     flux1: bool,
 }
@@ -43,7 +43,7 @@ impl Evidence {
     fn add(&mut self, name: &str, [rows, cols]: [usize; 2]) {
         if name.contains("layers_") && (name.contains("_self_attn_") || name.contains("_mlp_")) {
             let outward = ["o_proj", "down_proj"].iter().any(|end| name.ends_with(end));
-            // The input of an output projection has the width of all heads, which may be another one.
+            // The input of an output projection has the width of all heads, which may differ.
             self.text.insert(if outward { rows } else { cols });
             return;
         }
@@ -53,14 +53,14 @@ impl Evidence {
                 let Ok(number) = number.parse::<usize>() else { return };
                 self.blocks[kind] = self.blocks[kind].max(number.saturating_add(1));
                 self.flux1 |= ONLY_FLUX1.iter().any(|word| rest.starts_with(word)) || rest.starts_with("ff_context_net_");
-                // Its MLPs are four times as wide as the model, where those of FLUX.2 have two halves of three times the width.
+                // FLUX.1's MLPs are four times as wide as the model. FLUX.2's have two halves of three times the width.
                 let wide = match rest {
                     "linear1" => 7,
                     "img_mlp_0" | "txt_mlp_0" | "proj_mlp" => 4,
                     _ => 0,
                 };
                 self.flux1 |= wide > 0 && cols.checked_mul(wide) == Some(rows);
-                // This is the whole output of a block with one stream, and follows attention in the others.
+                // In single-stream blocks this layer is the whole output. In the others it follows attention.
                 if kind == 1 && rest == "attn_to_out" {
                     self.hidden.insert(rows);
                     return;
@@ -93,14 +93,14 @@ impl Evidence {
         if self.flux1 {
             names.retain(|name| *name == FLUX1);
         } else if names.len() > 1 {
-            // Without a sign of it a file is one of FLUX.2.
+            // Without a sign of FLUX.1, a file is taken as FLUX.2.
             names.retain(|name| *name != FLUX1);
         }
         (!names.is_empty()).then(|| names.join(" or "))
     }
 }
 
-/// The element of a set of one.
+/// The element of a set that has exactly one.
 fn only(set: &BTreeSet<usize>) -> Option<usize> {
     set.first().copied().filter(|_| set.len() == 1)
 }

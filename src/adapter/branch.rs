@@ -1,4 +1,4 @@
-//! Adapters that are computed beside the weights of a model: what they add to a weight, as one product of two thin matrices.
+//! LoRA branches: what adapters add to a weight that is not merged, as one product of two thin matrices.
 
 use super::delta::{KroneckerFactor, Matrix, Product, WeightDelta};
 use super::merge::{Adapters, MAX_RANK};
@@ -8,10 +8,10 @@ use crate::tensor::{Arena, DType, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Ranks are padded with zeros to multiples of this, which is what tensor cores take at a time.
+/// Ranks are padded with zeros to multiples of this, the depth of one tensor core instruction.
 const UNIT: usize = 16;
 
-/// A matrix as the product of one of `[rows, rank]` and one of `[rank, cols]`.
+/// A low-rank matrix: the product of `[rows, rank]` and `[rank, cols]`.
 struct Thin {
     left: Vec<f32>,
     right: Vec<f32>,
@@ -19,7 +19,7 @@ struct Thin {
 }
 
 impl Matrix {
-    /// Its product with the identity, on the side where that is smaller.
+    /// Writes the matrix as a product with the identity, on the smaller side.
     fn with_identity(values: Vec<f32>, [rows, cols]: [usize; 2]) -> Thin {
         let identity = |n: usize| (0..n * n).map(|i| if i / n == i % n { 1.0 } else { 0.0 }).collect();
         match rows < cols {
@@ -30,7 +30,7 @@ impl Matrix {
 }
 
 impl KroneckerFactor {
-    /// The rank of its [`Thin`] form.
+    /// The rank of the factor's [`Thin`] form.
     fn thin_rank(&self) -> usize {
         let [rows, cols] = self.shape();
         self.rank().unwrap_or(usize::MAX).min(rows).min(cols)
@@ -56,8 +56,8 @@ fn kronecker((a, a_cols): (&[f32], usize), (b, b_cols): (&[f32], usize)) -> Vec<
 }
 
 impl WeightDelta {
-    /// The rank that the delta has as a product of two matrices: of a Kronecker product that of its factors, one times the other, because
-    /// `kron(a b, c d) = kron(a, c) kron(b, d)`.
+    /// The rank of the delta as a product of two matrices. A Kronecker product has the product of its factors' ranks, because `kron(a b, c
+    /// d) = kron(a, c) kron(b, d)`.
     pub fn branch_rank(&self) -> usize {
         match &self.product {
             Product::Lora { down, .. } => down.rows,
@@ -65,7 +65,7 @@ impl WeightDelta {
         }
     }
 
-    /// The delta as such a product, without its scale.
+    /// The delta as a product of two matrices, without its scale.
     fn thin(&self) -> Thin {
         match &self.product {
             Product::Lora { down, up } => Thin { left: up.values(), right: down.values(), rank: down.rows },
@@ -82,13 +82,13 @@ impl WeightDelta {
 }
 
 impl Adapters {
-    /// The rank of the matrices beside a weight to which so much is added.
+    /// The rank of a branch's matrices, for deltas with this total rank.
     pub const fn padded(rank: usize) -> usize {
         rank.next_multiple_of(UNIT)
     }
 
-    /// The deltas that are added to a weight as products, each with its scale, the rows that its rows are added to, and the rank of those
-    /// before it.
+    /// The deltas of a weight as thin products. Each comes with its first column in the branch, its scale, and the rows of the weight that
+    /// it is added to.
     fn thin_terms(&self, id: LayerId) -> impl Iterator<Item = (usize, Thin, f32, &[Range<usize>])> {
         self.deltas(id).scan(0, |next, (delta, ranges, strength)| {
             let (first, thin) = (*next, delta.thin());
@@ -97,11 +97,11 @@ impl Adapters {
         })
     }
 
-    /// Writes the two matrices whose product is all that is added to a weight, `down` of `[rank, in]` and `up` of `[out, rank]`, with a
-    /// [padded](Self::padded) rank, as elements of a plain type. Both are zero before.
+    /// Writes the two matrices of a branch as elements of a plain type: `down` is `[rank, in]` and `up` is `[out, rank]`, with a
+    /// [padded](Self::padded) rank. The caller passes zeroed buffers.
     ///
     /// # Panics
-    /// If they have another shape.
+    /// If the buffers have another shape.
     pub fn write_branch(&self, id: LayerId, rank: usize, dtype: DType, [down, up]: [&mut [u8]; 2]) {
         for (first, thin, scale, ranges) in self.thin_terms(id) {
             let cols = thin.right.len() / thin.rank.max(1);
@@ -117,7 +117,7 @@ impl Adapters {
         }
     }
 
-    /// The same in f32, with both matrices row by row: `up` of `[out, rank]` and the transpose of `down`, `[in, rank]`.
+    /// The two matrices of a branch in f32, row by row: `up` of `[out, rank]` and the transpose of `down`, `[in, rank]`.
     ///
     /// # Panics
     /// If the weight has another shape.
@@ -141,13 +141,13 @@ impl Adapters {
         [up, down]
     }
 
-    /// Whether a backend can add so much to a weight in its own memory: parts of these types, as they are stored and as they are held. The host
-    /// merges what is not copied as it is, and what is too wide.
+    /// Whether a backend can merge deltas of this total rank in its own memory. `parts` are the stored and the held type of each part. The
+    /// host merges weights that are converted on upload, and ranks above [`MAX_RANK`].
     pub fn is_added_in_place(rank: usize, mut parts: impl Iterator<Item = [DType; 2]>) -> bool {
         rank <= MAX_RANK && parts.all(|types| types == [DType::Bf16; 2])
     }
 
-    /// Places the two matrices of [`factors`](Self::factors).
+    /// Allocates the two matrices of [`factors`](Self::factors).
     pub fn place_factors(region: &mut Arena, rank: usize, [rows, cols]: [usize; 2]) -> Result<[Tensor; 2]> {
         Ok([region.alloc(rows, rank, DType::F32)?, region.alloc(cols, rank, DType::F32)?])
     }
@@ -189,7 +189,7 @@ mod tests {
         Adapters(each.collect())
     }
 
-    /// `up down`, against the deltas as they are merged.
+    /// Compares `up down` with the merged deltas.
     fn check(adapters: &Adapters, [rows, cols]: [usize; 2], want_rank: usize) {
         let rank = adapters.rank(LAYER, [rows, cols]).unwrap().unwrap();
         assert_eq!(rank, want_rank);
@@ -218,7 +218,7 @@ mod tests {
         let all = |rows: usize| std::iter::once(0..rows).collect::<Vec<_>>();
         let lora = |rows, cols, rank| Product::Lora { down: matrix(rank, cols), up: matrix(rows, rank) };
         check(&adapters(all(24), 12, vec![lora(24, 12, 5)]), [24, 12], 5);
-        // Two adapters for some rows, halves of which are exchanged.
+        // Two adapters for some of the rows, with their halves exchanged.
         check(&adapters(vec![12..24, 0..6], 12, vec![lora(18, 12, 17), lora(18, 12, 3)]), [24, 12], 20);
         for (w1, w2, rank) in [
             (whole(4, 3), factored(6, 4, 2), 3 * 2),
@@ -227,7 +227,7 @@ mod tests {
             (whole(4, 3), whole(6, 4), 3 * 4),
             (whole(3, 4), whole(8, 3), 3 * 3),
             (factored(4, 3, 2), whole(6, 4), 2 * 4),
-            // A product whose inner dimension is the largest is none of thin matrices.
+            // If the inner dimension is the largest one, the product is not one of thin matrices.
             (whole(4, 3), factored(6, 4, 9), 3 * 4),
         ] {
             check(&adapters(all(24), 12, vec![Product::Kronecker(w1, w2)]), [24, 12], rank);

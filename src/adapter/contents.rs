@@ -1,4 +1,4 @@
-//! What the file of an adapter has, whatever model it is for and whether it can be used or not.
+//! Lists what an adapter's file holds, whichever model it is for and whether or not kiln can use it.
 
 use super::key::Factor;
 use super::notes::Notes;
@@ -12,56 +12,56 @@ use std::path::{Path, PathBuf};
 /// The contents of an adapter's file.
 #[derive(Clone, Debug)]
 pub struct Contents {
-    /// The file.
+    /// The path of the file.
     pub path: PathBuf,
-    /// Its size.
+    /// The file's size.
     pub bytes: u64,
-    /// Its SHA-256 as hexadecimal digits.
+    /// The file's SHA-256 as hexadecimal digits.
     pub digest: String,
-    /// The types of its tensors, as the file names them.
+    /// The dtypes of the tensors, as the file names them.
     pub dtypes: Vec<&'static str>,
-    /// Its layers by name.
+    /// The layers by name.
     pub layers: Vec<LayerContents>,
     /// Tensors that belong to no layer.
     pub others: Vec<String>,
-    /// The model that it seems to be for.
+    /// The model that the adapter seems to be for.
     pub base: Option<String>,
-    /// What its metadata says.
+    /// The notes of the trainer in the metadata.
     pub notes: Notes,
-    /// All of its metadata.
+    /// All metadata.
     pub metadata: BTreeMap<String, String>,
 }
 
 /// A layer of an adapter's file.
 #[derive(Clone, Debug)]
 pub struct LayerContents {
-    /// Its name in the file.
+    /// The layer's name in the file.
     pub name: String,
-    /// Who spells it so.
+    /// Which trainer's spelling the name has.
     pub spelling: Spelling,
     /// LoRA, LoKr, or a method that is not supported.
     pub method: &'static str,
     /// Whether the method is supported.
     pub supported: bool,
-    /// Its rank, if it has one.
+    /// The layer's rank, if it has one.
     pub rank: Option<usize>,
     /// Rows and columns of the weight that it changes.
     pub shape: Option<[usize; 2]>,
-    /// Its alpha, if the file has one.
+    /// The layer's alpha, if the file has one.
     pub alpha: Option<f32>,
-    /// What its product is multiplied by, apart from the scale that is asked for.
+    /// The factor of the layer's product, not including the strength that the user sets.
     pub scale: Option<f32>,
-    /// Why it cannot be used, if it cannot.
+    /// Why kiln cannot use the layer, if it cannot.
     pub fault: Option<String>,
 }
 
 impl Contents {
-    /// Reads a file.
+    /// Reads the contents of a file.
     pub fn open(path: &Path) -> Result<Self> {
         Self::read(&Shard::open(path)?)
     }
 
-    /// The same of a file that is open.
+    /// Reads the contents of an open file.
     pub fn read(shard: &Shard) -> Result<Self> {
         let file = AdapterFile::new(shard)?;
         let names: BTreeSet<&str> = file.layers.keys().chain(file.unsupported.keys()).copied().collect();
@@ -111,7 +111,7 @@ impl LayerContents {
                     layer.fault = Some("it has values that are not finite".into());
                 }
             }
-            // What is missing for LoRA belongs to the method that is not supported.
+            // If the method is not supported, a missing LoRA factor is not a fault: the rest belongs to that method.
             Some(Err(_)) | None if unsupported.is_some() => {}
             Some(Err(Error::BadFile { detail, .. })) => layer.fault = Some(detail),
             Some(Err(error)) => layer.fault = Some(error.to_string()),

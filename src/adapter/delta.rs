@@ -1,5 +1,5 @@
-//! What an adapter adds to the weight of a layer: a product of two matrices of low rank (LoRA, Hu et al. 2021) or a Kronecker product (LoKr,
-//! Yeh et al. 2023). Nothing is expanded before it is needed: a delta computes the rows that it is asked for.
+//! The delta that an adapter adds to a layer's weight: a product of two low-rank matrices (LoRA, Hu et al. 2021) or a Kronecker product
+//! (LoKr, Yeh et al. 2023). Deltas stay factored in memory.
 
 use crate::tensor::{Bytes, DType};
 use kiln_numerics::merging::{BLOCK, Panels, ScaledDelta};
@@ -8,9 +8,9 @@ use rayon::prelude::*;
 /// A matrix as the file stores it.
 #[derive(Clone, Debug)]
 pub struct Matrix {
-    /// Its elements, row by row.
+    /// The elements, row by row.
     pub bytes: Bytes,
-    /// Their type.
+    /// The elements' type.
     pub dtype: DType,
     /// Number of rows.
     pub rows: usize,
@@ -38,7 +38,7 @@ impl Matrix {
 pub enum KroneckerFactor {
     /// The matrix itself.
     Whole(Matrix),
-    /// The product of these, in this order.
+    /// The product of two matrices, in this order.
     Product(Matrix, Matrix),
 }
 
@@ -67,26 +67,26 @@ impl KroneckerFactor {
     }
 }
 
-/// What is added to the weight of a layer, or to rows of one, before it is scaled.
+/// The matrix that is added to the weight of a layer, or to rows of one, before scaling.
 #[derive(Clone, Debug)]
 pub enum Product {
-    /// `up down`.
+    /// The product `up down`.
     Lora {
         /// `[rank, in]`.
         down: Matrix,
         /// `[out, rank]`.
         up: Matrix,
     },
-    /// Each element of the first factor times all of the second.
+    /// The Kronecker product: each element of the first factor times all of the second.
     Kronecker(KroneckerFactor, KroneckerFactor),
 }
 
-/// The same, with its scale.
+/// A scaled delta.
 #[derive(Clone, Debug)]
 pub struct WeightDelta {
     /// The unscaled delta.
     pub product: Product,
-    /// Its factor.
+    /// The factor.
     pub scale: f32,
 }
 
@@ -97,7 +97,7 @@ impl WeightDelta {
             Product::Lora { down, up } => [up.rows, down.cols],
             Product::Kronecker(w1, w2) => {
                 let ([i, j], [p, q]) = (w1.shape(), w2.shape());
-                // No weight has so many rows or columns that this would matter to what is refused.
+                // Saturated values differ from every weight's size, so the caller refuses them.
                 [i.saturating_mul(p), j.saturating_mul(q)]
             }
         }
@@ -111,7 +111,7 @@ impl WeightDelta {
         }
     }
 
-    /// Whether its values are finite in f32, and so are those of its factors: large factors have a product that is not.
+    /// Whether the values and the factors' values are finite in f32. Large finite factors can have an infinite product.
     pub fn is_finite(&self) -> bool {
         let factor = |factor: &KroneckerFactor| match factor {
             KroneckerFactor::Whole(whole) => whole.largest(),
@@ -122,11 +122,11 @@ impl WeightDelta {
             Product::Kronecker(w1, w2) => (factor(w1), factor(w2), 1),
         };
         let scaled = first * f64::from(self.scale.abs());
-        // Infinite times zero is no number, and not below the limit either.
+        // Infinity times zero is NaN, which is not below the limit either.
         [first, second, scaled, scaled * second * inner as f64].iter().all(|bound| *bound <= f64::from(f32::MAX))
     }
 
-    /// The same times `strength`, with its factors in f32.
+    /// The delta times `strength`, with f32 factors.
     pub(super) fn scaled(&self, strength: f32) -> ScaledDelta {
         let scale = strength * self.scale;
         let times = |mut values: Vec<f32>| {
@@ -144,7 +144,7 @@ impl WeightDelta {
         }
     }
 
-    /// Adds `strength` times the delta to a matrix of its shape, in f32.
+    /// Adds `strength` times the delta to a matrix of the same shape, in f32.
     ///
     /// # Panics
     /// If the matrix has another number of elements.
@@ -159,7 +159,7 @@ impl WeightDelta {
     }
 }
 
-/// The product of two matrices in f32, `inner` being the columns of the first.
+/// The product of two matrices in f32; `inner` is the number of columns of the first.
 fn product(a: Vec<f32>, b: &[f32], inner: usize) -> Vec<f32> {
     let (rows, cols) = (a.len().checked_div(inner).unwrap_or(0), b.len().checked_div(inner).unwrap_or(0));
     let mut out = vec![0.0; rows * cols];

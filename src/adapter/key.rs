@@ -1,4 +1,4 @@
-//! The names of an adapter's tensors: which layer a tensor belongs to, as its trainer spells it, and which factor of it the tensor is.
+//! Parses the names of an adapter's tensors: which layer a tensor belongs to, as its trainer spells it, and which factor it is.
 
 /// A factor of an adapter's layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -7,35 +7,35 @@ pub enum Factor {
     Down,
     /// LoRA's second matrix, `[out, rank]`.
     Up,
-    /// The scale, times the rank.
+    /// LoRA's alpha: the scale times the rank.
     Alpha,
     /// LoKr's small factor, whole or as a product of two.
     W1,
-    /// The first of these two.
+    /// The first matrix of `W1` as a product.
     W1a,
-    /// The second.
+    /// The second matrix of `W1` as a product.
     W1b,
     /// LoKr's large factor, whole or as a product of two.
     W2,
-    /// The first of these two.
+    /// The first matrix of `W2` as a product.
     W2a,
-    /// The second.
+    /// The second matrix of `W2` as a product.
     W2b,
 }
 
-/// What a tensor is to its layer.
+/// The role of a tensor in its layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// A factor.
     Factor(Factor),
-    /// A part of a method that is not supported, by its name.
+    /// A tensor of a method that is not supported, with the method's name.
     Unsupported(&'static str),
 }
 
 use Factor::{Alpha, Down, Up, W1, W1a, W1b, W2, W2a, W2b};
 use Role::{Factor as Is, Unsupported};
 
-/// Endings of names, after which `.weight` may stand and, behind those of PEFT, the name of the adapter.
+/// Name endings and their roles. `.weight` may follow; after PEFT's endings the name of the adapter may, too.
 const ENDINGS: &[(&str, Role)] = &[
     (".lora_A", Is(Down)),
     (".lora_B", Is(Up)),
@@ -82,7 +82,7 @@ const ENDINGS: &[(&str, Role)] = &[
     (".reshape_weight", Unsupported("weights of another shape")),
 ];
 
-/// Splits the name of a tensor into its layer and what it is to it. `None` if no trainer names tensors of adapters like this.
+/// Splits a tensor's name into its layer and its role. `None` if no trainer names adapter tensors like this.
 pub fn split(name: &str) -> Option<(&str, Role)> {
     let ending = |name| {
         let found = ENDINGS.iter().filter_map(|(ending, role)| Some((str::strip_suffix(name, ending)?, *role)));
@@ -92,7 +92,7 @@ pub fn split(name: &str) -> Option<(&str, Role)> {
     if let Some(found) = ending(bare) {
         return Some(found);
     }
-    // PEFT puts the name of the adapter in between, mostly `default`.
+    // PEFT puts the adapter's name in between, mostly `default`.
     let (bare, adapter) = bare.rsplit_once('.')?;
     let is_peft = [".lora_A", ".lora_B", ".lora_magnitude_vector"].iter().any(|ending| bare.ends_with(ending));
     if is_peft && !adapter.is_empty() { ending(bare) } else { None }

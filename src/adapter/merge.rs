@@ -1,4 +1,4 @@
-//! Adapters that are merged: their deltas are added to the weights of a model in f32, before those are rounded to the type that a backend holds.
+//! Merged adapters: their deltas are added to the weights of a model in f32, before the result is rounded to the type that a backend holds.
 
 use super::{Adapter, WeightDelta};
 use crate::error::{Error, Result};
@@ -9,54 +9,53 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The largest rank of all that is added to a weight beside it. Above it the product would cost more than it is worth.
+/// The highest total rank of the branches of one weight. Above it the product would cost more than it is worth.
 pub const MAX_RANK: usize = 1024;
 
 /// How adapters are applied to a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AdapterMode {
-    /// Plain weights are merged with what adapters add to them. Quantized ones stay as they are, and the product of what is added is computed
-    /// beside theirs, because rounding to so few bits would lose it.
+    /// Plain weights are merged. Quantized weights are unchanged, and their low-rank product is computed separately, because rounding to 4
+    /// or 8 bits would lose it.
     #[default]
     Auto,
-    /// Weights are merged. Those that are quantized are expanded for it.
+    /// All weights are merged. Quantized ones are expanded first.
     Merge,
-    /// The product of what is added is computed beside that of every weight, so that a later job can have other adapters.
+    /// Every weight gets a LoRA branch, so that a later job can use other adapters.
     Branch,
 }
 
-/// Adapters with their strengths, in the order in which they are added.
+/// Adapters with their strengths, in the order in which they are applied.
 #[derive(Clone, Debug, Default)]
 pub struct Adapters(pub Vec<(Adapter, f32)>);
 
-/// What is added to a weight: a delta, the rows that its rows are added to, and its strength.
+/// One addend of a weight: a delta, the rows of the weight that it is added to, and its strength.
 pub(super) type Addend<'a> = (&'a WeightDelta, &'a [Range<usize>], f32);
 
-/// What tells one set of adapters from another: the digests of their files and the bits of their strengths. Adapters without any effect are
-/// left out.
+/// Identifies a set of adapters: the digests of their files and the bits of their strengths. Adapters with a strength of zero are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AdapterSet(Arc<[(String, u32)]>);
 
 impl Adapters {
-    /// What tells the set from others.
+    /// The identity of this set.
     pub fn id(&self) -> AdapterSet {
         AdapterSet(self.effective().map(|(adapter, strength)| (adapter.digest.clone(), strength.to_bits())).collect())
     }
 
-    /// Those that have an effect.
+    /// The adapters whose strength is not zero.
     pub fn effective(&self) -> impl Iterator<Item = (&Adapter, f32)> {
         self.0.iter().filter(|(_, strength)| *strength != 0.0).map(|(adapter, strength)| (adapter, *strength))
     }
 
-    /// What is added to a weight. Deltas without any effect are left out.
+    /// The deltas of a weight. Adapters with a strength of zero are left out.
     pub(super) fn deltas(&self, id: LayerId) -> impl Iterator<Item = Addend<'_>> {
         let layers = self.effective().flat_map(|(adapter, strength)| adapter.layers.iter().map(move |layer| (layer, strength)));
         let own = layers.filter(move |(layer, _)| layer.target.id == id);
         own.map(|(layer, strength)| (&layer.delta, &layer.target.rows[..], strength))
     }
 
-    /// The rank of all that is added to a weight of this shape, as a product of two matrices beside it; `None` if nothing is. It is an error
-    /// if a delta is for a weight of another shape, as that of another model is.
+    /// The total rank of a weight's deltas; `None` if there are none. Fails if a delta has another shape than the weight, as one for
+    /// another model has.
     pub fn rank(&self, id: LayerId, [rows, cols]: [usize; 2]) -> Result<Option<usize>> {
         let mut total = None;
         for (delta, ranges, _) in self.deltas(id) {
@@ -77,17 +76,17 @@ impl Adapters {
     }
 }
 
-/// Merges weights one after the other. The memory of one is used again for the next, where nobody holds it any longer.
+/// Merges weights one after the other. A result's memory is reused for the next weight if nobody holds it any longer.
 #[derive(Default)]
 pub struct Merger {
     memory: Arc<Vec<u8>>,
 }
 
 impl Merger {
-    /// A weight with all that adapters add to it, as elements of a plain type. `parts` are its rows in order, and so are the results.
+    /// Merges a weight with all deltas, as elements of a plain type. `parts` are the rows in order, and so are the results.
     ///
     /// # Panics
-    /// If a delta is for a weight of another shape, which [`Adapters::rank`] refuses.
+    /// If a delta has another shape than the weight. [`Adapters::rank`] refuses such deltas.
     pub fn merged(&mut self, adapters: &Adapters, id: LayerId, parts: &[WeightSlice], to: DType) -> Vec<WeightSlice> {
         let cols = parts.first().map_or(0, WeightSlice::cols);
         let (rows, pitch) = (parts.iter().map(|part| part.rows).sum::<usize>(), to.bytes(cols));
@@ -110,7 +109,7 @@ impl Merger {
             }
         };
         let blocks = memory[..bytes].par_chunks_mut((BLOCK * pitch).max(1)).enumerate();
-        // The weight is read and written once, because a block is decoded, changed and rounded while it is in the cache.
+        // Each block is decoded, changed and rounded while it is in the cache, so the weight is read and written once.
         blocks.for_each_init(Vec::new, |values, (i, out)| {
             let rows = i * BLOCK..(i * BLOCK + BLOCK).min(rows);
             Block { parts: &first_rows, deltas: &deltas, rows, cols, values, to, out }.merge();
@@ -153,7 +152,7 @@ mod tests {
         let part =
             |values: &[f32]| WeightSlice::plain(Bytes::new(Arc::new(DType::Bf16.encoded(values))), DType::Bf16, values.len() / 2);
         let parts = [part(&[1.0, 2.0]), part(&[3.0, 4.0, 5.0, 6.0, 7.0, 8.0])];
-        // Halves that are stored the other way round, and rows in the middle.
+        // Halves that are stored in reverse order, and rows in the middle.
         let adapters =
             Adapters(vec![(adapter(rows(&[2, 4, 0, 2]), &[1.0, 2.0, 3.0, 4.0]), 1.0), (adapter(rows(&[1, 2]), &[1.0]), -2.0)]);
         let merged = |dtype: DType| {
@@ -168,12 +167,12 @@ mod tests {
         assert_eq!(rank(&adapters, LayerRole::TextIn.only()), None);
         assert_eq!(rank(&adapters, LayerRole::ImageIn.of_block(0)), None);
         assert!(adapters.rank(LAYER, [3, 2]).is_err() && adapters.rank(LAYER, [4, 3]).is_err());
-        // A strength of zero is no change at all.
+        // A strength of zero changes nothing.
         let none = Adapters(vec![(adapter(rows(&[0, 4]), &[1.0; 4]), 0.0)]);
         assert_eq!(rank(&none, LAYER), None);
     }
 
-    /// Against sums in f64, at sizes that are no multiples of a block.
+    /// Compares with sums in f64, at sizes that are not multiples of a block.
     #[test]
     fn many_rows_are_merged_block_by_block() {
         let (rows, cols, rank) = (12 * BLOCK + 5, 40, 3);
@@ -187,7 +186,7 @@ mod tests {
         let part = WeightSlice::plain(Bytes::new(Arc::new(DType::F32.encoded(&weight))), DType::F32, rows);
         let (mut merger, adapters) = (Merger::default(), Adapters(vec![(adapter, 1.5)]));
         let first = merger.merged(&adapters, LAYER, std::slice::from_ref(&part), DType::F32);
-        // What is held stays as it is, and gives its memory to the next one afterwards.
+        // A held result does not change. Its memory is reused afterwards.
         let held = first[0].bytes.to_vec();
         drop(merger.merged(&adapters, LAYER, std::slice::from_ref(&part), DType::Bf16));
         assert_eq!(*held, *first[0].bytes);

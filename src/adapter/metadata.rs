@@ -1,4 +1,4 @@
-//! The scales that PEFT keeps beside its tensors: in the metadata of the file, or in `adapter_config.json` in its folder.
+//! Reads the scales that PEFT keeps outside of the tensors: in the file's metadata, or in `adapter_config.json` in its folder.
 
 use crate::checkpoint::Shard;
 use crate::error::{Error, Result};
@@ -12,12 +12,12 @@ use std::path::Path;
 
 /// The metadata entry in which diffusers stores PEFT's settings.
 const ENTRY: &str = "lora_adapter_metadata";
-/// The file in which PEFT itself does.
+/// The file in which PEFT stores its settings.
 const FILE: &str = "adapter_config.json";
-/// The largest such file, in bytes.
+/// The largest settings file, in bytes.
 const LIMIT: u64 = 1 << 20;
 
-/// PEFT's settings, as far as they decide a scale.
+/// The settings of PEFT that decide a scale.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Settings {
@@ -27,8 +27,8 @@ struct Settings {
 }
 
 impl Settings {
-    /// PEFT takes its patterns for regular expressions. Names of layers, which is what diffusers and trainers write, are understood here, and
-    /// others are an error, because they would change scales.
+    /// Checks that every pattern is a layer name, which is what diffusers and trainers write. PEFT reads patterns as regular expressions.
+    /// Other expressions are an error, because ignoring them would change scales.
     fn check(self) -> std::result::Result<Self, String> {
         let is_name = |pattern: &String| pattern.chars().all(|c| c.is_alphanumeric() || "._-".contains(c));
         match self.alpha_pattern.keys().find(|pattern| !is_name(pattern)) {
@@ -37,21 +37,21 @@ impl Settings {
         }
     }
 
-    /// Alpha of a layer and what it is divided by.
+    /// A layer's alpha and its divisor.
     fn of(&self, layer: &str, rank: usize) -> Option<(f32, f32)> {
-        // A pattern is the end of a layer's name, or all of it.
+        // A pattern is a layer's full name, or the end of one.
         let matches = |pattern: &str| {
             let before = layer.strip_suffix(pattern);
             before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
         };
         let own = self.alpha_pattern.iter().find(|(pattern, _)| matches(pattern)).map(|(_, alpha)| *alpha);
-        // The rank of a layer may differ from that of the settings, and is the true one.
+        // The tensors' rank may differ from the settings' rank. The tensors are right.
         let divisor = if self.use_rslora { (rank as f32).sqrt() } else { rank as f32 };
         Some((own.or(self.lora_alpha)?, divisor))
     }
 }
 
-/// What diffusers puts in front of every setting, and of the names of layers.
+/// The prefix that diffusers puts in front of every setting and every layer name.
 const TRANSFORMER: &str = "transformer.";
 const TEXT_ENCODER: &str = "text_encoder.";
 
@@ -59,12 +59,12 @@ const TEXT_ENCODER: &str = "text_encoder.";
 #[derive(Debug, Default)]
 pub struct PeftScales {
     transformer: Option<Settings>,
-    /// Those of layers whose names begin with `text_encoder.`.
+    /// Settings of layers whose names begin with `text_encoder.`.
     text_encoder: Option<Settings>,
 }
 
 impl PeftScales {
-    /// Reads what there is.
+    /// Reads the settings, if there are any.
     pub fn read(shard: &Shard) -> Result<Self> {
         let bad = |path: &Path, error: String| Error::bad_file(path, "the settings of this adapter are not readable", error);
         if let Some(text) = shard.metadata().get(ENTRY) {
@@ -89,7 +89,7 @@ impl PeftScales {
         Ok(Self { transformer: Some(settings), text_encoder: None })
     }
 
-    /// Alpha of a layer and what it is divided by.
+    /// A layer's alpha and its divisor.
     pub fn of(&self, layer: &str, rank: usize) -> Option<(f32, f32)> {
         let text = self.text_encoder.as_ref().filter(|_| layer.starts_with(TEXT_ENCODER));
         text.or(self.transformer.as_ref())?.of(layer, rank)
@@ -97,7 +97,7 @@ impl PeftScales {
 }
 
 fn settings_of(value: Value) -> std::result::Result<Settings, String> {
-    // A list would be taken for the settings in their order.
+    // serde would accept a list as the settings in order.
     if !value.is_object() {
         return Err("they are not a JSON object".into());
     }

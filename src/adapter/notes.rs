@@ -1,9 +1,9 @@
-//! What trainers write about an adapter into the metadata of its file.
+//! Reads the notes that trainers write into an adapter file's metadata.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Entries that hold what a prompt has to say for the adapter to show, most of them as a list with commas, some as JSON.
+/// Entries with trigger words. Most are comma-separated lists, some are JSON.
 const TRIGGERS: [&str; 8] = [
     "modelspec.trigger_phrase",
     "trigger_phrase",
@@ -21,22 +21,22 @@ const NAMES: [&str; 3] = ["modelspec.title", "ss_output_name", "name"];
 /// The entry that counts the tags of the captions, by dataset.
 const TAGS: &str = "ss_tag_frequency";
 
-/// How many of these are named.
+/// How many of these tags are listed.
 const MOST_FREQUENT: usize = 10;
 
-/// What the metadata of an adapter says.
+/// The notes in an adapter's metadata.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Notes {
-    /// Its name.
+    /// The adapter's name.
     pub name: Option<String>,
-    /// Words that a prompt has to have for the adapter to show.
+    /// Trigger words: a prompt has to contain them for the adapter to have an effect.
     pub triggers: Vec<String>,
-    /// The most frequent tags of the captions that it was trained with, and their numbers.
+    /// The most frequent tags of the training captions, and how often each occurs.
     pub tags: Vec<(String, u64)>,
 }
 
 impl Notes {
-    /// Reads the metadata of a file. What is not as trainers write it is passed over: nothing depends on it.
+    /// Reads a file's metadata. Entries in another form are skipped: nothing depends on them.
     pub fn read(metadata: &BTreeMap<String, String>) -> Self {
         let filled =
             |key: &&str| metadata.get(*key).map(|value| value.trim()).filter(|value| !value.is_empty() && *value != "None");
@@ -51,7 +51,7 @@ impl Notes {
     }
 }
 
-/// The words of an entry: a JSON list of them, or a text with commas.
+/// The words of an entry: a JSON list, or a text with commas.
 fn words(text: &str) -> Vec<String> {
     let list = match serde_json::from_str(text) {
         Ok(Value::Array(list)) => list.iter().filter_map(Value::as_str).map(String::from).collect(),

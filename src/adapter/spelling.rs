@@ -1,6 +1,6 @@
-//! How trainers spell the layers of adapters, by name.
+//! Recognizes how trainers spell layer names of adapters.
 
-/// A way to spell layers.
+/// A spelling of layer names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Spelling {
     /// `transformer.transformer_blocks.0.attn.to_q`.
@@ -26,7 +26,7 @@ pub enum Spelling {
 }
 
 impl Spelling {
-    /// That of a layer's name.
+    /// The spelling of a layer name.
     pub fn of(layer: &str) -> Self {
         let prefixed = |prefixes: &[&str]| prefixes.iter().any(|prefix| layer.starts_with(prefix));
         let has = |words: &[&str]| words.iter().any(|word| layer.contains(word));
@@ -49,7 +49,7 @@ impl Spelling {
         }
     }
 
-    /// Its display name, with programs that write it.
+    /// The display name of the spelling, with programs that use it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Diffusers => "diffusers (diffusers, SimpleTuner)",

@@ -1,5 +1,5 @@
-//! Where an adapter's layers belong: every spelling of every layer that a model has, found by looking it up. Names with underscores in place of
-//! dots cannot be taken apart by a rule, so all spellings are made from the model's own names.
+//! Finds the model layer that an adapter's layer changes. Names with underscores in place of dots cannot be parsed, so all spellings are
+//! generated from the model's own layer names and looked up.
 
 use crate::component::Component;
 use crate::config::MODELS;
@@ -8,12 +8,12 @@ use crate::text::nearest;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// A layer of a model, or rows of one.
+/// A layer of a model, or some of its rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerTarget {
-    /// The layer.
+    /// The model's layer.
     pub id: LayerId,
-    /// The rows of that weight that the rows of an adapter's layer are added to, in order.
+    /// The rows of that weight that the delta's rows are added to, in order.
     pub rows: Vec<Range<usize>>,
     /// The columns of the weight.
     pub cols: usize,
@@ -25,26 +25,26 @@ impl LayerTarget {
         self.rows.iter().map(ExactSizeIterator::len).sum()
     }
 
-    /// Whether there are none.
+    /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// What trainers put in front of the transformer's names, and of those with underscores.
+/// Prefixes that trainers put in front of transformer names, with dots or underscores.
 const TRANSFORMER_PREFIXES: [&str; 6] =
     ["diffusion_model.", "transformer.", "base_model.model.", "model.diffusion_model.", "unet.", "model."];
 const FLAT_TRANSFORMER_PREFIXES: [&str; 5] = ["lora_unet_", "lora_transformer_", "lycoris_", "lora_", ""];
-/// The same of the text encoder, whose names begin with `model.`.
+/// Prefixes that trainers put in front of text encoder names, which begin with `model.`.
 const TEXT_PREFIXES: [&str; 4] = ["text_encoder.", "base_model.model.", "qwen3.transformer.", "transformer."];
 const FLAT_TEXT_PREFIXES: [&str; 4] = ["lora_te_", "lora_te1_", "lora_text_encoder_", "lycoris_text_encoder_"];
 
 /// All layers of a model by their spellings.
 #[derive(Debug, Default)]
 pub struct LayerTargets {
-    /// By names with dots and without a prefix.
+    /// Layers by dotted name without a prefix.
     dotted: HashMap<(Component, String), LayerTarget>,
-    /// By the same with underscores.
+    /// Layers by name with underscores, without a prefix.
     flat: HashMap<(Component, String), LayerTarget>,
 }
 
@@ -67,7 +67,7 @@ impl LayerTargets {
             for (piece, name) in names.iter().enumerate() {
                 let names::TensorRole::Weight(spelling) = names::resolve(id.component(), name) else { continue };
                 let rows = match spelling.holds[..] {
-                    // A spelling that stores the halves the other way round.
+                    // This spelling stores the halves in reverse order.
                     [(0, Rows::SecondHalf), (1, Rows::FirstHalf)] => vec![rows / 2..*rows, 0..rows / 2],
                     _ if names.len() == 1 => all(),
                     _ => vec![piece_of(&spec.stack, piece)],
@@ -75,11 +75,11 @@ impl LayerTargets {
                 self.spell(name.trim_end_matches(".weight"), target(rows));
             }
         }
-        // The last layer of a single block is called like that of FLUX.1 by some.
+        // Some trainers give the last layer of a single block its FLUX.1 name.
         if let (LayerRole::Linear2, Some(block)) = (id.role, id.block) {
             self.spell(&format!("single_transformer_blocks.{block}.proj_out"), target(all()));
         }
-        // Queries, keys and values of a layer that computes them all, one by one, as some trainers have them.
+        // Some trainers store queries, keys and values separately; the model has one layer for all three.
         let stack: Vec<usize> = match id.role {
             LayerRole::Qkv(_) => spec.stack.clone(),
             LayerRole::Linear1 => vec![*cols, *cols, *cols, rows.saturating_sub(3 * cols)],
@@ -101,11 +101,11 @@ impl LayerTargets {
         self.dotted.insert((part, layer.to_owned()), target);
     }
 
-    /// The target of an adapter's layer, however it is spelled.
+    /// Finds the target of an adapter's layer in any spelling.
     pub fn find(&self, layer: &str) -> Option<&LayerTarget> {
         let of = |part: Component, prefixes: &[&str], flat: &[&str]| {
             let bare = without(layer, prefixes);
-            // A converter cut off the beginning of this word, another put an underscore where a dot belongs.
+            // One converter cut off the beginning of this word. Another wrote an underscore in place of a dot.
             let whole = if bare.starts_with("sformer_blocks.") { format!("tran{bare}") } else { bare.to_owned() };
             let dotted = self.dotted.get(&(part, whole.clone()));
             let mut names =
@@ -118,7 +118,7 @@ impl LayerTargets {
         of(Component::Transformer, &TRANSFORMER_PREFIXES, &FLAT_TRANSFORMER_PREFIXES).or_else(text)
     }
 
-    /// The layer whose name is spelled most like this one, for messages.
+    /// The layer with the most similar name, for messages.
     pub fn nearest(&self, layer: &str) -> String {
         let bare = without(without(layer, &TRANSFORMER_PREFIXES), &FLAT_TRANSFORMER_PREFIXES[..4]);
         let names = self.dotted.keys().map(|(_, name)| name.as_str());
@@ -126,13 +126,13 @@ impl LayerTargets {
     }
 }
 
-/// The rows of one of the matrices that are stacked on each other.
+/// The rows of one matrix in a stack.
 fn piece_of(stack: &[usize], piece: usize) -> Range<usize> {
     let first: usize = stack[..piece].iter().sum();
     first..first + stack[piece]
 }
 
-/// A name without the prefixes in front of it, of which there may be several.
+/// A name without its prefixes; there may be several.
 fn without<'a>(name: &'a str, prefixes: &[&str]) -> &'a str {
     match prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)) {
         Some(rest) => without(rest, prefixes),
@@ -179,7 +179,7 @@ mod tests {
             let target = targets.find(layer).unwrap_or_else(|| panic!("{layer}"));
             assert_eq!((target.id.canonical().as_str(), &target.rows[..]), (name, &[rows][..]), "{layer}");
         }
-        // diffusers has scale before shift there.
+        // Here diffusers stores scale before shift.
         let swapped = targets.find("transformer.norm_out.linear").unwrap();
         assert_eq!(swapped.rows, [h..2 * h, 0..h]);
         for layer in [

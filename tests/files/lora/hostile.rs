@@ -114,7 +114,7 @@ fn factors_that_do_not_make_a_layer_are_refused() {
         (
             "other tensors beside",
             good().with(f32s("text_projection.weight", &[4], 1.0)),
-            &["tensors besides", "`text_projection.weight`"],
+            &["tensors that are not part of an adapter", "`text_projection.weight`"],
         ),
         ("only other tensors", File::of([f32s("img_in.weight", &[4, 4], 1.0)]), &["no factors of LoRA or LoKr"]),
         ("nothing", File::default(), &["no factors of LoRA or LoKr"]),
