@@ -37,16 +37,15 @@ pub enum Role {
     Linear,
     /// The weight of a 3x3 convolution, in the order of the checkpoint: input channel, filter row, filter column.
     Conv,
-    /// The same of a convolution after nearest-neighbor upsampling by two. Parts are `[out, in * 9]` in the order of the checkpoint, the
-    /// tensor is `[out, in * 16]`: a backend sums the taps of every phase in f32 and rounds the sums once.
+    /// The weight of a 3x3 convolution after nearest-neighbor upsampling by two. Parts are `[out, in * 9]` in checkpoint order. The tensor
+    /// is `[out, in * 16]`: a backend sums the taps of every phase in f32 and rounds the sums once.
     UpConv,
     /// A norm weight, a bias or a statistic; always f32.
     Vector,
 }
 
-/// Which quantized GEMMs a backend has: by the bits of the weight (8 is e4m3, 4 is NVFP4) and of the input (16 is whatever
-/// precision activations have), and that of attention. Weights of a layer that it has no GEMM for are expanded when they are
-/// uploaded.
+/// Which quantized GEMMs a backend has, by the bits of the weight (8 is e4m3, 4 is NVFP4) and of the input (16 is the precision of
+/// activations), and whether it has quantized attention. A weight that the backend has no GEMM for is expanded when it is uploaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmFormats {
     /// e4m3 by e4m3.
@@ -67,13 +66,13 @@ pub struct GemmFormats {
 }
 
 impl GemmFormats {
-    /// All of them.
+    /// Every quantized GEMM, without expansion.
     pub const ALL: Self = Self { w8a8: true, w8a16: true, w4a4: true, w4a16: true, decodes: true, qk8: true, expands: false };
-    /// None of them.
+    /// No quantized GEMM.
     pub const NONE: Self =
         Self { w8a8: false, w8a16: false, w4a4: false, w4a16: false, decodes: false, qk8: false, expands: false };
 
-    /// Those that both have.
+    /// The formats that two backends have in common.
     pub const fn and(self, other: Self) -> Self {
         Self {
             w8a8: self.w8a8 && other.w8a8,
@@ -82,7 +81,7 @@ impl GemmFormats {
             w4a16: self.w4a16 && other.w4a16,
             decodes: self.decodes && other.decodes,
             qk8: self.qk8 && other.qk8,
-            // This is what one of them needs, and not what it can do.
+            // `expands` is a need and not an ability, so one of the two is enough.
             expands: self.expands || other.expands,
         }
     }
@@ -108,13 +107,13 @@ impl GemmFormats {
     }
 }
 
-/// How tensor cores accumulate the products of e4m3 values, where they keep fewer places than f32 has: on Hopper and Ada thirteen
-/// binary places below the largest term of a sum. Typical sums do not suffer, but those whose terms have one sign shrink: by up
-/// to 5 % at K 3072, 10 % at K 6144 and 18 % at K 12288.
+/// How tensor cores accumulate e4m3 products, on GPUs that keep fewer places than f32 has. Hopper and Ada keep thirteen binary places below
+/// the largest term of a sum. Typical sums do not suffer. Sums whose terms have one sign shrink: by up to 5 % at K 3072, 10 % at K 6144 and
+/// 18 % at K 12288.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fp8Accumulate {
-    /// [`Fast`](Self::Fast) up to a K of [`FAST_UP_TO`](Self::FAST_UP_TO). Above it partial sums of up to
-    /// [`LONGEST_PART`](Self::LONGEST_PART) products are promoted, so that no sum shrinks by more than those.
+    /// [`Fast`](Self::Fast) up to a K of [`FAST_UP_TO`](Self::FAST_UP_TO). Above it, partial sums of up to
+    /// [`LONGEST_PART`](Self::LONGEST_PART) products are promoted, so no sum shrinks by more than a partial sum does.
     #[default]
     Auto,
     /// Partial sums are promoted to f32: after every 128 of K they are added to a sum in f32.
@@ -124,15 +123,15 @@ pub enum Fp8Accumulate {
 }
 
 impl Fp8Accumulate {
-    /// The largest K whose sums `Auto` does not promote: that of layers whose inputs come from a norm, in the widest model. Such sums have
-    /// terms of both signs.
+    /// The largest K whose sums `Auto` does not promote. It is the K of layers whose inputs come from a norm, in the widest model: their
+    /// sums have terms of both signs.
     pub const FAST_UP_TO: usize = 6144;
-    /// The most products that tensor cores add up under `Auto` if K is above that. A partial sum of so many shrinks by up to 1.5 %.
+    /// The most products that tensor cores add up under `Auto` if K is above `FAST_UP_TO`. Such a partial sum shrinks by up to 1.5 %.
     pub const LONGEST_PART: usize = 1024;
-    /// The same under `Exact`: with so many products all places of a sum are kept.
+    /// The most products that tensor cores add up under `Exact`: sums of this length keep all places.
     pub const EXACT_PART: usize = 128;
 
-    /// The name that users spell.
+    /// The name that users type.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
@@ -141,7 +140,7 @@ impl Fp8Accumulate {
         }
     }
 
-    /// The most products that tensor cores may add up of a GEMM with this K, before the partial sum is promoted.
+    /// How many products of a GEMM with this K tensor cores may add up before the partial sum is promoted.
     pub const fn longest_sum(self, k: usize) -> usize {
         match self {
             Self::Auto if k > Self::FAST_UP_TO => Self::LONGEST_PART,
@@ -150,7 +149,7 @@ impl Fp8Accumulate {
         }
     }
 
-    /// The name of what a GEMM with this K has then.
+    /// How sums of a GEMM with this K are accumulated, in one word.
     pub const fn sums(self, k: usize) -> &'static str {
         match self {
             Self::Auto if k > Self::FAST_UP_TO => "promoted",
@@ -164,7 +163,7 @@ impl Fp8Accumulate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StepKey(pub &'static str);
 
-/// What ends ops early: a flag for all jobs, and one of the job that is running.
+/// Flags that end ops early: one for all jobs and one for the running job.
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
     /// Set to end every job.
@@ -181,22 +180,22 @@ impl Stop {
     }
 }
 
-/// A read of a small tensor that was begun.
+/// A read of a small tensor in progress.
 #[derive(Debug)]
 pub enum Reading {
     /// The values are on the host.
     Done(Vec<f32>),
-    /// The values are on the device until what was issued before has finished.
+    /// The values are on the device until the ops issued before the read have finished.
     Queued {
-        /// What is read. It must not be written before the read has finished.
+        /// The tensor to read. It must not be written before the read has finished.
         from: Tensor,
-        /// The number by which the device knows the place in its queue.
+        /// The read's place in the device's queue.
         place: usize,
     },
 }
 
 impl Reading {
-    /// Begins to read a tensor back. A GPU goes on with what is issued next. A read that is never finished is no mistake.
+    /// Begins to read a tensor back. Meanwhile a GPU runs the ops that are issued next. A read need not be finished.
     pub fn begin(be: &mut dyn Backend, from: Tensor) -> Result<Self> {
         if let Some(cuda) = be.cuda() {
             return Ok(Self::Queued { from, place: cuda.begin_read()? });
@@ -206,7 +205,7 @@ impl Reading {
         Ok(Self::Done(values))
     }
 
-    /// Waits for the ops that were issued before the read was begun, and for no later ones. Returns the values.
+    /// Waits for the ops issued before the read was begun, but for no later ones. Returns the values.
     pub fn finish(self, be: &mut dyn Backend) -> Result<Vec<f32>> {
         match (self, be.cuda()) {
             (Self::Done(values), _) => Ok(values),
@@ -228,13 +227,12 @@ pub trait Backend {
         GemmFormats::NONE
     }
 
-    /// From now on ops end with [`Error::Interrupted`] once this flag is set, until there is another one or none. A flag that a
-    /// backend was created with ends them as well.
+    /// Sets the flag that cancels ops: while it is true they end with [`Error::Interrupted`]. `None` removes it. A flag that the backend
+    /// was created with also ends them.
     fn set_cancel(&mut self, _cancel: Option<Arc<AtomicBool>>) {}
 
-    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one
-    /// that can be [converted](WeightSlice::converts_to) or quantized to it. Ops that were
-    /// issued earlier still read the old values.
+    /// Uploads a weight and replaces whatever was stored there. `parts` are its rows in order, in the format of `to` or in one that can be
+    /// [converted](WeightSlice::converts_to) or quantized to it. Ops issued earlier still read the old values.
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()>;
 
     /// Bytes of memory that can still be allocated, if the backend knows.
@@ -270,9 +268,8 @@ pub trait Backend {
     /// Runs `body`, which must issue the same ops on the same tensors whenever `key` is the same.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()>;
 
-    /// How many values did not fit the FP8 tensor that an op stored them in, and became its largest value, since the last call:
-    /// those that are at least 464 times its scale, where rounding to the nearest code would exceed 448. Waits until all ops
-    /// issued so far have finished.
+    /// How many values did not fit the FP8 tensor that an op stored them in, and became its largest value, since the last call. These are
+    /// values of at least 464 times its scale, which would round to a code above 448. Waits until all ops issued so far have finished.
     fn take_saturated(&mut self) -> Result<u64> {
         Ok(0)
     }
@@ -282,13 +279,13 @@ pub trait Backend {
         Ok(())
     }
 
-    /// The GPU that runs the ops, if one does, for what no other backend has: reads in the background, kernels and their launches.
+    /// The GPU that runs the ops, if one does. It offers what no other backend has: background reads, kernels and their launches.
     fn cuda(&mut self) -> Option<&mut cuda::Cuda> {
         None
     }
 }
 
-/// Fills the rows of a tensor with copies of its first `filled` ones, which double with every op.
+/// Fills a tensor with copies of its first `filled` rows, which double with every op.
 pub fn repeat_rows(be: &mut dyn Backend, to: Tensor, mut filled: usize) -> Result<()> {
     while filled < to.rows {
         let more = filled.min(to.rows - filled);

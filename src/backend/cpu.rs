@@ -25,7 +25,7 @@ pub struct Cpu {
     arena: Buffer,
     kept: Buffer,
     high_water: u64,
-    /// The backend's own threads; without a pool it runs on those of the caller.
+    /// The backend's own threads. Without a pool it runs on the caller's threads.
     pool: Option<rayon::ThreadPool>,
     stop: Stop,
     /// Values that did not fit the FP8 tensor they were stored in.
@@ -54,12 +54,12 @@ impl Segment {
     }
 }
 
-/// What was uploaded to a region, in its order.
+/// Uploads to a region, in the order of their addresses.
 #[derive(Default)]
 struct Segments(Vec<Segment>);
 
 impl Segments {
-    /// Adds a segment. Those that overlap the new one are dropped, even if only in part: reading the rest of them is an error from now on.
+    /// Adds a segment. Segments that overlap it, even in part, are dropped: reading the rest of them is an error from now on.
     fn insert(&mut self, range: Range<u64>, data: SegmentData) {
         if range.is_empty() {
             return;
@@ -69,7 +69,8 @@ impl Segments {
         self.0.splice(index..taken, [Segment { range, data }]);
     }
 
-    /// The addresses of the segments that cover a range, each with the offset at which it begins to, or `None` if there is a gap.
+    /// The addresses of the segments that cover a range, each with the offset at which its part of the range begins. `None` if there is a
+    /// gap.
     fn spans(&self, range: Range<u64>) -> Option<Vec<(u64, *const u8)>> {
         let first = self.0.partition_point(|s| s.range.end <= range.start);
         let mut spans = Vec::new();
@@ -133,7 +134,7 @@ impl Cpu {
     /// A backend with its own pool of `threads` workers (0: one per core). Once `stop` is set, ops fail with
     /// [`Error::Interrupted`].
     pub fn new(threads: usize, stop: Arc<AtomicBool>) -> Result<Self> {
-        // rayon takes zero as permission to read the number of threads from the environment.
+        // With zero, rayon would read the number of threads from the environment.
         let count = if threads == 0 { threads::cores() } else { threads };
         let pool = rayon::ThreadPoolBuilder::new().num_threads(count).stack_size(threads::STACK).build();
         let pool = pool.map_err(|error| Error::Threads { count, why: error.to_string() })?;
@@ -203,8 +204,8 @@ impl Cpu {
                 let spans = uploaded.spans(extent.clone());
                 let scales = uploaded.spans(tensor.scale_extent());
                 let (Some(spans), Some(scales)) = (spans, scales) else { return Err(Self::outside(tensor, op)) };
-                // Scales are uploaded in one piece, with all rows. Several spans have to begin at rows of the view, which has all
-                // columns.
+                // Scales are uploaded in one piece, with all rows. Several spans have to begin at rows of the view, and the view has to
+                // have all columns.
                 let in_rows = |(at, _): &(u64, *const u8)| (at - extent.start).is_multiple_of(row_bytes);
                 let in_rows = tensor.cols == tensor.stride && tensor.scaling == Scaling::Unscaled && spans.iter().all(in_rows);
                 if scales.len() > 1 || (spans.len() > 1 && !in_rows) {
@@ -219,7 +220,7 @@ impl Cpu {
         }
     }
 
-    /// The addresses of a tensor's elements and of its scales, which are no weight's.
+    /// The addresses of the elements and the scales of a tensor that is not a weight.
     fn addresses(&self, tensor: Tensor, op: &'static str) -> Result<(*mut u8, *mut u8)> {
         let (scales, buffer) = (tensor.scale_extent(), if tensor.region == Region::Cache { &self.kept } else { &self.arena });
         if tensor.extent().end.max(scales.end) > buffer.len as u64 {
@@ -232,8 +233,8 @@ impl Cpu {
     /// A view for writing.
     ///
     /// # Safety
-    /// No other view that overlaps the tensor may be used while this one is, which [`Op::check`] ensures. Only an op whose output
-    /// is its input has two views of it, and reads each row before it writes that row.
+    /// No other view that overlaps the tensor may be used during the life of this one, which [`Op::check`] ensures. An op whose output is
+    /// its input has two views of it, but reads each row before it writes that row.
     unsafe fn output(&self, tensor: Tensor, op: &'static str) -> Result<Out<'_>> {
         if tensor.region.is_read_only() || matches!(tensor.scaling, Scaling::Rows(_)) {
             return Err(Self::outside(tensor, op));
@@ -377,7 +378,7 @@ impl Backend for Cpu {
         if to.stride != to.cols || parts.iter().map(|part| part.rows).sum::<usize>() != to.rows {
             return Err(wrong("fill"));
         }
-        // Scales lie in one piece, as the view of a weight needs them.
+        // The view of a weight needs its scales in one piece.
         if parts.len() > 1 && !to.scale_extent().is_empty() {
             return Err(wrong("share the scales of"));
         }
@@ -447,7 +448,7 @@ impl Backend for Cpu {
         if values.len() != to.len() {
             return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
         }
-        // What the host writes is no result of an op, so it is not counted.
+        // Values that the host writes are no results of an op, so they are not counted.
         let saturated = *self.saturated.get_mut();
         // SAFETY: `&mut self`, so no other view is alive.
         let mut out = unsafe { self.output(to, "write")? };

@@ -1,10 +1,10 @@
-//! The CUDA backend: two device allocations, a stream for ops and one for uploads, and one or more kernel launches for each op.
+//! The CUDA backend: device allocations, a stream for ops and one for uploads, and one or more kernel launches for each op.
 //!
-//! From the bottom up: [`driver`] is the seam to the driver API and `system` the real driver behind it; `launch` holds the kernel table
-//! of `kernels/kernels.def` and the one launch function; `select` chooses tiles and schedules, without a GPU;
-//! `params` and `memory` turn tensors into kernel parameters; each op family has a file (`pointwise`, `norm`, `gemm`, `conv`
-//! with `conv_sm90`, `attention`) that works on an `OpContext`; `dispatch` is the match from an op to its family. This file is the [`Backend`]:
-//! transfers (`transfers`), uploads (`staging`) and captured graphs (`graph`).
+//! From the bottom up: [`driver`] is the seam to the driver API and `system` the real driver behind it. `launch` holds the kernel table of
+//! `kernels/kernels.def` and the one launch function. `select` chooses tiles and schedules, without a GPU. `params` and `memory` turn
+//! tensors into kernel parameters. Each op family has a file (`pointwise`, `norm`, `gemm`, `conv` with `conv_sm90`, `attention`) that works
+//! on an `OpContext`, and `dispatch` matches ops to families. This file is the [`Backend`]: transfers (`transfers`), uploads (`staging`)
+//! and captured graphs (`graph`).
 
 mod abi;
 mod arch;
@@ -68,10 +68,10 @@ use std::sync::atomic::AtomicBool;
 use timeline::Timeline;
 use transfers::Transfers;
 
-/// The quantized GEMMs and attention that there are kernels for on GPUs of this compute capability. Weights with plain inputs are
-/// expanded to bf16: by the GEMM itself on Hopper, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of
-/// FP8 either: it would be converted to f16, which takes longer than expanding weights once. Compute capability 12.x multiplies
-/// NVFP4 after a self-test ([`Cuda::enable_gated`]).
+/// The quantized GEMMs and attention that have kernels for this compute capability. Weights with plain inputs are expanded to bf16: on
+/// Hopper by the GEMM itself, elsewhere by a kernel before it. Compute capability 10.x has no `mma.sync` of FP8 either: the compiler would
+/// convert FP8 to f16, which takes longer than expanding weights once. Compute capability 12.x multiplies NVFP4 after a self-test
+/// ([`Cuda::enable_gated`]).
 pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
     let expanded = GemmFormats { w8a16: true, w4a16: true, expands: true, ..GemmFormats::NONE };
     match capability {
@@ -81,8 +81,8 @@ pub const fn gemm_formats(capability: (u32, u32)) -> GemmFormats {
     }
 }
 
-/// How sums of e4m3 products are accumulated on GPUs of this compute capability, if that was asked for: the portable kernel has
-/// exact sums only.
+/// How e4m3 products are accumulated on this compute capability, if the user asks for `asked`. Only the Hopper kernels offer a choice: all
+/// others have exact sums.
 pub const fn fp8_accumulate(capability: (u32, u32), asked: Fp8Accumulate) -> Fp8Accumulate {
     match capability {
         (9, 0) => asked,
@@ -97,9 +97,9 @@ pub struct Cuda {
     staging: Option<Staging>,
     transfers: Transfers,
     context: OpContext,
-    /// Offsets of weights that are read by ops which may still be running.
+    /// Offsets of the weights that running ops may still read.
     read: Range<u64>,
-    /// Values that did not fit the FP8 tensor they were stored in, as far as the device no longer has the count.
+    /// Values that did not fit the FP8 tensor they were stored in: the part of the count that was already taken from the device.
     saturated: u64,
     /// The working memory that is in use.
     live: Live,
@@ -111,7 +111,7 @@ pub struct Cuda {
     driver: Rc<dyn Driver>,
 }
 
-/// A stream, with the driver to destroy it where it is the backend's own.
+/// A stream. If the backend created it, the driver to destroy it with.
 struct StreamGuard(Option<Rc<dyn Driver>>, Stream);
 
 impl Drop for StreamGuard {
@@ -134,12 +134,12 @@ impl Cuda {
         Self::on_stream(driver, images, stop, stream)
     }
 
-    /// A backend for tensors in the caller's memory, on the caller's stream of the same GPU: a tensor's offset is its address.
-    /// This is for measuring beside another library.
+    /// A backend for tensors in the caller's memory, on the caller's stream of the same GPU: a tensor's offset is its address. Benchmarks
+    /// use it to compare kiln with another library.
     pub fn on_external_memory(device: usize, stream: u64) -> Result<Self> {
         let driver: Rc<dyn Driver> = Rc::new(System::open(device)?);
         let mut cuda = Self::on_stream(driver, &launch::built_in, Arc::default(), StreamGuard(None, Stream(stream)))?;
-        // The scratch is the only memory of its own.
+        // Scratch is the only memory that the backend allocates.
         cuda.reserve(Region::Arena, 0)?;
         cuda.context.memory.use_addresses();
         Ok(cuda)
@@ -170,13 +170,12 @@ impl Cuda {
         })
     }
 
-    /// Fills working memory that holds nothing of value with NaN, so that a read of it cannot go unnoticed. Debug builds do so
-    /// anyway.
+    /// Fills unused working memory with NaN, so that a stray read shows in the results. Debug builds always do.
     pub fn set_poison(&mut self, poison: bool) {
         self.poison = poison;
     }
 
-    /// Whether steps that recur are captured as CUDA graphs and launched as such.
+    /// Whether recurring steps are captured as CUDA graphs and replayed.
     pub fn set_graph_capture(&mut self, capture: bool) {
         self.capture = capture;
     }
@@ -186,14 +185,14 @@ impl Cuda {
         self.context.choice = choice;
     }
 
-    /// Whether the kernels of compute capability 12.x are chosen, where this GPU has them: they were never run on hardware by those
-    /// who wrote them, so they are off until a self-test has passed on the GPU at hand. Steps that were captured are captured anew.
+    /// Whether the kernels for compute capability 12.x may be chosen, on GPUs that have them. Their authors never ran them on hardware, so
+    /// they are off until a self-test has passed on this GPU. Captured steps are captured anew.
     pub fn enable_gated(&mut self, enabled: bool) {
         self.context.kernels.enable_gated(enabled);
         self.steps.begin_anew();
     }
 
-    /// How sums of e4m3 products are accumulated. Steps that were captured are captured anew.
+    /// How sums of e4m3 products are accumulated. Captured steps are captured anew.
     pub fn set_fp8_accumulate(&mut self, accumulate: Fp8Accumulate) {
         self.context.accumulate = accumulate;
         self.steps.begin_anew();
@@ -204,34 +203,33 @@ impl Cuda {
         self.driver.device()
     }
 
-    /// Bytes that the GPU moves to or from its memory in a second at most; none if the driver does not tell.
+    /// Bytes per second that the GPU moves to or from its memory at most. `None` if the driver does not tell.
     pub fn memory_bandwidth(&self) -> Result<Option<u64>> {
         self.driver.memory_bandwidth()
     }
 
-    /// The architecture of the fastest kernels that may be chosen here.
+    /// The architecture of the fastest kernels that may be chosen on this GPU.
     pub fn arch(&self) -> Arch {
         self.launched().map(|(kernel, _)| kernel.arch()).max().unwrap_or(Arch::Portable)
     }
 
-    /// How often each kernel that this GPU can run was launched so far. A captured launch counts once, however often its graph is
-    /// launched.
+    /// How often each kernel that this GPU can run was launched so far. A captured launch counts once, however often its graph runs.
     pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
         self.context.kernels.launched()
     }
 
-    /// Number of launches of each kernel so far, by kernel name, without those that were not launched.
+    /// Number of launches so far, by kernel name, of each kernel that was launched.
     pub fn launches(&self) -> Vec<(&'static str, u64)> {
         self.launched().filter(|(_, times)| *times > 0).map(|(kernel, times)| (kernel.symbol(), times)).collect()
     }
 
-    /// Begins a read in the background, and returns its place in the queue.
+    /// Begins a background read and returns its place in the queue.
     pub(crate) fn begin_read(&mut self) -> Result<usize> {
         self.prepare_transfer("read")?;
         self.transfers.begin_read(self.stream.1)
     }
 
-    /// Waits for the ops that were issued before a read was begun, and for no later ones, and returns the values of this tensor.
+    /// Waits for the ops issued before a read was begun, but for no later ones, and returns the values of this tensor.
     pub(crate) fn finish_read(&mut self, from: Tensor, place: usize) -> Result<Vec<f32>> {
         let Some(scale) = transferred_scale(from) else {
             return Err(Error::Op { op: "read", what: format!("{from:?} in the background") });
@@ -242,8 +240,8 @@ impl Cuda {
         Ok(values)
     }
 
-    /// Goes through ops that will run later, with what they are issued by, and computes nothing: what cannot run is noticed, and what takes
-    /// time to find is found. Results that are read back in `body` have no meaning.
+    /// Goes through the ops of `body` without running them: a missing kernel fails here, and all kernels are loaded. Results that `body`
+    /// reads back have no meaning.
     pub(crate) fn preload_kernels(&mut self, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         let _span = trace::span("find kernels");
         self.refuse_in_capture("preload_kernels")?;
@@ -276,7 +274,7 @@ impl Cuda {
         self.context.memory.rows(tensor, op)
     }
 
-    /// Makes what is issued next wait for the weights that were uploaded so far.
+    /// Makes ops issued next wait for the weights uploaded so far.
     fn order_uploads(&mut self) -> Result<()> {
         match &mut self.staging {
             Some(staging) => staging.before(self.stream.1),
@@ -288,7 +286,7 @@ impl Cuda {
         if self.capturing { Err(Error::Op { op, what: "a transfer inside a step".into() }) } else { Ok(()) }
     }
 
-    /// Finds memory for what an op has no tensors for.
+    /// Finds memory for the scratch of an op.
     fn place_op_scratch(&mut self, bytes: u64) -> Result<()> {
         if self.context.memory.place_op_scratch(self.live.end(), bytes) {
             return Ok(());
@@ -296,7 +294,7 @@ impl Cuda {
         if self.capturing {
             return Err(Error::Op { op: "scratch", what: "an allocation inside a step".into() });
         }
-        // Captured steps have the address of what was there before.
+        // Captured steps have the old address of the scratch.
         self.steps.begin_anew();
         self.driver.synchronize(self.stream.1)?;
         self.context.memory.reserve_spare(bytes)?;
@@ -304,7 +302,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Launches the kernels of an op whose operands fit each other.
+    /// Launches the kernels of an op that has passed its checks.
     fn issue(&mut self, op: Op<'_>) -> Result<()> {
         let scratch = op.scratch_bytes(self.gemm_formats());
         if scratch > 0 {
@@ -340,7 +338,7 @@ impl Cuda {
         Ok(bytes)
     }
 
-    /// Takes the count of values that did not fit from the device, where it is zero afterwards.
+    /// Takes the count of values that did not fit from the device and resets it there.
     fn fetch_saturated(&mut self) -> Result<()> {
         if !self.context.memory.has_scratch() {
             return Ok(());
@@ -354,8 +352,8 @@ impl Cuda {
     }
 }
 
-/// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale. NVFP4 has
-/// [scales](block_scales) besides.
+/// The factor of a tensor's elements, if the host can write and read it: plain types, and e4m3 with one scale. NVFP4 needs [block
+/// scales](block_scales) instead.
 fn transferred_scale(t: Tensor) -> Option<f32> {
     match t.scaling {
         _ if t.dtype.format().block > 1 || dtype_code(t.dtype) == NO_CODE => None,
@@ -365,7 +363,7 @@ fn transferred_scale(t: Tensor) -> Option<f32> {
     }
 }
 
-/// The tiles of block scales of a tensor of NVFP4 as a matrix of bytes, and the factor of the whole tensor.
+/// The block-scale tiles of an NVFP4 tensor as a matrix of bytes, and the factor of the whole tensor.
 fn block_scales(t: Tensor) -> Option<(Tensor, f32)> {
     match t.scaling {
         Scaling::Blocks16 { tensor, .. } if t.cols.is_multiple_of(nvfp4::BLOCK) => Some((t.as_bytes().nth(1)?, tensor.get())),
@@ -380,7 +378,7 @@ impl Backend for Cuda {
 
     fn gemm_formats(&self) -> GemmFormats {
         let has = |kernel| self.context.kernels.has(kernel);
-        // A build may lack the kernels of this GPU.
+        // A build may lack kernels for this GPU.
         GemmFormats {
             w8a8: has(Kernel::GemmFp8Sm90_256x192) || has(Kernel::GemmFp8Sm89_128x128),
             w4a4: has(Kernel::GemmNvfp4Sm120_128x128),
@@ -394,8 +392,7 @@ impl Backend for Cuda {
     }
 
     fn available(&self) -> Result<Option<u64>> {
-        // Each of the three allocations, of weights, of what adapters have beside them and of working memory, is rounded up to a multiple of
-        // this.
+        // Three allocations (weights, LoRA branches, working memory) are each rounded up to a multiple of this.
         const GRANULE: u64 = 2 << 20;
         Ok(Some(self.driver.free_memory()?.saturating_sub(self.context.memory.scratch_bytes() + 3 * GRANULE)))
     }
@@ -419,8 +416,8 @@ impl Backend for Cuda {
             Some(staging) => staging,
             none => none.insert(Staging::new(self.driver.clone())?),
         };
-        // Copies run concurrently with ops, unless these read what is to be replaced. What adapters compute beside weights is replaced between
-        // jobs, and which of it is read is not noted.
+        // Copies run concurrently with ops, unless an op reads the weights that are replaced. LoRA branches are replaced between jobs, so
+        // the reads of them are not tracked.
         let is_read = |range: Range<u64>| range.start < self.read.end && self.read.start < range.end;
         if to.region == Region::Adapters {
             staging.after(self.stream.1)?;
@@ -456,7 +453,7 @@ impl Backend for Cuda {
             if values.is_empty() {
                 return Ok(());
             }
-            // The last tiles may also have scales of rows that are not written.
+            // The last scale tiles may also cover rows that are not written.
             let mut scales = self.downloaded(tiles, "write")?;
             let codes = nvfp4::encode_rows(values, to.cols, tensor, &mut scales);
             self.driver.copy_in(self.stream.1, rows, &codes)?;
@@ -511,12 +508,13 @@ impl Backend for Cuda {
     fn released(&mut self, range: Range<u64>) {
         self.live.release(&range);
         if let Some((address, bytes)) = self.context.memory.working_range(range).filter(|_| self.poison) {
-            // All ones is NaN in every float type that kernels write. A failure is an earlier fault, which the next call reports.
+            // All ones is NaN in every float type that kernels write. If filling fails, the cause is an earlier fault, which the next call
+            // reports.
             let _ = self.driver.fill(self.stream.1, address, 0xff, bytes);
         }
     }
 
-    /// Runs the ops one by one the first time, captures them as a CUDA graph the second, and launches the graph from then on. Where an
+    /// Runs the ops one by one the first time, captures them as a CUDA graph the second time and launches the graph from then on. If an
     /// earlier job has captured the same launches, the second time finds their graph.
     fn step(&mut self, key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         self.stop.check()?;
@@ -524,7 +522,7 @@ impl Backend for Cuda {
         if self.capturing {
             return body(self);
         }
-        // The launches of a graph cannot be timed one by one.
+        // Launches inside a graph cannot be timed one by one.
         let capture = self.capture && self.context.kernels.timeline().is_none();
         let Some(hash) = self.steps.launches(key).filter(|_| capture) else {
             self.context.kernels.begin_hash();
@@ -532,7 +530,7 @@ impl Backend for Cuda {
             let hash = self.context.kernels.end_hash();
             return issued.map(|()| self.steps.saw(key, hash));
         };
-        // Which weights a graph reads is not noted with it.
+        // The graph does not record which weights it reads, so it counts as reading all.
         self.note_read(0..self.context.memory.weight_bytes());
         if let Some(graph) = self.steps.graph(hash) {
             return graph.launch(self.stream.1);
@@ -567,7 +565,7 @@ impl Backend for Cuda {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        // Nothing may be running when its memory is freed. An error was reported where it happened, or no longer matters.
+        // The GPU must be idle when its memory is freed. An error was reported where it happened, or no longer matters.
         let _ = self.driver.synchronize(self.stream.1);
     }
 }

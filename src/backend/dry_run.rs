@@ -5,12 +5,12 @@ use crate::error::Result;
 use crate::tensor::{ALIGN, Nvfp4Layout, Region, SliceScaling, Tensor, WeightSlice};
 use std::ops::Range;
 
-/// A backend that only plans.
+/// A backend that only plans: it checks ops and counts bytes and operations.
 #[derive(Debug)]
 pub struct DryRun {
     /// Peak use of working memory, in bytes.
     pub arena_bytes: u64,
-    /// Bytes of weights that cannot be read in place, so that even a backend that reads files in place has to copy them.
+    /// Bytes of weights that even a backend that reads files in place has to copy.
     pub copied_bytes: u64,
     /// Number of ops run.
     pub ops: u64,
@@ -32,19 +32,19 @@ impl DryRun {
     }
 }
 
-/// How much of working memory holds something that may still be read: it is allocated and freed like a stack.
+/// How much of working memory holds data that may still be read. Working memory is allocated and freed like a stack.
 #[derive(Clone, Debug, Default)]
 pub struct Live(u64);
 
 impl Live {
-    /// An op uses a tensor.
+    /// Counts the end of a tensor in use.
     pub fn touch(&mut self, tensor: Tensor) {
         if tensor.region == Region::Arena {
             self.0 = self.0.max(tensor.extent().end).max(tensor.scale_extent().end);
         }
     }
 
-    /// A range was freed, and whatever was allocated behind it.
+    /// Ends the use of a range, and of everything allocated behind it.
     pub fn release(&mut self, range: &Range<u64>) {
         self.0 = self.0.min(range.start);
     }

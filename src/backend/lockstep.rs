@@ -1,5 +1,5 @@
-//! Runs two backends in lockstep: every op runs on both and the results are compared. The trusted result is then copied over the
-//! other one, so that a difference is reported at the op that caused it and rounding differences do not accumulate.
+//! Runs two backends in lockstep: every op runs on both and the results are compared. The trusted result then replaces the other one, so a
+//! difference is reported at the op that caused it and rounding differences do not accumulate.
 
 use super::cuda::Cuda;
 use super::{Access, Backend, GemmFormats, Op, Role, StepKey};
@@ -18,17 +18,17 @@ pub struct Lockstep<A, B> {
     limit: fn(DType) -> f64,
 }
 
-/// How far two correct implementations of one op may differ. In f32 the order of accumulation differs; otherwise each result is
-/// rounded once, by at most half a unit in the last place (2^-9 in bf16), so the two differ by at most twice that.
+/// How far two correct implementations of one op may differ. In f32 the order of accumulation differs. In other types each result is
+/// rounded once, by at most half a unit in the last place (2^-9 in bf16), so two results differ by at most twice that.
 fn default_limit(dtype: DType) -> f64 {
     dtype.format().mantissa.map_or(1e-5, |bits| 2.0 * f64::from(-bits - 2).exp2())
 }
 
-/// The first element of a quantized result in which two correct implementations cannot differ so much. Both round, by half a step
-/// at most, values that differ no more than by what rounding to bf16 inside of the op makes of the largest one of the row.
-/// Without this, single wrong codes would disappear in the limit on the whole result, which has to allow for every rounding.
+/// The first element of a quantized result that no two correct implementations could disagree on so much. Both round by half a step at
+/// most. The values that they round differ at most by a bf16 rounding, inside of the op, of the row's largest value. Without this check,
+/// single wrong codes would pass the limit on the whole result, which has to allow for every rounding.
 fn wrong_element(out: Tensor, want: &[f32], got: &[f32]) -> Option<usize> {
-    // Largest step relative to the largest value of so many columns, and an absolute one where scales or elements are subnormal.
+    // The largest step relative to the largest value of this many columns, and an absolute step for subnormal scales or elements.
     let subnormal = (-9.0_f32).exp2();
     let (share, relative, absolute) = match (out.dtype, out.scaling) {
         (DType::E2m1, Scaling::Blocks16 { tensor, .. }) => (nvfp4::BLOCK, 1.0 / 3.0, 6.0 * subnormal * tensor.get()),
@@ -63,7 +63,7 @@ impl<A: Backend, B: Backend> Lockstep<A, B> {
         self.tested.read(out, &mut got)?;
         let (mut difference, mut norm, mut worst) = (0.0_f64, 0.0_f64, (0, 0.0_f64));
         for (i, (&w, &g)) in want.iter().zip(&got).enumerate() {
-            // Equal bits are tested first: two equal infinities are no difference, but subtracting them gives NaN.
+            // Bits are compared first: two equal infinities are no difference, but subtracting them gives NaN.
             let delta = if w.to_bits() == g.to_bits() { 0.0 } else { (f64::from(w) - f64::from(g)).abs() };
             let delta = if delta.is_nan() { f64::INFINITY } else { delta };
             difference += delta * delta;
@@ -97,7 +97,7 @@ impl<A: Backend, B: Backend> Lockstep<A, B> {
         if !out.dtype.is_quantized() {
             return self.tested.write(out, &want);
         }
-        // Encoding decoded values again need not give the same blocks, so their bytes are copied.
+        // Encoding decoded values again may give different blocks, so bytes are copied.
         for view in out.as_bytes() {
             let mut bytes = vec![0; view.len()];
             self.trusted.read_bytes(view, &mut bytes)?;
@@ -163,7 +163,7 @@ impl<A: Backend, B: Backend> Backend for Lockstep<A, B> {
         });
         // Statistics are computed from the stored result, so the limit of the result's dtype applies to them as well.
         let mut limit = results.iter().map(|t| (self.limit)(t.dtype)).fold(0.0, f64::max);
-        // What it normalizes may be rounded as its input is before it is multiplied.
+        // A fused kernel may round the normalized image to the type of its input before the multiplication.
         if let Op::NormConv { x, .. } = op {
             limit = limit.max((self.limit)(x.dtype));
         }

@@ -1,4 +1,4 @@
-//! A backend whose ops, uploads and transfers are watched, or changed, by someone else.
+//! A backend with an observer that watches, or changes, its ops, uploads and transfers.
 
 use super::{Backend, GemmFormats, Op, Role, StepKey, cuda};
 use crate::error::Result;
@@ -7,14 +7,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Is called in place of a backend, which it calls itself: what an observer does before and after that is its own affair.
+/// Callbacks that run in place of a backend. Each has to call the backend itself, and may do anything before and after.
 pub trait Observer<B: Backend + ?Sized> {
     /// The quantized GEMMs that models may use.
     fn gemm_formats(&self, be: &B) -> GemmFormats {
         be.gemm_formats()
     }
 
-    /// Bytes of working memory to allocate where ops use so many.
+    /// Bytes of working memory to allocate for ops that use `bytes`.
     fn working_bytes(&mut self, bytes: u64) -> u64 {
         bytes
     }
@@ -39,18 +39,18 @@ pub trait Observer<B: Backend + ?Sized> {
         be.run(op)
     }
 
-    /// A step begins.
+    /// Called when a step begins.
     fn begin_step(&mut self, _be: &mut B) -> Result<()> {
         Ok(())
     }
 
-    /// A step has ended, with this result.
+    /// Called when a step has ended, with its result.
     fn end_step(&mut self, _be: &mut B, done: Result<()>) -> Result<()> {
         done
     }
 }
 
-/// A function that runs ops is an observer of ops alone.
+/// A function that runs ops observes only ops.
 impl<B: Backend + ?Sized, F: FnMut(&mut B, Op<'_>) -> Result<()>> Observer<B> for F {
     fn run(&mut self, be: &mut B, op: Op<'_>) -> Result<()> {
         self(be, op)
@@ -59,14 +59,14 @@ impl<B: Backend + ?Sized, F: FnMut(&mut B, Op<'_>) -> Result<()>> Observer<B> fo
 
 /// A backend with its observer.
 pub struct Observed<B: ?Sized, O> {
-    /// What runs the ops.
+    /// The backend that runs the ops.
     pub inner: Box<B>,
-    /// What is called in its place.
+    /// The observer, which is called in the backend's place.
     pub observer: O,
 }
 
 impl<B: Backend + ?Sized, O: Observer<B>> Observed<B, O> {
-    /// Shows an observer what a backend does from now on.
+    /// Wraps a backend in an observer.
     pub fn new(inner: Box<B>, observer: O) -> Self {
         Self { inner, observer }
     }
@@ -122,7 +122,7 @@ impl<B: Backend + ?Sized, O: Observer<B>> Backend for Observed<B, O> {
         self.inner.released(range);
     }
 
-    /// Steps are not captured, so that the observer sees every op of each.
+    /// Runs the ops of a step without capturing them, so that the observer sees each op every time.
     fn step(&mut self, _key: StepKey, body: &mut dyn FnMut(&mut dyn Backend) -> Result<()>) -> Result<()> {
         self.observer.begin_step(&mut self.inner)?;
         let done = body(self);

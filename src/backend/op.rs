@@ -1,5 +1,5 @@
-//! The ops: what each one computes, its operands and its cost. The shape rules are in `op/check.rs`, what image ops take is
-//! described in `op/image.rs`.
+//! The ops: what each one computes, its operands and its cost. Their shape rules are in `op/check.rs`, the operands of image ops in
+//! `op/image.rs`.
 
 mod check;
 mod image;
@@ -50,7 +50,7 @@ impl Linear {
     }
 }
 
-/// A branch beside a weight: the matrix `up down`, of low rank.
+/// A low-rank branch of a layer: the matrix `up down` is added to the layer's weight.
 #[derive(Clone, Copy, Debug)]
 pub struct LoraBranch {
     /// `[rank, in]`.
@@ -60,12 +60,12 @@ pub struct LoraBranch {
 }
 
 impl LoraBranch {
-    /// The type in which a GPU holds the product of an input and the first matrix: that of the second matrix, unless the input has more places.
+    /// The type in which a GPU stores `x down^T`: the type of `up`, unless `x` has more places.
     pub fn down_out_type(self, x: Tensor) -> DType {
         if x.dtype == DType::F32 || self.up.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
     }
 
-    /// Bytes of that product.
+    /// Bytes of `x down^T`.
     pub fn down_out_bytes(self, x: Tensor) -> u64 {
         (self.down_out_type(x).bytes(x.rows * self.down.rows) as u64).next_multiple_of(ALIGN)
     }
@@ -121,13 +121,13 @@ pub struct GatedGemm<'a> {
 pub struct Projection<'a> {
     /// `[rows, k]`.
     pub x: Tensor,
-    /// The weight. Its rows are those of queries (with `q`), keys and values, then (with `mlp`) gate and up rows.
+    /// The weight. It has query rows (with `q`), key rows and value rows, then (with `mlp`) gate and up rows.
     pub w: &'a Linear,
     /// The qk-norm of the query and key heads, if the model has one.
     pub norm: Option<QkNorm>,
-    /// A factor of the queries, into which the softmax scale can be folded.
+    /// A factor of the queries. The softmax scale can be folded into it.
     pub q_scale: f32,
-    /// A factor of the keys, as for the queries.
+    /// A factor of the keys.
     pub k_scale: f32,
     /// RoPE of the query and key heads.
     pub rope: Rope,
@@ -208,8 +208,8 @@ pub enum Op<'a> {
     Qkv(&'a [Projection<'a>]),
     /// `softmax(q k^T) v`, with one softmax over the keys of all KV segments.
     Attention {
-        /// Consecutive ranges of the rows of the result, which together have the shape of `q`. They need not be adjacent: text
-        /// and image rows are inputs of different layers, which may be stored with different scales.
+        /// Consecutive row ranges of the result, which together have the shape of `q`. They need not be adjacent: text and image rows are
+        /// inputs of different layers, which may be stored with different scales.
         out: &'a [Tensor],
         /// `[tokens, heads * head_dim]`.
         q: Tensor,
@@ -240,8 +240,7 @@ pub enum Op<'a> {
         residual: Option<Tensor>,
         /// A 1x1 convolution that is added to the result; not together with `residual`, and only with `Sampling::Same`.
         shortcut: Option<Shortcut<'a>>,
-        /// Output for the mean and variance of each channel group of the result, `[groups, 2]` f32, for the group norm that
-        /// follows.
+        /// Output for the mean and variance of each channel group of the result, `[groups, 2]` f32. The group norm that follows reads it.
         stats: Option<Tensor>,
     },
     /// Group normalization, optionally followed by `silu`.
@@ -317,14 +316,14 @@ pub enum Op<'a> {
         /// Guidance scale.
         scale: f32,
     },
-    /// Blends the overlap of two tiles of an image: over its `n` rows or columns of pixels the weight of `into` rises from 0 in
-    /// steps of `1 / n`, that of `from` falls from 1.
+    /// Blends the overlap of two image tiles. Over its `n` rows or columns of pixels the weight of `into` rises from 0 in steps of `1 / n`
+    /// and the weight of `from` falls from 1.
     Blend {
         /// The overlap in the later tile, read and written.
         into: Tensor,
         /// The overlap in the earlier tile; same shape.
         from: Tensor,
-        /// Where the later tile has the overlap.
+        /// On which side the later tile has the overlap.
         seam: Seam,
     },
     /// Counts the values that are not finite.
@@ -334,7 +333,7 @@ pub enum Op<'a> {
         /// Any matrix.
         x: Tensor,
     },
-    /// The largest magnitude of a matrix and of what was found before. NaN is larger than infinity: bits are compared.
+    /// The larger of the largest magnitude in a matrix and an earlier result. NaN is larger than infinity: bits are compared.
     LargestMagnitude {
         /// `[1, 1]`, f32: zero or a former result, read and written.
         largest: Tensor,
@@ -475,8 +474,8 @@ impl Op<'_> {
         }
     }
 
-    /// Bytes of working memory that a GPU with these GEMMs needs besides that of the operands: for quantized weights with plain inputs in bf16, if
-    /// it [expands](GemmFormats::expands) them, and for products of inputs with the first matrices of LoRA branches.
+    /// Bytes of working memory that a GPU with these GEMMs needs in addition to the operands. Quantized weights with plain inputs need room
+    /// in bf16 if the GPU [expands](GemmFormats::expands) them, and LoRA branches need room for `x down^T`.
     pub fn scratch_bytes(&self, formats: GemmFormats) -> u64 {
         let mut bytes = 0;
         self.layers(&mut |x, w| {

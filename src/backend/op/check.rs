@@ -1,4 +1,4 @@
-//! Shape rules: what makes the operands of an op fit each other.
+//! Shape rules: which operands fit each other.
 
 use super::{Access, Linear, Op, Sampling, Seam, Softmax};
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ impl Op<'_> {
                 let plain = !l.down.dtype.is_quantized() && !l.up.dtype.is_quantized();
                 l.down.cols == x.cols && l.up.rows == w.weight.rows() && l.up.cols == l.down.rows && plain
             });
-            // What a layer multiplies has to be stored as the layer was loaded for. Plain values of any type can be multiplied.
+            // An input has to be stored in the format that its layer was loaded for. Plain values of any type can be multiplied.
             let quantized = x.dtype.is_quantized() || w.input.dtype.is_quantized();
             let stored = !quantized || x.stored() == w.input;
             parts && lora && stored && w.bias.is_none_or(|b| vector(b, w.weight.rows()))
@@ -113,7 +113,7 @@ impl Op<'_> {
                 fits(same(out, x) && vector(norm.weight, x.cols) && vector(norm.bias, x.cols), "shapes")?;
                 fits(norm.groups > 0 && x.cols % norm.groups == 0, "groups")?;
                 fits(stats.is_none_or(|s| s.cols == 2 && s.rows == norm.groups && s.dtype == DType::F32), "stats")?;
-                // Kernels that compute statistics take differences to the first pixel, whoever has normalized it meanwhile.
+                // Kernels that compute statistics subtract the first pixel, which another CTA may already have normalized.
                 fits(out != x || stats.is_some(), "stats in place")?;
             }
             Self::NormConv { out, x, norm, stats, w, width, height } => {
@@ -157,12 +157,12 @@ impl Op<'_> {
         Ok(())
     }
 
-    /// Whether operands that are accessed so may be quantized: what matrix ops read, and what produces the input of one. The
-    /// residual stream, latents and modulations keep their precision.
+    /// Whether operands with this access may be quantized: the inputs of matrix ops may, and so may the ops that produce them. The residual
+    /// stream, latents and modulations keep their precision.
     fn takes_quantized(&self, access: Access) -> bool {
         let product = matches!(self, Self::LinearSwiglu(_) | Self::Qkv(_) | Self::Attention { .. });
         match access {
-            // Of a convolution it is the shortcut's weight.
+            // The only layer of a convolution is its shortcut.
             Access::Read => product || matches!(self, Self::Linear(_) | Self::LinearGateResidual(_) | Self::Conv { .. }),
             Access::Write => product || matches!(self, Self::RmsNorm { .. } | Self::LayerNormModulate { .. }),
             Access::Update => false,
@@ -170,12 +170,12 @@ impl Op<'_> {
     }
 }
 
-/// Whether a tensor has scales that go with its elements, and whole blocks of them.
+/// Whether the scales of a tensor fit its format, and cover whole blocks.
 fn scaling_fits(t: Tensor) -> bool {
     let Format { block, scales, holds_results, .. } = t.dtype.format();
     let fits = match (scales, t.scaling) {
         (ScaleKind::None | ScaleKind::TensorOrRows, Scaling::Unscaled) | (ScaleKind::TensorOrRows, Scaling::Tensor(_)) => true,
-        // Activations have no scales for each row.
+        // Only weights have row scales.
         (ScaleKind::TensorOrRows, Scaling::Rows(_)) => t.region == Region::Weights,
         (ScaleKind::Blocks, Scaling::Blocks16 { .. }) => {
             let (elements, scales) = (t.extent(), t.scale_extent());

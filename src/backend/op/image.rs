@@ -1,4 +1,4 @@
-//! What the image ops take: convolutions, group norms, statistics of latents, overlaps of tiles.
+//! Operands of the image ops: convolutions, group norms, latent statistics, shortcuts.
 
 use super::Linear;
 use crate::tensor::Tensor;
@@ -6,9 +6,9 @@ use crate::tensor::Tensor;
 /// A 3x3 convolution with bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Conv {
-    /// The weight, `[out, in * 9]`; with [`Sampling::Up`] it is in phase form, `[out, in * 16]`. It is uploaded as
-    /// [`Role::Conv`](crate::backend::Role::Conv) or [`Role::UpConv`](crate::backend::Role::UpConv), and a backend has it in an
-    /// order of its own.
+    /// The weight, `[out, in * 9]`, or with [`Sampling::Up`] in phase form, `[out, in * 16]`. It is uploaded as
+    /// [`Role::Conv`](crate::backend::Role::Conv) or [`Role::UpConv`](crate::backend::Role::UpConv). A backend stores it in an order of its
+    /// own.
     pub weight: Tensor,
     /// The bias, `[1, out]`.
     pub bias: Tensor,

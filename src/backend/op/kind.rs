@@ -1,8 +1,8 @@
-//! The kinds of ops: what messages, reports and filters name.
+//! Op kinds, by which messages, reports and filters name ops.
 
 use super::Op;
 
-/// One row for each kind: the ops of this kind, its variant and its name. The first row that fits an op counts.
+/// One row for each kind: the ops it covers, its variant and its name. The first row that fits an op counts.
 macro_rules! kinds {
     ($($op:pat $(if $guard:expr)? => $kind:ident $name:literal,)*) => {
         /// What an op computes, without its operands.

@@ -1,17 +1,16 @@
-//! The softmax of attention, and when it needs no row maximum.
+//! The softmax of attention, and when it can skip the row maximum.
 
 use std::f32::consts::LN_2;
 
 /// The softmax of attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Softmax {
-    /// Of the scores times `scale`, to base e.
+    /// Softmax to base e, of the scores times `scale`.
     Natural {
         /// Factor of the scores.
         scale: f32,
     },
-    /// Of the scores as they are, to base 2: the queries or keys are pre-scaled by log2(e), so the kernel needs no
-    /// multiplication.
+    /// Softmax to base 2, of unscaled scores: the queries or keys are pre-scaled by log2(e), so the kernel needs no multiplication.
     Base2 {
         /// Upper bound on the scores for any input, which allows a max-free softmax; infinite if none is known.
         bound: f32,
@@ -19,7 +18,7 @@ pub enum Softmax {
 }
 
 impl Softmax {
-    /// The factor that makes logits to base e of the scores.
+    /// The factor that turns scores into logits to base e.
     pub const fn natural_scale(self) -> f32 {
         match self {
             Self::Natural { scale } => scale,
@@ -27,8 +26,8 @@ impl Softmax {
         }
     }
 
-    /// Whether it needs no row maximum, for so many keys. Even if every score is as large as the bound, sums of that many products
-    /// with values up to 2^11 stay within the range of f32. And even if none is larger than minus the bound, what is flushed to
+    /// Whether softmax over this many keys can skip the row maximum. Even if every score is as large as the bound, sums of that many
+    /// products with values up to 2^11 stay within the range of f32. Even if every score is minus the bound or less, what is flushed to
     /// zero, below 2^-126, is at most 2^-10 of the sum.
     pub fn is_max_free(self, keys: usize) -> bool {
         const LARGEST_EXPONENT: f32 = 127.0;

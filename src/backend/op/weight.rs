@@ -3,11 +3,11 @@
 use crate::tensor::Tensor;
 use std::ops::Range;
 
-/// The largest number of parts: those of the fused projection of a single block.
+/// The most parts a weight can have. The fused projection of a single block has this many.
 const MAX_PARTS: usize = 4;
 
-/// The weight of a linear layer: its rows in order, in parts that have a format of their own. A checkpoint may store the matrices
-/// that are stacked here in different formats, and each with its own scale.
+/// The weight of a linear layer: its rows in order, in parts that each have a format. A checkpoint may store the matrices stacked here in
+/// different formats, each with its own scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Weight {
     /// The first `count` are in use.
@@ -21,7 +21,7 @@ impl Weight {
         Self { parts: [tensor; MAX_PARTS], count: 1 }
     }
 
-    /// A weight of several parts, or `None` if they are none, too many, or of different widths.
+    /// A weight of several parts. `None` if there are no parts, too many, or parts of different widths.
     pub fn stack(tensors: &[Tensor]) -> Option<Self> {
         let (first, fits) = (*tensors.first()?, tensors.len() <= MAX_PARTS);
         if !fits || tensors.iter().any(|t| t.cols != first.cols) {
@@ -125,7 +125,7 @@ mod tests {
             assert_eq!(slice.parts(), expected, "{range:?}");
             assert_eq!((slice.rows(), slice.cols()), (range.len(), 192));
         }
-        // Slices of slices, and one without rows: it has a part all the same.
+        // Slices of slices, and a slice without rows, which still has a part.
         assert_eq!(weight.slice(64..448).slice(64..320).parts(), [fp4]);
         let empty = weight.slice(448..448);
         assert_eq!((empty.parts().len(), empty.rows(), empty.cols(), empty.is_empty()), (1, 0, 192, true));
