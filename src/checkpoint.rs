@@ -1,8 +1,8 @@
 //! Checkpoints: mapped safetensors files, and the weights of one model part under canonical names.
 //!
 //! A [`Shard`] is one file whose header has been validated. [`Weights`] collects the shards of a part, maps their names to
-//! canonical ones, and returns bytes only after name, shape and dtype were checked, and the scales of quantized weights. Nothing
-//! is copied: a [`StoredWeight`] points into the mapped file.
+//! canonical ones, and returns bytes only after checking name, shape, dtype and the scales of quantized weights. Nothing is
+//! copied: a [`StoredWeight`] points into the mapped file.
 
 mod declared;
 mod folder;
@@ -34,11 +34,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A weight whose name, shape and dtype were checked.
 #[derive(Clone, Debug)]
 pub struct StoredWeight {
-    /// Its rows in order. A vector is one row.
+    /// The weight's rows in order. A vector is one row.
     pub parts: Vec<WeightSlice>,
-    /// How the checkpoint wants the input of the layer to be stored; `None` if it is not to be quantized.
+    /// The format in which the checkpoint wants the layer's input; `None` if the input is not quantized.
     pub input: Option<Stored>,
-    /// Whether the parts want it stored differently, so that it cannot be quantized for all of them.
+    /// Whether the parts want different input formats. The input can then not be quantized for all of them.
     pub inputs_differ: bool,
 }
 
@@ -48,9 +48,9 @@ pub struct Weights {
     part: Component,
     path: PathBuf,
     shards: Vec<Shard>,
-    /// The pieces of each tensor in row order, by canonical name. A piece that no file has is `None`.
+    /// The pieces of each tensor in row order, by canonical name. A piece that no file holds is `None`.
     tensors: BTreeMap<String, Vec<Option<Segment>>>,
-    /// Tensors that are in no spelling table, each with the index of its shard.
+    /// Tensors that no spelling table lists, each with the index of its shard.
     unknown: Vec<(usize, String)>,
     quantization: Quantization,
     /// The order in which NVFP4 weights are stored.
@@ -58,7 +58,7 @@ pub struct Weights {
     /// How these files spell names, for messages about missing tensors.
     layout: Layout,
     prefix: &'static str,
-    /// Matrices in use that were not yet checked for zeros, and whether each is a lookup table.
+    /// Matrices in use that are not yet checked for zeros, and whether each is a lookup table.
     unchecked: Arc<Mutex<Vec<(String, bool)>>>,
 }
 
@@ -118,7 +118,7 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Sets the order in which NVFP4 weights are stored, if one is given; otherwise it is the one that the files suggest.
+    /// Sets the order in which NVFP4 weights are stored. `None` keeps the order that the files suggest.
     pub fn with_nvfp4_layout(mut self, layout: Option<Nvfp4Layout>) -> Self {
         self.nvfp4 = layout.unwrap_or(self.nvfp4);
         self
@@ -144,7 +144,7 @@ impl Weights {
         &self.shards
     }
 
-    /// The source of the weights for display: the one file, or the number of shards and their folder.
+    /// The source of the weights for display: the file, or the number of shards and their folder.
     pub fn source(&self) -> String {
         match &*self.shards {
             [only] => shown_path(only.path()),
@@ -157,8 +157,8 @@ impl Weights {
         self.shards.iter().try_for_each(Shard::verify)
     }
 
-    /// Gives back the memory of mapped pages that were read so far. Whoever reads all weights once, one after the other, needs
-    /// no more memory than for a few of them.
+    /// Frees the memory of mapped pages that were read so far. A caller that reads all weights once, one after the other, needs
+    /// memory for only a few of them.
     pub fn release(&self) {
         self.shards.iter().for_each(Shard::release);
     }
@@ -168,13 +168,13 @@ impl Weights {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The shape of a tensor, or `None` if it, or a piece of it, is missing or does not fit the others.
+    /// The shape of a tensor; `None` if the tensor or one of its pieces is missing, or if its pieces do not fit together.
     pub fn shape(&self, canonical: &str) -> Option<Vec<usize>> {
         let mut whole: Option<Vec<usize>> = None;
         for segment in self.tensors.get(canonical)? {
             let segment = segment.as_ref()?;
             let shape = self.quantization.shape(&segment.tensor, self.entry(segment)?);
-            // The halves of one tensor together have its shape.
+            // Both halves come from one file tensor, which has the whole shape.
             if segment.rows != Rows::All {
                 return Some(shape);
             }
@@ -191,7 +191,7 @@ impl Weights {
         whole
     }
 
-    /// The vocabulary that files of a text encoder may carry, as the bytes of a JSON text.
+    /// The vocabulary that a text encoder's files may carry, as JSON bytes.
     pub fn vocabulary(&self) -> Option<Bytes> {
         let found = |shard: &Shard| {
             let name = shard.tensors().map(|(name, _)| name).find(|name| names::without_prefix(name) == names::VOCABULARY)?;
@@ -200,14 +200,14 @@ impl Weights {
         self.shards.iter().find_map(found)
     }
 
-    /// Checks that every tensor of the manifest exists and has the right shape, dtype and scales. Extra tensors are an error in
-    /// the transformer, where they mean that it is another model; in other parts their names are returned.
+    /// Checks that every tensor of the manifest exists and has the right shape, dtype and scales. Extra tensors in a transformer
+    /// are an error: they mean that it is another model. For other parts their names are returned.
     pub fn check(&self, manifest: &[TensorSpec]) -> Result<Vec<String>> {
         for spec in manifest {
             self.weight(spec)?;
         }
         let known: std::collections::BTreeSet<&str> = manifest.iter().map(|spec| spec.name.as_str()).collect();
-        // Layers of a text encoder after the last one that is used are ignored.
+        // Layers of a text encoder after the last one in use are ignored.
         let read = manifest.iter().filter_map(|spec| names::text_layer(&spec.name)).max();
         let unread = |name: &str| read.is_some_and(|last| names::text_layer(name).is_some_and(|layer| layer > last));
         self.quantization.check(&self.shards, &unread)?;
@@ -230,9 +230,9 @@ impl Weights {
         self.unchecked.lock().unwrap_or_else(PoisonError::into_inner).push((name.into(), table));
     }
 
-    /// Fails if one of the matrices recorded since the last call is zero where no trained matrix is, because the missing part of
-    /// an incomplete download reads as zeros. This reads a few places of each matrix, which is slow from a cold disk and fast
-    /// from the page cache, so it is called after the weights were used.
+    /// Fails if one of the matrices recorded since the last call is zero where no trained matrix is: missing parts of an
+    /// incomplete download read as zeros. This reads a few places of each matrix, which is slow from a cold disk and fast from
+    /// the page cache, so callers check after the weights were used.
     pub fn check_written(&self) -> Result<()> {
         let unchecked = std::mem::take(&mut *self.unchecked.lock().unwrap_or_else(PoisonError::into_inner));
         unchecked.iter().try_for_each(|(name, table)| self.refuse_zeros(name, *table))
@@ -244,7 +244,7 @@ impl Weights {
             let scales = self.quantization.scale_tensor(weight).map(|scales| (scales.shard, scales.name, scales.entry));
             for (shard, name, entry) in [own].into_iter().chain(scales) {
                 let Some(bytes) = shard.bytes(name) else { continue };
-                // A file that was truncated after it was opened reads as zeros, too; then the error says that it changed.
+                // A file that was truncated after it was opened also reads as zeros; then the error says that it changed.
                 zeros::refuse(shard.path(), name, entry, &bytes, table).map_err(|error| shard.verify().err().unwrap_or(error))?;
             }
         }
@@ -252,7 +252,7 @@ impl Weights {
     }
 
     /// Fails if a block scale of an NVFP4 weight is invalid, or zero where its elements are not. This reads all block scales, so
-    /// it is called when a weight is loaded. Other weights have none.
+    /// callers check when they load a weight. Other weights have no block scales.
     pub fn check_scales(&self, name: &str) -> Result<()> {
         for weight in self.file_weights(name) {
             let shard = &self.shards[weight.shard];
@@ -268,10 +268,10 @@ impl Weights {
         Ok(())
     }
 
-    /// The tensors of the files that hold a canonical one.
+    /// The file tensors that hold a canonical one.
     fn file_weights(&self, canonical: &str) -> impl Iterator<Item = FileWeight<'_>> {
         let segments = self.tensors.get(canonical).into_iter().flatten().flatten();
-        // The two halves are of one tensor.
+        // Two halves come from one tensor.
         segments.filter(|segment| segment.rows != Rows::SecondHalf).filter_map(|segment| self.file_weight(segment))
     }
 
@@ -284,7 +284,7 @@ impl Weights {
         self.shards.get(segment.shard)?.entry(&segment.tensor)
     }
 
-    /// The bytes of a tensor, which has to have the given shape.
+    /// Returns the bytes of a tensor, which has to have the given shape.
     pub fn weight(&self, spec: &TensorSpec) -> Result<StoredWeight> {
         let Some(segments) = self.tensors.get(&spec.name) else { return Err(self.missing(spec, 0)) };
         let (mut parts, mut inputs) = (Vec::with_capacity(segments.len()), Vec::with_capacity(segments.len()));
@@ -309,7 +309,7 @@ impl Weights {
             let got = [&[total], spec.shape.get(1..).unwrap_or_default()].concat();
             return Err(Error::TensorShape { path: self.path.clone(), name, got, want: spec.shape.clone() });
         }
-        // All parts multiply one input, so it can be quantized only if they agree how.
+        // All parts multiply one input, so it can be quantized only if they want the same format.
         let inputs_differ = inputs.iter().any(|input| *input != inputs[0]);
         let input = inputs.first().copied().flatten().filter(|_| !inputs_differ);
         if spec.shape.len() < 2 {
@@ -318,7 +318,7 @@ impl Weights {
         Ok(StoredWeight { parts, input, inputs_differ })
     }
 
-    /// Rows of one tensor of a file, which as a whole has to have the shape `want`, and how the layer's input is to be stored.
+    /// Returns rows of one file tensor, whose full shape has to be `want`, and the format of the layer's input.
     fn weight_part(
         &self,
         weight: FileWeight<'_>,
@@ -370,7 +370,7 @@ fn place(
     let pieces = tensors.entry(spelling.canonical).or_insert_with(|| vec![None; spelling.pieces]);
     for (piece, rows) in spelling.holds {
         let taken = pieces.get(piece).and_then(Option::as_ref);
-        // If a checkpoint has the same weight in two spellings, it is not clear which one to use.
+        // If a checkpoint has the same weight in two spellings, kiln cannot know which one to use.
         if pieces.len() != spelling.pieces || taken.is_some() {
             let other = taken.or(pieces.iter().flatten().next());
             let other = other.map_or_else(String::new, |o| format!(" and `{}` ({})", o.tensor, shards[o.shard].path().display()));

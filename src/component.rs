@@ -1,4 +1,4 @@
-//! The parts of a model that have weights, and a container with one value for each, which is accessed by name and not by position.
+//! The parts of a model that have weights, and a container with one value for each part, accessed by name instead of position.
 
 use std::fmt;
 use std::ops::{Index, IndexMut};

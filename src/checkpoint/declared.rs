@@ -1,5 +1,5 @@
-//! Reads which layers a checkpoint declares as quantized. There are three ways to declare them: the metadata of a file lists all
-//! layers, a tensor beside each layer holds its settings as JSON, or a marker tensor means that every layer with a scale is FP8.
+//! Reads which layers a checkpoint declares as quantized. There are three ways: the metadata of a file lists all layers, a
+//! companion tensor of each layer holds its settings as JSON, or a marker tensor declares every layer with a scale as FP8.
 
 use super::header::UniqueMap;
 use super::shard::Shard;
@@ -22,12 +22,12 @@ pub(super) fn invalid(shard: &Shard, detail: String) -> Error {
 /// The maximum size of a layer's settings in bytes.
 const MAX_SETTINGS: usize = 4096;
 
-/// What a checkpoint declares about one layer.
+/// A checkpoint's declaration of one layer.
 #[derive(Clone, Debug)]
 pub(super) struct Declared {
-    /// The format; none if it follows from the dtype of the weight.
+    /// The format; `None` if it follows from the weight's dtype.
     pub format: Option<DType>,
-    /// Whether the layer's input is not to be quantized.
+    /// Whether the layer's input must stay unquantized.
     pub full_precision: bool,
     /// The name of the layer, and the index of the file that declares it.
     pub layer: String,
@@ -60,7 +60,7 @@ impl Settings {
         serde_json::from_slice(bytes).map_err(|error| invalid(error.to_string()))
     }
 
-    /// The format, or the name of one that is not supported.
+    /// The format, or the name of an unsupported one as an error.
     fn format(&self) -> Result<DType, &'static str> {
         let nested = self.params.as_ref().and_then(|params| params.convrot);
         if self.convrot == Some(true) || nested == Some(true) {
@@ -75,7 +75,7 @@ impl Settings {
         })
     }
 
-    /// What the settings mean for a layer.
+    /// Interprets the settings for a layer.
     fn declare(&self, shards: &[Shard], shard: usize, layer: &str) -> Result<Declared> {
         let path = shards[shard].path();
         let refused = |format| Error::Quantized { path: path.into(), name: format!("{layer}.weight"), format };
@@ -119,8 +119,8 @@ impl Declarations {
         Ok(all)
     }
 
-    /// Adds the settings of a layer. A layer may be declared twice if both mean the same: programs differ in which one of
-    /// them they would follow.
+    /// Adds the settings of a layer. Two declarations of a layer are an error unless they mean the same, because programs differ
+    /// in which one they follow.
     pub fn add(&mut self, shards: &[Shard], shard: usize, layer: &str, settings: Settings) -> Result<()> {
         let key = names::without_prefix(layer);
         let declared = settings.declare(shards, shard, layer)?;

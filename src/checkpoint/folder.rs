@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// The maximum size of an index in bytes.
 const MAX_INDEX: u64 = 4 << 20;
 
-/// File stems that the libraries diffusers and transformers use for a checkpoint in a single file, and for its index.
+/// File stems that the libraries diffusers and transformers use for a single-file checkpoint and for an index.
 const USUAL: [&str; 2] = ["diffusion_pytorch_model", "model"];
 
 /// Opens the checkpoint in a folder.
@@ -31,8 +31,8 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     single.sort();
     sharded.sort();
     let index = one_of(folder, indexes, ".safetensors.index.json")?;
-    // A single file beside the index of a sharded checkpoint is ignored as unrelated. Without an index, or if it has a usual name
-    // of a checkpoint in a single file, either could be meant, and the folder is ambiguous.
+    // With an index of shards, a single file next to it is ignored as unrelated. Without an index, or if the single file has a
+    // usual name, either could be meant, and the folder is ambiguous.
     let usual = usual(folder, &single, ".safetensors").into_iter().next();
     let rival = usual.or(if index.is_none() { single.first().cloned() } else { None });
     match (index, rival) {
@@ -50,7 +50,7 @@ pub(super) fn open(folder: &Path) -> Result<Vec<Shard>> {
     }
 }
 
-/// The files that have one of the usual names.
+/// The files with one of the usual names.
 fn usual(folder: &Path, files: &[PathBuf], suffix: &str) -> Vec<PathBuf> {
     USUAL.iter().map(|stem| folder.join(format!("{stem}{suffix}"))).filter(|path| files.contains(path)).collect()
 }

@@ -1,4 +1,4 @@
-//! Recognizes by their first bytes the formats of files that are given as weights by mistake.
+//! Recognizes files of other formats by their first bytes, if a user passes one as weights by mistake.
 
 use crate::error::Error;
 use crate::files::{Magic, format_name};

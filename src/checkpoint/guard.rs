@@ -1,23 +1,23 @@
 //! A memory-mapped weight file, and the check that it did not change since it was opened.
 //!
-//! A mapping shows the file as it is now, so a process that changes the file changes the weights of a run in progress:
+//! A mapping always shows the current file, so a process that changes the file changes the weights of a run in progress:
 //! - if it is truncated, the next read beyond its end raises SIGBUS, which ends the process;
 //! - if it is written to, the run silently reads other numbers;
 //! - if it is deleted, or replaced by another file of its name, nothing happens: the mapping keeps the old file.
 //!
-//! The last is how files should be replaced, and is not an error. Against the first, a signal handler maps zeros in place of the
-//! missing pages and sets a flag (on Linux only). The flag and changes of size or modification time are reported by
-//! [`Mapped::verify`], which is called after the bytes were used and before any result is shown.
+//! Replacing a file (the last case) is the right way to update it, and is not an error. For truncation, a signal handler maps
+//! zeros in place of the missing pages and sets a flag (on Linux only). [`Mapped::verify`] reports the flag and changes of size
+//! or modification time. Callers verify after they used the bytes and before they show any result.
 //!
-//! A writer that restores size and modification time is not detected. The change time (ctime), which cannot be restored, does not
-//! help: replacing the file changes that of the old one, too.
+//! A writer that restores size and modification time is not detected. The change time (ctime) cannot be restored, but checking it
+//! does not help: replacing a file also changes the old file's ctime.
 #![allow(unsafe_code)]
 
 #[cfg(target_os = "linux")]
 mod bus;
 #[cfg(not(target_os = "linux"))]
 mod bus {
-    //! There is no signal handler on this system; `bus.rs` has the one for Linux.
+    //! This system has no signal handler; `bus.rs` has the one for Linux.
 
     #[derive(Debug)]
     pub(super) struct Watch;
@@ -44,7 +44,7 @@ use std::time::SystemTime;
 /// A mapped file.
 #[derive(Debug)]
 pub(super) struct Mapped {
-    /// This field stands before the mapping because fields are dropped in order: once unmapped, the addresses may be reused.
+    /// This field comes before the mapping because fields are dropped in order: once unmapped, the addresses may be reused.
     watch: bus::Watch,
     map: Mmap,
     /// The file is kept open for its metadata, because its path may name another file by now.
@@ -75,11 +75,10 @@ impl Mapped {
         self.stamp.modified
     }
 
-    /// Gives back the memory of the pages that were read; reading them again maps them again.
+    /// Frees the memory of the pages that were read. Reading them again maps them again.
     pub fn release(&self) {
-        // SAFETY: the mapping is read-only and of a file, so no change can be lost: a page that is read again has the content of
-        // the file, as it has without this call whenever the system reclaims the page.
-        // A system that refuses only keeps the pages longer.
+        // SAFETY: the mapping is read-only and of a file, so no change can be lost: a page that is read again has the file's
+        // content, as it does whenever the system reclaims the page. If the system refuses, it only keeps the pages longer.
         #[cfg(unix)]
         let _ = unsafe { self.map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
     }

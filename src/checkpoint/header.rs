@@ -72,15 +72,15 @@ static STORED_DTYPES: [StoredDtype; 22] = [
 /// One tensor of a file.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// Its dtype.
+    /// The tensor's dtype.
     pub dtype: &'static StoredDtype,
-    /// Its dimensions; none for a scalar.
+    /// The tensor's dimensions; empty for a scalar.
     pub shape: Vec<usize>,
-    /// The range of its bytes in the file.
+    /// The tensor's byte range in the file.
     pub range: Range<usize>,
 }
 
-/// A header that is consistent in itself and with the length of its file.
+/// A header that is consistent with itself and with the file's length.
 #[derive(Clone, Debug)]
 pub struct Header {
     /// Tensors by name.
@@ -139,7 +139,7 @@ impl Header {
     }
 }
 
-/// The end of the header in a file that begins with a safetensors header and holds all of it.
+/// The end of the header, if the file begins with a safetensors header and holds all of it.
 fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     if file.is_empty() {
         return Err(Error::bad_file(path, FOREIGN, "it is empty").with_hint("download the file again"));
@@ -149,7 +149,7 @@ fn header_end(path: &Path, file: &[u8]) -> Result<usize> {
     };
     let length = u64::from_le_bytes(*length);
     let opening = rest.first();
-    // Other formats are considered only if this cannot be a safetensors file: one with a header of 640 bytes begins like a pickle.
+    // Other formats are considered only if this cannot be a safetensors file: one with a 640-byte header begins like a pickle.
     let implausible = length > MAX_HEADER || opening.is_some_and(|&byte| byte != b'{');
     if let Some(error) = implausible.then(|| foreign::format(path, file)).flatten() {
         return Err(error);
@@ -178,10 +178,10 @@ fn truncated(path: &Path, have: usize, described: usize, qualifier: &str) -> Err
     Error::bad_file(path, "truncated file", detail).with_hint(format!("download again; {qualifier}{missing} bytes are missing"))
 }
 
-/// A tensor's offsets, its name, and its dtype and shape from `RawEntry::check`.
+/// A tensor's offsets, name, dtype and shape; the last two come from `RawEntry::check`.
 type Extent<'a> = ([u64; 2], &'a str, (&'static StoredDtype, Vec<usize>));
 
-/// Extents sorted by offset must follow each other without overlap and without a hole.
+/// Checks that extents sorted by offset follow each other without overlap or gap.
 fn check_tiling(extents: &[Extent<'_>]) -> Result<(), String> {
     let mut cursor = 0;
     let mut previous: Option<&Extent<'_>> = None;
@@ -240,7 +240,7 @@ impl RawEntry {
     }
 }
 
-/// Reads a shape, and stops after the maximum number of dimensions: a header has room for millions of them.
+/// Reads a shape, but stops after the maximum number of dimensions: a header has room for millions.
 fn dimensions<'de, D: Deserializer<'de>>(reader: D) -> Result<Vec<u64>, D::Error> {
     struct Shape;
     impl<'de> Visitor<'de> for Shape {
@@ -264,7 +264,7 @@ fn dimensions<'de, D: Deserializer<'de>>(reader: D) -> Result<Vec<u64>, D::Error
     reader.deserialize_seq(Shape)
 }
 
-/// The header as parsed so far. `current` is the tensor being read, for the message if its description is broken.
+/// The header as parsed so far. `current` is the tensor being read, for the message if its entry is broken.
 #[derive(Default)]
 struct Raw {
     tensors: BTreeMap<String, RawEntry>,
@@ -321,8 +321,8 @@ impl<'de> Visitor<'de> for RawSeed<'_> {
     }
 }
 
-/// A JSON object in which no key occurs twice; in serde's own maps the last one wins. A short string takes ten times as many
-/// bytes in memory as in a file, so the number of entries is bounded, too.
+/// A JSON object without duplicate keys; in serde's own maps the last one wins. The number of entries is bounded, because a short
+/// string takes ten times as many bytes in memory as in the file.
 pub(super) struct UniqueMap<V>(pub BTreeMap<String, V>);
 
 impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueMap<V> {

@@ -1,8 +1,8 @@
-//! Recognizes quantized weights: which format each of them has, and where its scales are. What is declared about a layer counts
-//! first; otherwise the format follows from the dtype of the weight and from the tensors beside it.
+//! Recognizes quantized weights: the format of each one, and where its scales are. A layer's declaration comes first. Without one, the
+//! format follows from the weight's dtype and its companion tensors.
 //!
-//! Formats that are not supported are refused by name when a checkpoint is opened. Scales are read with the weight that they
-//! belong to, so that layers that no run reads may have any.
+//! Unsupported formats are refused by name when a checkpoint is opened. Scales are read together with their weight, so layers that no run
+//! reads may have any scales.
 
 use super::declared::{Declarations, Declared, Settings, UNKNOWN, invalid};
 use super::header::Entry;
@@ -20,19 +20,19 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Clone, Debug)]
 pub(super) struct Quantization {
     part: Component,
-    /// What is declared, by layer without prefix.
+    /// Declarations, by layer without prefix.
     declared: BTreeMap<String, Declared>,
-    /// The tensors beside weights, by layer with prefix.
+    /// Companion tensors, by layer with prefix.
     layers: BTreeMap<String, Layer>,
-    /// Whether the files have what ComfyUI needs to read them.
+    /// Whether the files declare their layers as ComfyUI needs.
     for_comfy: bool,
     /// Whether the files were written by ModelOpt.
     from_modelopt: bool,
-    /// The order of NVFP4 that the files state.
+    /// The NVFP4 order that the files state.
     stated_layout: Option<Nvfp4Layout>,
 }
 
-/// The tensors beside one weight.
+/// The companion tensors of one weight.
 #[derive(Clone, Debug, Default)]
 struct Layer {
     weight_scale: Option<Located>,
@@ -64,14 +64,14 @@ pub(super) struct FileWeight<'a> {
 }
 
 impl FileWeight<'_> {
-    /// The error for a weight that does not fit what is beside it.
+    /// The error for a weight that does not fit its companions.
     pub fn invalid(self, what: impl std::fmt::Display) -> Error {
         invalid(&self.shards[self.shard], format!("tensor `{}` {what}", shown(self.name)))
     }
 }
 
 impl Quantization {
-    /// Reads what the files say about quantized layers, and fails if the format of one is not supported.
+    /// Reads what the files say about quantized layers. Fails if a layer's format is not supported.
     pub fn read(part: Component, shards: &[Shard]) -> Result<Self> {
         let mut layers: BTreeMap<String, Layer> = BTreeMap::new();
         let mut declarations = Declarations::read(part, shards)?;
@@ -96,7 +96,7 @@ impl Quantization {
                             declarations.add(shards, index, &layer, Settings::parse(shard, name)?)?;
                         }
                     }
-                    // The marker has no content; two elements mean that inputs are never quantized.
+                    // The marker holds no values. Two elements mean that inputs are never quantized.
                     TensorRole::Fp8Marker => marker = Some(entry.shape.iter().product::<usize>() == 2),
                     _ => {}
                 }
@@ -140,7 +140,7 @@ impl Quantization {
         Ok(())
     }
 
-    /// What is known about the layer of a weight.
+    /// The companions and the declaration of a weight's layer.
     fn layer(&self, weight: &str) -> (&Layer, Option<&Declared>) {
         static NONE: Layer = Layer { weight_scale: None, tensor_scale: None, input_scale: None, settings: None };
         let Some(name) = weight.strip_suffix(".weight") else { return (&NONE, None) };
@@ -151,9 +151,9 @@ impl Quantization {
         self.layer(weight).1.is_some()
     }
 
-    /// In which order the files store NVFP4: the one that they state, or else as far as can be told; `fused` says whether the
-    /// layers have BFL's names. Both kinds of files look alike: ComfyUI's have the first element of a pair in the high nibble and
-    /// tiled scales. ModelOpt has it in the low nibble, in what it writes for ComfyUI, too.
+    /// The order in which the files store NVFP4: the stated one, or else a guess. `fused` says whether the layers have BFL's names. Files
+    /// of both orders look alike: ComfyUI's have the first element of a pair in the high nibble and tiled scales. ModelOpt's have it in the
+    /// low nibble, also when written for ComfyUI.
     pub fn nvfp4_layout(&self, fused: bool) -> Nvfp4Layout {
         self.stated_layout.unwrap_or(match (self.for_comfy || fused, self.from_modelopt) {
             (true, false) => Nvfp4Layout::COMFY,
@@ -162,8 +162,8 @@ impl Quantization {
         })
     }
 
-    /// Fails if a layer is declared whose weight is missing, or if scales belong to no quantized weight. Layers that are `unread`
-    /// may be incomplete.
+    /// Fails if a declared layer has no weight, or if scales belong to no quantized weight. Layers for which `unread` is true may be
+    /// incomplete.
     pub fn check(&self, shards: &[Shard], unread: &dyn Fn(&str) -> bool) -> Result<()> {
         let weights: BTreeSet<&str> = if self.declared.is_empty() {
             BTreeSet::new()
@@ -204,7 +204,7 @@ impl Quantization {
         }
     }
 
-    /// The shape of the values of a weight, several of which may be packed in an element of the file.
+    /// The shape of a weight's values. One element of the file may pack several values.
     pub fn shape(&self, name: &str, entry: &Entry) -> Vec<usize> {
         let stored_as = entry.dtype.name;
         let declared = self.layer(name).1.and_then(|declared| declared.format);
@@ -217,7 +217,7 @@ impl Quantization {
         shape
     }
 
-    /// Rows and columns of a weight whose scales are those of blocks, and that has whole ones.
+    /// Rows and columns of a weight with block scales. Fails unless its rows divide into whole blocks.
     pub fn block_matrix(&self, weight: FileWeight<'_>, format: &Format) -> Result<[usize; 2]> {
         let Format { title, block, .. } = format;
         match *self.shape(weight.name, weight.entry) {
@@ -227,7 +227,7 @@ impl Quantization {
         }
     }
 
-    /// The scales of a weight, and how its layer's input is to be stored.
+    /// The scales of a weight, and the storage format of its layer's input.
     pub fn scaling(&self, weight: FileWeight<'_>, dtype: DType, layout: Nvfp4Layout) -> Result<(SliceScaling, Option<Stored>)> {
         let (layer, declared) = self.layer(weight.name);
         let (format, title) = (dtype.format(), dtype.format().title);
@@ -239,7 +239,7 @@ impl Quantization {
                 }
                 match find(weight.shards, layer.weight_scale.as_ref()) {
                     Some(scale) => scale.fp8(if let [rows, _, ..] = *weight.entry.shape { rows } else { 1 })?,
-                    // Values that were converted without scales.
+                    // The values were converted to FP8 without scales.
                     None if declared.is_none() => SliceScaling::Unscaled,
                     None => return Err(weight.invalid("is FP8, but has no tensor with its scale")),
                 }
@@ -252,25 +252,25 @@ impl Quantization {
                 SliceScaling::Blocks16 { scales: scales.blocks(size, layout)?, tensor: tensor.single()?, layout }
             }
         };
-        // Text encoders compute with the activations as they are, as in ComfyUI, and so do layers that ask for it.
+        // Text encoders compute with unquantized activations, as in ComfyUI. So do layers whose declaration demands it.
         let quantizes = self.part == Component::Transformer && !declared.is_some_and(|declared| declared.full_precision);
         if !quantizes || !format.holds_results {
             return Ok((scaling, None));
         }
         let scale = find(weight.shards, layer.input_scale.as_ref()).map(ScaleTensor::single).transpose()?;
-        // Without a scale the input of a layer that is declared as FP8 is converted as it is. Older files say so with a scale of one, which
-        // is the same.
+        // Without an input scale, the input of a layer that is declared as FP8 is converted unscaled. Older files state this as a scale of
+        // one.
         let as_it_is = declared.filter(|_| format.scales == ScaleKind::TensorOrRows).map(|_| Scale::ONE);
         Ok((scaling, scale.or(as_it_is).map(|scale| Stored::scaled(dtype, scale))))
     }
 
-    /// The tensor with several scales of a weight, if it has one.
+    /// The tensor with a weight's row or block scales, if it has one.
     pub fn scale_tensor<'a>(&'a self, weight: FileWeight<'a>) -> Option<ScaleTensor<'a>> {
         find(weight.shards, self.layer(weight.name).0.weight_scale.as_ref())
     }
 }
 
-/// The order of NVFP4 that the metadata of the files state.
+/// The NVFP4 order that the files' metadata states.
 fn stated_layout(shards: &[Shard]) -> Result<Option<Nvfp4Layout>> {
     let mut stated = None;
     for shard in shards {
@@ -291,17 +291,17 @@ fn find<'a>(shards: &'a [Shard], tensor: Option<&'a Located>) -> Option<ScaleTen
     Some(ScaleTensor { shard, name, entry: shard.entry(name)? })
 }
 
-/// The supported format of quantized weights that are stored as this dtype.
+/// The supported quantization format with this storage dtype.
 fn format_of(dtype: &str) -> Option<DType> {
     DType::stored_as(dtype).filter(|dtype| dtype.is_quantized())
 }
 
-/// The name of a declared format. A marker, which names none, stands for FP8.
+/// The name of a declared format. A marker names no format and means FP8.
 fn title(format: Option<DType>) -> &'static str {
     format.unwrap_or(DType::E4m3).format().title
 }
 
-/// The name of a quantized format that is not supported, by the dtype of its weights.
+/// The name of an unsupported quantized format, by the dtype of its weights.
 fn unsupported_dtype(dtype: &str) -> Option<&'static str> {
     Some(match dtype {
         "I8" => "INT8",
@@ -314,7 +314,7 @@ fn unsupported_dtype(dtype: &str) -> Option<&'static str> {
     })
 }
 
-/// The error for a layer with a tensor beside it, `name`, of a format that is not supported.
+/// The error for a layer whose companion tensor `name` belongs to an unsupported format.
 fn unsupported(shards: &[Shard], index: usize, layer: &str, name: &str) -> Error {
     let shard = &shards[index];
     let beside = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();

@@ -1,8 +1,8 @@
-//! Reads weight files ahead of their use, on threads of its own, while a GPU's driver starts and earlier weights are copied.
+//! Reads weight files ahead of their use, on extra threads, while a GPU's driver starts and earlier weights are copied.
 //!
-//! A mapped file is read when its pages are touched, and even a page that the system has in its cache takes a fault to be mapped: at
-//! 4 KiB each, the faults of a few gigabytes take longer than a bus needs to move them. So threads touch all pages in the order in which
-//! they will be needed. Nothing depends on it: a page that was not touched in time is read when it is needed.
+//! A mapped file is read when its pages are touched. Even a page in the page cache takes a fault to be mapped: at 4 KiB each, the faults
+//! of a few gigabytes take longer than a bus needs to move them. So threads touch all pages in the order of their use. Nothing depends
+//! on it: a page that was not touched in time is read when it is needed.
 
 use crate::tensor::Bytes;
 use crate::threads;
@@ -11,21 +11,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-/// Bytes that a thread touches before it takes the next ones.
+/// Bytes that a thread touches before it takes the next piece.
 const PIECE: usize = 4 << 20;
-/// Bytes of a page, at least. Where pages are larger, some are touched several times.
+/// The smallest page size in bytes. Larger pages are touched several times.
 const PAGE: usize = 4096;
-/// More threads than this would only wait for each other, or for the disk.
+/// More threads would only wait for each other or for the disk.
 const MOST_THREADS: usize = 8;
 
-/// Threads that read ahead until all is read or this is dropped.
+/// Threads that read ahead until everything is read or this is dropped.
 #[derive(Debug)]
 pub struct ReadAhead {
     stop: Arc<AtomicBool>,
 }
 
 impl ReadAhead {
-    /// Starts reading these bytes in this order.
+    /// Starts reading these bytes in order.
     pub fn start(all: Vec<Bytes>) -> Self {
         let stop = Arc::<AtomicBool>::default();
         let work = Arc::new((all, AtomicUsize::new(0)));
@@ -38,7 +38,7 @@ impl ReadAhead {
                     piece.iter().step_by(PAGE).for_each(|byte| _ = black_box(*byte));
                 }
             };
-            // Without the thread everything is read later.
+            // If the thread cannot start, the bytes are read later.
             let _ = thread::Builder::new().name("read ahead".into()).stack_size(threads::STACK).spawn(touch);
         }
         Self { stop }
@@ -51,7 +51,7 @@ impl Drop for ReadAhead {
     }
 }
 
-/// The piece of a number, if there are so many.
+/// The piece with this number, if it exists.
 fn nth_piece(all: &[Bytes], mut number: usize) -> Option<&[u8]> {
     for bytes in all {
         let pieces = bytes.len().div_ceil(PIECE);
@@ -75,7 +75,7 @@ mod tests {
         assert_eq!(pieces, [(1, PIECE), (1, PIECE), (1, 1), (3, PIECE), (4, 5)]);
     }
 
-    /// Bytes that tell whether they were used.
+    /// Bytes that record whether they were read.
     struct Told(Vec<u8>, AtomicBool);
 
     impl AsRef<[u8]> for Told {

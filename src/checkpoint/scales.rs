@@ -1,4 +1,4 @@
-//! The scales of quantized weights: read from the tensors beside the weight, and held against its shape.
+//! Reads the scales of quantized weights from companion tensors, and checks them against the weight's shape.
 //!
 //! A scale is a factor by which decoded elements are multiplied, so each one has to be positive and finite.
 
@@ -20,12 +20,12 @@ pub(super) struct ScaleTensor<'a> {
 }
 
 impl ScaleTensor<'_> {
-    /// The error for a tensor whose content cannot be used.
+    /// The error for a tensor with unusable content.
     fn fault(self, what: impl std::fmt::Display) -> Error {
         invalid(self.shard, format!("tensor `{}` {what}", shown(self.name)))
     }
 
-    /// Its bytes, which lie in the file.
+    /// The tensor's bytes in the mapped file.
     pub fn bytes(self) -> Result<Bytes> {
         self.shard.bytes(self.name).ok_or_else(|| self.fault("is not in the file"))
     }
@@ -42,7 +42,7 @@ impl ScaleTensor<'_> {
         self.positive(values.first().copied().unwrap_or(f32::NAN), "")
     }
 
-    /// The scales of an FP8 weight: a single one, or one for each row.
+    /// Reads the scales of an FP8 weight: a single one, or one for each row.
     pub fn fp8(self, rows: usize) -> Result<SliceScaling> {
         match *self.entry.shape {
             [] | [1] => return Ok(SliceScaling::Tensor(self.single()?)),
@@ -71,9 +71,9 @@ impl ScaleTensor<'_> {
         Ok(scale)
     }
 
-    /// The block scales of an NVFP4 weight of so many rows and columns.
+    /// Reads the block scales of an NVFP4 weight with these rows and columns.
     pub fn blocks(self, [rows, cols]: [usize; 2], layout: Nvfp4Layout) -> Result<Bytes> {
-        // Files without a type for FP8 store the same bytes as integers.
+        // Files without an FP8 dtype store the same bytes as integers.
         if !["F8_E4M3", "U8"].contains(&self.entry.dtype.name) {
             return Err(self.fault(format_args!("is {}, needed is F8_E4M3", self.entry.dtype.name)));
         }
@@ -91,7 +91,7 @@ impl ScaleTensor<'_> {
         Err(self.fault(detail))
     }
 
-    /// Checks every block scale of an NVFP4 weight with these elements.
+    /// Checks every block scale of an NVFP4 weight with these packed elements.
     pub fn check_blocks(self, codes: &[u8], [rows, cols]: [usize; 2], layout: Nvfp4Layout) -> Result<()> {
         let grid = Grid { rows, blocks: cols / BLOCK, tiled: layout.tiled };
         let scales = self.blocks([rows, cols], layout)?;
@@ -99,12 +99,12 @@ impl ScaleTensor<'_> {
         let Some((at, what)) = fault else { return Ok(()) };
         let (row, block) = grid.place(at);
         let error = self.fault(format_args!("{what}, at block {block} of row {row}"));
-        // A scale of zero where the elements are not is what elements and scales of different orders look like.
+        // A zero scale over nonzero elements suggests that the file has another NVFP4 order.
         Err(if what == ZERO { error.with_hint(Remedy::Nvfp4Layout) } else { error })
     }
 }
 
-/// The largest scale: times any element and block scale it is finite, and so is the product of two such values.
+/// The largest scale: its product with any element and block scale is finite, and so is the product of two such values.
 const MAX_SCALE: f32 = 1e9;
 
 /// Bytes of scales that one thread checks at a time.
@@ -112,7 +112,7 @@ const CHUNK: usize = 1 << 16;
 
 const ZERO: &str = "is zero over elements that are not";
 
-/// The places of block scales.
+/// The layout of block scales.
 #[derive(Clone, Copy)]
 struct Grid {
     rows: usize,
@@ -121,7 +121,7 @@ struct Grid {
 }
 
 impl Grid {
-    /// The row and the block that the scale at this byte belongs to. Tiles may reach over the end of the matrix.
+    /// The row and block whose scale is at this byte. Tiles may extend past the end of the matrix.
     fn place(self, at: usize) -> (usize, usize) {
         if !self.tiled {
             return (at / self.blocks, at % self.blocks);
@@ -129,14 +129,14 @@ impl Grid {
         nvfp4::scale_place(at, nvfp4::tiles_along(self.blocks * BLOCK))
     }
 
-    /// The first invalid scale of a chunk that begins at byte `start`, and what is wrong with it.
+    /// Finds the first invalid scale of a chunk that begins at byte `start`, and says what is wrong with it.
     fn fault(self, codes: &[u8], chunk: &[u8], start: usize) -> Option<(usize, &'static str)> {
         let (words, rest) = chunk.as_chunks::<8>();
         let slow = |from: usize, bytes: &[u8]| {
             let mut places = bytes.iter().enumerate().map(|(i, &scale)| (start + from + i, scale));
             places.find_map(|(at, scale)| Some((at, self.verdict(codes, at, scale)?)))
         };
-        // Padding holds zeros, so that its scales are unusual where they look like others.
+        // Padding holds zeros, which the fast test would not tell from suspects. Padded tiles are checked byte by byte.
         let padded = self.tiled && !(self.rows.is_multiple_of(TILE_ROWS) && self.blocks.is_multiple_of(4));
         let fast = words.iter().enumerate().filter(|(_, word)| padded || is_unusual(u64::from_le_bytes(**word)));
         let found = fast.map(|(i, word)| slow(8 * i, word)).find(Option::is_some).flatten();
@@ -161,26 +161,26 @@ impl Grid {
     }
 }
 
-/// Whether one of eight scales may be zero, negative or NaN. A carry between bytes can only add to the suspects.
+/// Whether one of eight scales may be zero, negative or NaN. Carries between bytes can only add false positives.
 fn is_unusual(scales: u64) -> bool {
     const ONES: u64 = u64::MAX / 0xff;
     (scales | scales.wrapping_add(ONES) | scales.wrapping_sub(ONES)) & (ONES << 7) != 0
 }
 
-/// Whether a quantizer writes these sixteen elements with a scale of zero: if all are zero, and if all but zeros are the largest
-/// there is, which they become where ComfyUI's quantizer divides by a scale that underflowed.
+/// Whether a quantizer may write these sixteen elements with a scale of zero: if all are zero, or if all nonzero ones have the
+/// largest value, as ComfyUI's quantizer writes them when it divides by a scale that underflowed.
 fn may_have_scale_zero(codes: u64) -> bool {
     let magnitudes = codes & 0x7777_7777_7777_7777;
     (magnitudes ^ (magnitudes >> 1)) & 0x3333_3333_3333_3333 == 0
 }
 
-/// One half of the bytes of a tensor.
+/// Half the bytes of a tensor.
 pub(super) fn half_of(bytes: &Bytes, second: bool) -> Option<Bytes> {
     let middle = bytes.len() / 2;
     bytes.slice(if second { middle..bytes.len() } else { 0..middle })
 }
 
-/// The scales of one half of the rows; none if the half does not begin at a whole tile.
+/// The scales of half the rows; `None` if the half does not begin at a whole tile.
 pub(super) fn half(scaling: SliceScaling, rows: usize, second: bool) -> Option<SliceScaling> {
     Some(match scaling {
         SliceScaling::Rows(scales) => SliceScaling::Rows(half_of(&scales, second)?),
@@ -202,7 +202,7 @@ mod tests {
         let mut state = 1_u64;
         for _ in 0..200_000 {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // Most bytes are valid, so that single invalid ones have valid neighbors.
+            // Most bytes are valid, so single invalid bytes have valid neighbors.
             let valid = (state ^ (state >> 29)) & 0x3f3f_3f3f_3f3f_3f3f | 0x4040_4040_4040_4040;
             for (bad, shift) in [0, 0x7f, 0x80, 0xff, 0xc3].into_iter().zip([0, 8, 24, 40, 56]) {
                 assert!(is_unusual(valid & !(0xff << shift) | bad << shift), "{valid:x} {bad:x}");

@@ -1,4 +1,4 @@
-//! One safetensors file: mapped into memory, with a header that was validated.
+//! One safetensors file: mapped into memory, with a validated header.
 
 use super::guard::Mapped;
 use super::header::{Entry, Header};
@@ -15,24 +15,24 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-/// What tells a file from other files and from other versions of it.
+/// Identifies a version of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// Its path with links resolved. What is not text in it is replaced, so that it can be displayed.
+    /// The path with links resolved. Bytes that are not text are replaced, so that it can be displayed.
     pub path: String,
-    /// Its size.
+    /// The size in bytes.
     pub bytes: u64,
-    /// When it was last modified, in nanoseconds since 1970, if that is known.
+    /// The modification time in nanoseconds since 1970, if it is known.
     pub modified_ns: Option<u64>,
-    /// The CRC-32 of its header if it has one, or else of its beginning, or of all of it if it is in memory.
+    /// The CRC-32 of the header. For a file without one it covers the beginning, and for a file in memory all bytes.
     pub checksum: u32,
 }
 
-/// Bytes of the beginning of a file that tell it from others: all of a settings file.
+/// How much of a file's beginning the checksum covers: all of a settings file.
 const BEGINNING: u64 = 1 << 20;
 
 impl Identity {
-    /// That of any file, as it is now.
+    /// Identifies the current version of any file.
     pub fn of_file(path: &Path) -> Result<Self> {
         let error = |source| Error::read(path, source);
         let file = files::open(path).map_err(error)?;
@@ -42,7 +42,7 @@ impl Identity {
         Ok(Self::new(&resolved(path), meta.len(), meta.modified().ok(), &beginning))
     }
 
-    /// That of a file in memory.
+    /// Identifies a file in memory.
     pub fn of_bytes(name: &Path, bytes: &[u8]) -> Self {
         Self::new(name, bytes.len() as u64, None, bytes)
     }
@@ -56,7 +56,7 @@ impl Identity {
     }
 }
 
-/// The path of a file with links resolved: the same file may be named in several ways.
+/// The path of a file with links resolved, because one file may have several paths.
 fn resolved(path: &Path) -> PathBuf {
     std::fs::canonicalize(path).unwrap_or_else(|_| path.into())
 }
@@ -72,7 +72,7 @@ pub struct Shard {
     path: PathBuf,
     bytes: Bytes,
     header: Arc<Header>,
-    /// The file behind the bytes, if there is one.
+    /// The mapped file, unless the bytes are in memory.
     mapped: Option<Arc<Mapped>>,
 }
 
@@ -92,7 +92,7 @@ impl Shard {
         Self::new(path.into(), Bytes::new(mapped.clone()), Some(mapped))
     }
 
-    /// A file that is already in memory; `name` stands for its path in messages.
+    /// Opens a file that is already in memory. `name` stands for its path in messages.
     pub fn from_bytes(name: &str, bytes: Bytes) -> Result<Self> {
         Self::new(name.into(), bytes, None)
     }
@@ -100,26 +100,26 @@ impl Shard {
     fn new(path: PathBuf, bytes: Bytes, mapped: Option<Arc<Mapped>>) -> Result<Self> {
         let _span = trace::span("parse header");
         let header = Header::parse(&path, &bytes).map_err(|error| {
-            // A file that is still being written can fail validation in many ways; then the error says that it changed.
+            // A file that is still being written can fail validation in many ways. Then the error says that it changed.
             let changed = mapped.as_ref().and_then(|mapped| mapped.verify(&path).err());
             changed.unwrap_or(error)
         })?;
         Ok(Self { path, bytes, header: Arc::new(header), mapped })
     }
 
-    /// Fails if the file changed since it was opened, so that anything read from it may be wrong. Bytes in memory never change.
+    /// Fails if the file changed since it was opened, because anything read from it may be wrong. Bytes in memory never change.
     pub fn verify(&self) -> Result<()> {
         self.mapped.as_ref().map_or(Ok(()), |mapped| mapped.verify(&self.path))
     }
 
-    /// Gives back the memory of the pages that were read so far; see [`Weights::release`](super::Weights::release).
+    /// Frees the memory of the pages that were read so far; see [`Weights::release`](super::Weights::release).
     pub fn release(&self) {
         self.mapped.iter().for_each(|mapped| mapped.release());
     }
 
-    /// What tells this file from another version of it.
+    /// Identifies this version of the file.
     pub fn identity(&self) -> Identity {
-        // Bytes in memory have no time of modification, and are few.
+        // Bytes in memory have no modification time, and there are few.
         let Some(mapped) = &self.mapped else { return Identity::of_bytes(&self.path, &self.bytes) };
         let header = self.header.tensors.values().map(|entry| entry.range.start).min().unwrap_or(self.bytes.len());
         Identity::new(&resolved(&self.path), self.bytes.len() as u64, mapped.modified(), &self.bytes[..header])
@@ -130,7 +130,7 @@ impl Shard {
         &self.path
     }
 
-    /// Its tensors in order of name.
+    /// All tensors in order of name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &Entry)> {
         self.header.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
     }

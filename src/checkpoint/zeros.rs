@@ -3,9 +3,9 @@
 //! noise.
 //!
 //! A matrix counts as missing if all of it is zero, or one of eight equal chunks of it, which is hundreds of a layer's outputs or
-//! a whole head. Single rows of zeros are accepted, since training can produce dead outputs, and so are zero chunks of a lookup
-//! table, whose rows after the last token are never trained, and of matrices so small that a chunk would be only a few rows. Norm
-//! weights and variances are checked as well, since zeros there make all outputs zero; biases and means are not, since training
+//! a whole head. Single rows of zeros are accepted, since training can produce dead outputs. Zero chunks are accepted in lookup
+//! tables, whose rows after the last token are never trained, and in matrices so small that a chunk would be only a few rows.
+//! Norm weights and variances are checked too, since zeros there make all outputs zero. Biases and means are not, since training
 //! can make them zero.
 //!
 //! The first nonzero value ends the search in a chunk, so a valid matrix costs eight reads.
@@ -18,13 +18,13 @@ use std::path::Path;
 /// Number of chunks of a matrix that are checked one by one.
 const CHUNKS: usize = 8;
 
-/// Shortest chunk that is checked by itself, in bytes.
+/// The shortest chunk that is checked by itself, in bytes.
 const MIN_CHUNK: usize = 64 << 10;
 
 /// Tensors with fewer elements are not checked, because they can be zero by chance.
 const MIN_ELEMENTS: usize = 8;
 
-/// Fails if a matrix is zero where no trained matrix is; `bytes` are those of the tensor `name`.
+/// Fails if a matrix is zero where no trained matrix is. `bytes` is the content of the tensor `name`.
 pub(super) fn refuse(path: &Path, name: &str, entry: &Entry, bytes: &[u8], table: bool) -> Result<()> {
     if entry.shape.iter().product::<usize>() < MIN_ELEMENTS {
         return Ok(());
@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(found(&shape, &filled(0..0), false), None);
         assert_eq!(found(&shape, &filled(0..length), false).unwrap(), "incomplete file (x): tensor `w` is all zeros");
         assert_eq!(found(&shape, &filled(0..length), true).unwrap(), "incomplete file (x): tensor `w` is all zeros");
-        // A hole of a quarter always covers one of the chunks, wherever it begins.
+        // A hole of a quarter covers one of the chunks, wherever it begins.
         for start in (0..length * 3 / 4).step_by(length / 32 + 1) {
             let text = found(&shape, &filled(start..start + length / 4), false).unwrap();
             assert!(text.starts_with("incomplete file (x): tensor `w` is zeros from byte "), "{text}");

@@ -48,8 +48,8 @@ impl Slot {
         self.version.store(version.wrapping_add(2), Ordering::Release);
     }
 
-    /// The range, or `None` while it changes. A reader that looks for its own mapping need not wait: it keeps that mapping alive,
-    /// so a slot that changes belongs to another.
+    /// The range, or `None` while it changes. A reader need not wait for its own mapping: it keeps that mapping alive, so a slot
+    /// that is changing belongs to another mapping.
     fn range(&self) -> Option<Range<usize>> {
         let version = self.version.load(Ordering::Acquire);
         let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
@@ -59,12 +59,12 @@ impl Slot {
     }
 }
 
-/// Catches faults in one mapping as long as it lives. It must not outlive the mapping.
+/// Catches faults in one mapping while this lives. It must not outlive the mapping.
 #[derive(Debug)]
 pub(super) struct Watch(&'static Slot);
 
 impl Watch {
-    /// Begins to watch a mapping, given as its bytes.
+    /// Starts watching a mapping, passed as its bytes.
     pub fn new(mapping: &[u8]) -> io::Result<Self> {
         install()?;
         let take = |slot: &&Slot| slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok();
@@ -74,7 +74,7 @@ impl Watch {
         Ok(Self(slot))
     }
 
-    /// True if a part of the mapping was missing when it was read; since then, all of it reads as zeros.
+    /// True if a part of the mapping was missing when it was read. Since then, all of it reads as zeros.
     pub fn lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
@@ -99,8 +99,8 @@ fn install() -> io::Result<()> {
         }
         PREVIOUS.get_or_init(|| previous);
         action.sa_sigaction = on_fault as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as libc::sighandler_t;
-        // The handler runs on the alternate stack, because it may call the previous handler, which may be the one that reports
-        // stack overflows.
+        // The handler runs on the alternate stack, because it may call the previous handler, which may be Rust's stack overflow
+        // handler.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
         // SAFETY: the action is complete, and its handler does only what a signal handler may.
         if unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } != 0 {
@@ -114,7 +114,7 @@ fn install() -> io::Result<()> {
 extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel calls a handler set with SA_SIGINFO with a valid `info`, whose address field is always initialized.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
-    // A signal that a process sent has no address, and a code that is not positive.
+    // A signal sent by a process has no address, and its code is not positive.
     if code <= 0 || !cover(address) {
         pass_on(signal, code, info, context);
     }
@@ -126,7 +126,7 @@ fn cover(address: usize) -> bool {
     let Some((slot, range)) = found else { return false };
     // The flag is set first, so that no reader sees zeros without it.
     slot.lost.store(true, Ordering::Release);
-    // The whole mapping is replaced, not one page: everything read from it is discarded anyway, and so there is only one fault.
+    // The whole mapping is replaced, not one page: everything read from it is discarded anyway, and this way there is only one fault.
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let start = ptr::without_provenance_mut::<c_void>(range.start);
     // SAFETY: the range is a mapping that only this crate uses, only to read numbers from it, and that the faulting reader keeps
@@ -139,7 +139,7 @@ fn cover(address: usize) -> bool {
 fn pass_on(signal: c_int, code: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let (handler, flags) = PREVIOUS.get().map_or((libc::SIG_DFL, 0), |previous| (previous.sa_sigaction, previous.sa_flags));
     match handler {
-        // A fault cannot be ignored, only a signal that was sent.
+        // A fault cannot be ignored; a signal sent by a process can.
         libc::SIG_IGN if code <= 0 => {}
         // SAFETY: a zeroed action is the default one; both calls are allowed in a handler. The signal waits until this
         // handler returns, and then ends the process.
@@ -148,12 +148,12 @@ fn pass_on(signal: c_int, code: c_int, info: *mut siginfo_t, context: *mut c_voi
             libc::raise(signal);
         },
         _ if flags & libc::SA_SIGINFO != 0 => {
-            // SAFETY: with this flag, the address is that of a function of this type; its arguments are those from the kernel.
+            // SAFETY: with this flag, the address points to a function of this type; the arguments come from the kernel.
             let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = unsafe { std::mem::transmute(handler) };
             handler(signal, info, context);
         }
         _ => {
-            // SAFETY: without the flag, the address is that of a function of this type.
+            // SAFETY: without the flag, the address points to a function of this type.
             let handler: extern "C" fn(c_int) = unsafe { std::mem::transmute(handler) };
             handler(signal);
         }
