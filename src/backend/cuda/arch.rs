@@ -1,17 +1,17 @@
-//! The GPU architectures that kernels are written for. The build script, which compiles kernels for them, includes this file.
+//! The GPU architectures that kernels are written for. The build script also includes this file: it compiles kernels for them.
 
-/// The oldest GPUs that run a kernel, or the only ones. Where a GPU runs kernels of several, the last is the fastest.
+/// The oldest GPUs that run a kernel, or the only ones. A GPU that runs kernels of several architectures is fastest with the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Arch {
     /// Every GPU from compute capability 8.0 on (`mma.sync`).
     Portable,
     /// Every GPU whose `mma.sync` multiplies FP8.
     Sm89,
-    /// Hopper alone (TMA, `wgmma` and clusters).
+    /// Only Hopper (TMA, `wgmma` and clusters).
     Sm90,
-    /// Datacenter Blackwell alone.
+    /// Only datacenter Blackwell.
     Sm100,
-    /// Compute capability 12.x alone (TMA and block-scaled `mma.sync`).
+    /// Only compute capability 12.x (TMA and block-scaled `mma.sync`).
     Sm120,
 }
 
@@ -19,7 +19,7 @@ impl Arch {
     /// All architectures, in the order of the enum.
     pub const ALL: [Self; 5] = [Self::Portable, Self::Sm89, Self::Sm90, Self::Sm100, Self::Sm120];
 
-    /// The fastest architecture of kernels that a GPU of this compute capability runs.
+    /// The architecture of the fastest kernels that a GPU of this compute capability runs.
     pub fn of(capability: (u32, u32)) -> Self {
         Self::ALL.into_iter().rfind(|arch| arch.runs_on(capability)).unwrap_or(Self::Portable)
     }
@@ -35,7 +35,7 @@ impl Arch {
         }
     }
 
-    /// Whether a GPU of this compute capability runs the kernels.
+    /// Whether a GPU of this compute capability runs kernels of this architecture.
     pub fn runs_on(self, capability: (u32, u32)) -> bool {
         match self {
             Self::Portable => true,
@@ -46,7 +46,7 @@ impl Arch {
         }
     }
 
-    /// Whether the kernels were written without a GPU to run them on. They are chosen after a self-test has passed on the GPU at hand.
+    /// Whether the kernels were written without a GPU to run them on. Such kernels may be chosen after a self-test on this GPU has passed.
     pub const fn is_gated(self) -> bool {
         matches!(self, Self::Sm120)
     }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
 use std::f32::consts::LOG2_E;
 
-/// The kernels of attention, the fastest first.
+/// The attention kernels, the fastest first.
 pub fn kernels() -> Vec<Kernel> {
     [
         templates::ATTENTION_FP8_SM90,
@@ -25,10 +25,11 @@ pub fn kernels() -> Vec<Kernel> {
     .concat()
 }
 
-/// Query heads with the same keys that share a tile of causal attention: then a prompt gives about as many tiles as there are SMs.
+/// Query heads that share a tile of causal attention, since they have the same keys. A prompt then gives about as many tiles as there are
+/// SMs.
 const PACKED_HEADS: u32 = 4;
 
-/// What queries attend to, and how: the operands of [`Op::Attention`](crate::backend::Op::Attention) but `out` and `q`.
+/// The operands of [`Op::Attention`](crate::backend::Op::Attention) except `out` and `q`.
 pub struct AttentionArgs<'a> {
     pub kv: &'a [KvSegment],
     pub head_dim: usize,
@@ -37,13 +38,13 @@ pub struct AttentionArgs<'a> {
 }
 
 impl AttentionArgs<'_> {
-    /// Whether softmax needs no maximum.
+    /// Whether softmax needs no row maximum.
     fn is_max_free(&self) -> bool {
         self.softmax.is_max_free(self.kv.iter().map(|segment| segment.k.rows).sum())
     }
 }
 
-/// The KV segments without the empty ones, where two that are adjacent in memory are one.
+/// The KV segments without empty ones. Segments that are adjacent in memory become one.
 fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
     let follows = |a: &KlMat, b: &KlMat| {
         let end = a.data + bytes(u64::from(a.rows) * a.stride, a.dtype);
@@ -62,7 +63,7 @@ fn merge_segments(kv: &[abi::KlKeyValues]) -> Vec<abi::KlKeyValues> {
     segments
 }
 
-/// Adjacent ranges of rows as one.
+/// Merges adjacent row ranges.
 fn merge_rows(ranges: &[Tensor]) -> Vec<Tensor> {
     let mut merged: Vec<Tensor> = Vec::new();
     for &next in ranges.iter().filter(|range| range.rows > 0) {
@@ -78,8 +79,8 @@ fn merge_rows(ranges: &[Tensor]) -> Vec<Tensor> {
     merged
 }
 
-/// `softmax(q k^T) v` over all KV segments together. Outputs that are adjacent in memory are one range of rows. The Hopper
-/// kernels store two ranges in a launch, the others one.
+/// `softmax(q k^T) v` over all KV segments together. Outputs that are adjacent in memory count as one row range. The Hopper kernels store
+/// two ranges in a launch, the others one.
 pub fn attention(cx: &OpContext, op: &'static str, out: &[Tensor], q: Tensor, args: &AttentionArgs<'_>) -> Result<()> {
     let kv = key_values(cx, op, q, args)?;
     let mut first = 0;
@@ -100,7 +101,7 @@ pub fn attention(cx: &OpContext, op: &'static str, out: &[Tensor], q: Tensor, ar
     Ok(())
 }
 
-/// The KV segments as kernels take them. Queries, keys and values are of one type, or queries and keys of e4m3.
+/// The KV segments as kernels take them. Queries, keys and values have one type, or queries and keys are e4m3.
 fn key_values(cx: &OpContext, op: &'static str, q: Tensor, args: &AttentionArgs<'_>) -> Result<Vec<abi::KlKeyValues>> {
     let &AttentionArgs { kv, head_dim, .. } = args;
     let limits = kv.len() <= abi::KL_KV_SEGMENTS as usize && head_dim <= abi::KL_HEAD_DIM as usize;
@@ -114,14 +115,14 @@ fn key_values(cx: &OpContext, op: &'static str, q: Tensor, args: &AttentionArgs<
     kv.iter().map(|s| Ok(abi::KlKeyValues { k: cx.mat(s.k, op)?, v: cx.mat(s.v, op)? })).collect()
 }
 
-/// Whether two CTAs of the portable attention have room on an SM, of whose shared memory a CTA may have so much: nearly all of it.
-/// The system takes 1 KiB for each.
+/// Whether two CTAs of the portable attention fit on an SM. `shared` is the shared memory that one CTA may have, which is nearly all of the
+/// SM's. The system takes 1 KiB for each CTA.
 pub const fn has_two_attention_ctas(shared: u32) -> bool {
     const SYSTEM: u32 = 1 << 10;
     2 * (Kernel::AttentionBf16Sm80_4warps.shared() + SYSTEM) <= shared + SYSTEM
 }
 
-/// The portable kernel for heads of 128 in bf16: an SM has eight warps, in two CTAs or in one.
+/// The portable kernel for bf16 heads of 128. An SM has eight warps, in two CTAs or in one.
 const fn bf16_kernel(shared: u32, choice: KernelChoice) -> Kernel {
     match choice {
         KernelChoice::Only(kernel @ (Kernel::AttentionBf16Sm80_4warps | Kernel::AttentionBf16Sm80_8warps)) => kernel,
@@ -130,12 +131,12 @@ const fn bf16_kernel(shared: u32, choice: KernelChoice) -> Kernel {
     }
 }
 
-/// The kernels by `mma.sync` for heads of 128 with queries and keys of e4m3, the fastest first.
+/// The `mma.sync` kernels for heads of 128 with e4m3 queries and keys, the fastest first.
 const FP8_MAX_FREE: [Kernel; 2] = [Kernel::AttentionFp8Sm120MaxFree, Kernel::AttentionFp8Sm89MaxFree];
 const FP8_ONLINE_SOFTMAX: [Kernel; 2] = [Kernel::AttentionFp8Sm120OnlineSoftmax, Kernel::AttentionFp8Sm89OnlineSoftmax];
 
-/// Those of them that compute this; `scales` are the products of the scales of queries and keys, one for each segment. Where these
-/// are not one, they are factors of scores that a max-free kernel would ignore.
+/// The `mma.sync` kernels that compute attention with e4m3 queries and keys. `scales` has the product of query and key scale of each
+/// segment. Products other than one scale the scores, which a max-free kernel would ignore.
 fn fp8_kernels(scales: impl IntoIterator<Item = f32>, args: &AttentionArgs<'_>) -> &'static [Kernel] {
     match args.causal {
         true => &[],
@@ -144,7 +145,7 @@ fn fp8_kernels(scales: impl IntoIterator<Item = f32>, args: &AttentionArgs<'_>) 
     }
 }
 
-/// Attention of one range of rows by the kernels that run on every GPU, or on every one with FP8.
+/// Attention of one row range by the kernels for every GPU, or for every GPU with FP8.
 fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValues], args: &AttentionArgs<'_>) -> Result<()> {
     let &AttentionArgs { head_dim, causal, softmax, .. } = args;
     const ABSENT: abi::KlKeyValues = abi::KlKeyValues { k: NONE, v: NONE };
@@ -191,17 +192,18 @@ fn portable_attention(cx: &OpContext, out: KlMat, q: KlMat, kv: &[abi::KlKeyValu
 /// A launch of a Hopper kernel.
 struct HopperLaunch<'a> {
     kernel: Kernel,
-    /// Whether it is one with a wide head.
+    /// Whether the kernel is one for wide heads.
     wide: bool,
     out: &'a [KlMat],
     q: KlMat,
     segments: Vec<abi::KlKeyValues>,
-    /// What turns products of queries and keys, as they are stored, into exponents of two.
+    /// The factor that turns products of stored queries and keys into exponents of two.
     scale: f32,
 }
 
 impl<'a> HopperLaunch<'a> {
-    /// The launch that computes these ranges of rows, if there is one: a tile that is asked for is one of the portable kernels.
+    /// The launch that computes these row ranges, if there is one. `None` unless the choice is `Best`: only portable kernels can be chosen
+    /// by name.
     fn new(cx: &OpContext, out: &'a [KlMat], q: KlMat, kv: &[abi::KlKeyValues], args: &AttentionArgs<'_>) -> Option<Self> {
         let segments = merge_segments(kv);
         let (keys, dtype) = (segments.first()?.k, q.dtype);
@@ -210,14 +212,14 @@ impl<'a> HopperLaunch<'a> {
         let storable = |m: &KlMat| [abi::KL_BF16, abi::KL_E4M3].contains(&m.dtype) && is_async_copyable(m, m.dtype);
         let fits = cx.choice == KernelChoice::Best
             && segments.len() <= abi::KL_SM90_KV_SEGMENTS as usize
-            // There is one factor for all logits.
+            // The kernel has one factor for all logits.
             && segments.iter().all(|s| s.k.scale.to_bits() == keys.scale.to_bits())
             && copyable
             && out.iter().all(storable);
         let operands = q.scale * keys.scale;
         let wide = has_wide_head(args, q.cols, keys.cols);
         let kernel = hopper_kernel(dtype, operands, args, wide).filter(|&kernel| fits && cx.kernels.has(kernel))?;
-        // The kernels with a wide head store one range of rows, in bf16.
+        // The wide-head kernels take one KV segment and store one row range, in bf16.
         let plain = out.len() == 1 && out[0].dtype == abi::KL_BF16;
         if wide && !(plain && segments.len() == 1) {
             return None;
@@ -225,15 +227,15 @@ impl<'a> HopperLaunch<'a> {
         Some(Self { kernel, wide, out, q, segments, scale: args.softmax.natural_scale() * operands * LOG2_E })
     }
 
-    /// Launches persistent clusters, among which Stream-K divides the KV blocks of all tiles of queries.
+    /// Launches persistent clusters. Stream-K divides the KV blocks of all query tiles among them.
     fn run(&self, cx: &OpContext, args: &AttentionArgs<'_>) -> Result<()> {
         let Self { kernel, wide, out, q, ref segments, scale } = *self;
         let (causal, cluster) = (args.causal, kernel.cluster());
         let group = q.cols / segments[0].k.cols;
         let pack = if causal && group.is_multiple_of(PACKED_HEADS) { PACKED_HEADS } else { 1 };
         let heads = q.cols / args.head_dim as u32;
-        // The queries of a cluster's tile, and the keys of a KV block. With a wide head the CTAs of a cluster have the same queries; V
-        // is loaded in smaller boxes.
+        // Queries in the tile of a cluster, and keys in a KV block. With a wide head both CTAs of a cluster have the same queries, and V is
+        // loaded in smaller boxes.
         let (block_q, block_kv) = match wide {
             true => (abi::KL_WIDE_SM90_BLOCK_Q, abi::KL_WIDE_SM90_BLOCK_KV),
             false => (abi::KL_SM90_BLOCK_Q / pack * cluster, abi::KL_SM90_BLOCK_KV),
@@ -242,13 +244,13 @@ impl<'a> HopperLaunch<'a> {
         let row_tiles = q.rows.div_ceil(block_q);
         let tiles = row_tiles * (heads / pack);
         let kv_blocks: u32 = segments.iter().map(|s| s.k.rows.div_ceil(block_kv)).sum();
-        // With a causal mask every CTA computes one tile. There are few of them, and each has as many KV blocks as it sees keys,
-        // so Stream-K has nothing equal to divide.
+        // With a causal mask every CTA computes one tile. There are few tiles, and each has as many KV blocks as it sees keys, so Stream-K
+        // has no equal shares to give.
         let slots = if causal { tiles } else { (cx.sms / cluster).max(1) };
         let schedule = if causal { Schedule::data_parallel(tiles) } else { persistent_stream_k(tiles, kv_blocks, slots) };
         let map = |m: &KlMat, rows| cx.tensor_map(m, [box_cols(m.dtype), rows]);
         let mut p = KlAttentionSm90 {
-            // Each consumer warpgroup has rows of its own.
+            // Each consumer warpgroup loads its own rows.
             q: map(&q, abi::KL_TMA_WARPGROUP_ROWS / pack)?,
             k: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
             v: [NO_MAP; abi::KL_SM90_KV_SEGMENTS as usize],
@@ -272,16 +274,16 @@ impl<'a> HopperLaunch<'a> {
     }
 }
 
-/// Whether the kernels with a wide head compute these heads of queries and keys with so many columns in all: of the widest's size, or a
-/// single one that is narrower, whose missing columns are zeros.
+/// Whether the wide-head kernels compute heads of this size, with this many columns of queries and keys in all. The head is as wide as the
+/// kernel's, or it is the only one and narrower, with zeros for the missing columns.
 const fn has_wide_head(args: &AttentionArgs<'_>, q_cols: u32, k_cols: u32) -> bool {
     let (head, wide) = (args.head_dim as u32, abi::KL_WIDE_HEAD);
     let single = q_cols == head && k_cols == head && head > abi::KL_MMA_COLS && head < wide && head.is_multiple_of(8);
     head == wide || single
 }
 
-/// The Hopper kernel for queries and keys of this type and a softmax, if there is one; `operands` is the product of their scales.
-/// The max-free kernels take scores that are exponents of two as they are, and bounded.
+/// The Hopper kernel for this type of queries and keys and this softmax, if there is one. `operands` is the product of their scales. The
+/// max-free kernels take bounded scores that are exponents of two already.
 fn hopper_kernel(dtype: u32, operands: f32, args: &AttentionArgs<'_>, wide: bool) -> Option<Kernel> {
     let (causal, max_free) = (args.causal, args.is_max_free() && operands == 1.0);
     if wide {
@@ -322,7 +324,7 @@ mod tests {
         let mut apart = segment(second, 3);
         apart.v.data += 512;
         assert_eq!(merged(&[segment(4096, 10), apart]).len(), 2);
-        // Keys of e4m3 have half the bytes, and only those with the same scale are one segment.
+        // Keys of e4m3 have half the bytes. Only keys with the same scale are merged.
         let e4m3 = |data, scale| {
             let of = segment(4096, 10);
             abi::KlKeyValues { k: KlMat { data, dtype: abi::KL_E4M3, scale, ..of.k }, v: of.v }
@@ -343,7 +345,7 @@ mod tests {
         );
     }
 
-    /// A max-free kernel multiplies scores by nothing, so one with a running maximum has to apply the scales of queries and keys.
+    /// A max-free kernel multiplies scores by nothing, so a kernel with a running maximum has to apply the scales of queries and keys.
     #[test]
     fn no_kernel_ignores_a_scale() {
         let args = |causal, softmax| AttentionArgs { kv: &[], head_dim: 128, causal, softmax };

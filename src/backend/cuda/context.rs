@@ -1,4 +1,4 @@
-//! What the op families launch with: the loaded kernels, the device memory, and which kernels are wanted.
+//! What op families need to launch kernels: the loaded kernels, the device memory, and the choice of kernels.
 
 use super::abi::{self, KlMat, KlTensorMap};
 use super::launch::{Kernel, Kernels, templates};
@@ -12,16 +12,16 @@ use crate::tensor::Tensor;
 /// Which kernels matrix ops take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// The fastest for their shape and the GPU.
+    /// The fastest kernels for the shape and the GPU.
     Best,
-    /// The naive ones.
+    /// The naive kernels.
     Naive,
-    /// This one where it computes an op on this GPU. Else GEMMs take the fastest, other ops one that runs on every GPU.
+    /// This kernel for every op that it can compute on this GPU. Other GEMMs take the fastest kernel, other ops one that runs on every GPU.
     Only(Kernel),
 }
 
 impl KernelChoice {
-    /// All choices, with the kernels that ops choose from.
+    /// All choices, including each kernel that ops choose from.
     pub fn all() -> impl Iterator<Item = Self> {
         let gemms = Tile::ALL.iter().map(|tile| tile.kernel);
         let portable = [templates::CONV_BF16_SM80, templates::ATTENTION_BF16_SM80, templates::ATTENTION_WIDE_BF16_SM80];
@@ -30,14 +30,14 @@ impl KernelChoice {
     }
 }
 
-/// What ops launch with.
+/// The state that ops launch with.
 pub struct OpContext {
-    // In this order: kernels are unloaded before the memory that they work on is freed.
+    // The order matters: kernels are unloaded before the memory that they work on is freed.
     /// The loaded kernels.
     pub kernels: Kernels,
     /// The device memory.
     pub memory: Memory,
-    /// Which kernels are wanted.
+    /// Which kernels ops take.
     pub choice: KernelChoice,
     /// How sums of e4m3 products are accumulated.
     pub accumulate: Fp8Accumulate,
@@ -53,22 +53,22 @@ impl OpContext {
         self.memory.mat(t, op)
     }
 
-    /// The same for an operand that need not be there.
+    /// An optional tensor as kernels take it.
     pub fn mat_if(&self, t: Option<Tensor>, op: &'static str) -> Result<KlMat> {
         self.memory.mat_if(t, op)
     }
 
-    /// A tensor map with which TMA copies boxes of so many columns and rows.
+    /// A tensor map with which TMA copies boxes of this many columns and rows.
     pub fn tensor_map(&self, m: &KlMat, tile: [u32; 2]) -> Result<KlTensorMap> {
         self.kernels.tensor_map(map_spec(m, tile))
     }
 
-    /// A tensor map with which TMA copies boxes of so many channels, columns and lines of an image.
+    /// A tensor map with which TMA copies image boxes of this many channels, columns and lines.
     pub fn image_map(&self, m: &KlMat, pixels: Pixels, tile: [u32; 3]) -> Result<KlTensorMap> {
         self.kernels.tensor_map(image_map_spec(m, pixels, tile))
     }
 
-    /// A schedule of `tiles` with `k_blocks` each as kernels take it: the number of k-blocks that each Stream-K worker has.
+    /// A schedule as kernels take it: `tiles` with `k_blocks` each, and the number of k-blocks of each Stream-K worker.
     pub fn tile_schedule(&self, Schedule { full_tiles, workers }: Schedule, tiles: u32, k_blocks: u32) -> abi::KlTileSchedule {
         let shared = (tiles - full_tiles) * k_blocks;
         abi::KlTileSchedule {
@@ -76,14 +76,14 @@ impl OpContext {
             flags: self.memory.stream_k_flags(),
             k_blocks,
             full_tiles,
-            // Without workers there is nothing to share.
+            // Without workers there are no k-blocks to share.
             k_blocks_per_worker: shared.checked_div(workers).unwrap_or(0),
             remainder: shared.checked_rem(workers).unwrap_or(0),
         }
     }
 
-    /// The kernel to take of a template's, the largest tile first, by the CTAs that a shape needs with a tile of so many rows and columns:
-    /// the largest that leaves no SM without work, or else the last, which runs anywhere.
+    /// Chooses among the kernels of a template, which are ordered from the largest tile to the smallest. `ctas` tells how many CTAs a tile
+    /// needs. Takes the largest tile that leaves no SM without work, or else the last, which runs anywhere.
     pub fn largest_tile(&self, kernels: &[Kernel], ctas: impl Fn([u32; 2]) -> u32) -> Kernel {
         let preferred = |kernel: &Kernel| {
             let wanted = match self.choice {

@@ -12,14 +12,14 @@ use crate::backend::{Conv, Sampling, Shortcut};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The kernels of a convolution, of the statistics of its result, and of the GEMM of its shortcut.
+/// The kernels of a convolution, of its result's statistics, and of its shortcut's GEMM.
 pub fn kernels() -> Vec<Kernel> {
     [
         templates::CONV_BF16_SM90,
         templates::CONV_BF16_SM80,
         &[Kernel::ConvStats, Kernel::ConvNarrowIn, Kernel::NaiveConv],
         &[Kernel::GroupStats8, Kernel::GroupStatsAny, Kernel::GroupStatsFinish],
-        // Shortcuts are plain.
+        // The weights of shortcuts are not quantized.
         templates::GEMM_BF16_SM90,
         templates::GEMM_BF16_SM120,
         templates::GEMM_BF16_SM80,
@@ -40,8 +40,8 @@ pub struct ConvArgs<'a> {
     pub stats: Option<Tensor>,
 }
 
-/// Whether the epilogue can compute the statistics of the result as well: in bf16, with whole tiles that channel groups divide, and with
-/// enough scratch for the moments of every tile.
+/// Whether the epilogue can also compute the statistics of the result. This takes bf16, whole tiles that channel groups divide, and enough
+/// scratch for the moments of every tile.
 fn can_fuse_stats(cx: &OpContext, p: &abi::KlConv, stats: &KlMat) -> bool {
     let room = u64::from(p.row_tiles) * u64::from(stats.rows) * 16 <= cx.memory.stream_k_partial_bytes();
     let residual = p.residual.data == 0 || p.residual.dtype == abi::KL_BF16 && is_pair_aligned(&p.residual);
@@ -50,7 +50,7 @@ fn can_fuse_stats(cx: &OpContext, p: &abi::KlConv, stats: &KlMat) -> bool {
     p.out.dtype == abi::KL_BF16 && residual && room && whole
 }
 
-/// A convolution, and where asked for the statistics of its channel groups.
+/// A convolution, and the statistics of its channel groups if they are wanted.
 pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()> {
     let mut p = abi::KlConv {
         out: cx.mat(args.out, op)?,
@@ -82,7 +82,7 @@ pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()>
     {
         return gemm.launch(cx, op, stats);
     }
-    // The other kernels have no shortcut: its GEMM comes first, and is the residual of a convolution in place.
+    // The other kernels have no shortcut. Its GEMM runs first, and the convolution takes the result as its residual, in place.
     if let Some(Shortcut { x, w }) = args.shortcut {
         let product = EpilogueGemm { out: args.out, x, w: *w, epilogue: abi::KL_STORE, gate: None };
         gemm::linear(cx, op, [product].into_iter())?;
@@ -98,7 +98,7 @@ pub fn conv(cx: &OpContext, op: &'static str, args: &ConvArgs<'_>) -> Result<()>
         cx.kernels.launch(Kernel::NaiveConv, [row_tiles, col_tiles, phases], &p)?;
         return stats.map_or(Ok(()), |stats| group_stats(cx, op, p.out, stats));
     }
-    // A tile has pixels of one phase.
+    // All pixels of a tile belong to one phase.
     let row_tiles = |rows| phases * (p.out.rows / phases).div_ceil(rows);
     let ctas = |[rows, cols]: [u32; 2]| row_tiles(rows) * p.out.cols.div_ceil(cols);
     let kernel = cx.largest_tile(templates::CONV_BF16_SM80, ctas);

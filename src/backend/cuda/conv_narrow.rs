@@ -1,4 +1,4 @@
-//! The convolutions at the ends of the VAE, which have pixels on one side: three channels. The wide ones are in `conv.rs`.
+//! The convolutions at the ends of the VAE, whose input or output is pixels with three channels. The wide convolutions are in `conv.rs`.
 
 use super::abi::{self, KlMat};
 use super::context::{KernelChoice, OpContext};
@@ -13,7 +13,7 @@ use crate::tensor::Tensor;
 pub const NORM_CONVS: [Kernel; 5] =
     [Kernel::NormConvNarrow, Kernel::NaiveNormConv, Kernel::GroupStats8, Kernel::GroupStatsAny, Kernel::GroupStatsFinish];
 
-/// Channels that the kernels take at once.
+/// Channels that the kernels process at once.
 const RUN: u32 = 32;
 
 /// Operands of [`Op::NormConv`](crate::backend::Op::NormConv).
@@ -27,13 +27,13 @@ pub struct NormConvArgs<'a> {
     pub height: usize,
 }
 
-/// Group norm, SiLU and a convolution, from statistics where the producer of the image computed them.
+/// Group norm, SiLU and a convolution. Uses the statistics that the producer of the image computed, if it did.
 pub fn norm_conv(cx: &OpContext, op: &'static str, args: &NormConvArgs<'_>) -> Result<()> {
     let (x, groups) = (cx.mat(args.x, op)?, args.norm.groups as u32);
     let stats = match args.stats {
         Some(stats) => cx.mat(stats, op)?,
         None => {
-            // No GEMM runs in between that would use this memory.
+            // This memory is free: no GEMM runs in between.
             let data = cx.memory.stream_k_partials();
             let stats = KlMat { data, stride: 2, rows: groups, cols: 2, dtype: abi::KL_F32, ..NONE };
             group_stats(cx, op, x, stats)?;
@@ -62,8 +62,8 @@ pub fn norm_conv(cx: &OpContext, op: &'static str, args: &NormConvArgs<'_>) -> R
     cx.kernels.launch(Kernel::NormConvNarrow, [col_strips * height.div_ceil(strip_rows), 1, 1], &p)
 }
 
-/// How an image is cut into strips, each for a CTA: strips side by side, and the rows of one. A strip has two rows more to read than to
-/// write, and fills whole steps of the CTA's warps. CTAs take equally long, so the strips are chosen by their waves and rows.
+/// How an image is cut into strips, one for each CTA: the number of strips across, and the rows of a strip. A strip reads two rows more
+/// than it writes, and fills whole steps of the CTA's warps. CTAs take equally long, so strips are chosen by their waves and rows.
 fn strips(width: u32, height: u32, sms: u32) -> (u32, u32) {
     /// CTAs that are resident on an SM at the same time.
     const CTAS_PER_SM: u32 = 3;
@@ -77,7 +77,7 @@ fn strips(width: u32, height: u32, sms: u32) -> (u32, u32) {
     (col_strips, (1..=MOST_WAVES).map(rows_of).min_by_key(|&rows| time(rows)).unwrap_or_else(|| rows_of(1)))
 }
 
-/// Whether [`conv_in`] computes a convolution.
+/// Whether [`conv_in`] can compute this convolution.
 pub fn takes_conv(cx: &OpContext, p: &abi::KlConv) -> bool {
     let narrow =
         p.x.cols <= abi::KL_NARROW_IN_CHANNELS && p.out.cols <= abi::KL_NARROW_IN_OUTPUTS && p.out.cols.is_multiple_of(RUN);
@@ -86,7 +86,7 @@ pub fn takes_conv(cx: &OpContext, p: &abi::KlConv) -> bool {
     cx.choice != KernelChoice::Naive && p.sampling == abi::KL_SAME && p.residual.data == 0 && narrow && types && aligned
 }
 
-/// A convolution of pixels.
+/// A convolution that reads pixels.
 pub fn conv_in(cx: &OpContext, p: &abi::KlConv) -> Result<()> {
     /// CTAs that are resident on an SM at the same time. Each begins by reading the filters.
     const CTAS_PER_SM: u32 = 2;
@@ -107,7 +107,7 @@ mod tests {
             assert!(cols * 46 >= width && (cols - 1) * 46 < width, "{cols} strips of {width}");
             assert!((rows + 2).is_multiple_of(4) && rows > 0);
         }
-        // 23 times 17 strips in 396 places; at 2048 pixels a side one wave would leave a tenth of them empty.
+        // 23 by 17 strips fill 396 slots. At 2048 pixels a side, one wave would leave a tenth of the slots empty.
         assert_eq!(strips(1024, 1024, 132), (23, 62));
         let (cols, rows) = strips(2048, 2048, 132);
         assert_eq!((cols * 2048_u32.div_ceil(rows)).div_ceil(396), 2);

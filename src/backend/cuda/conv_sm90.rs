@@ -19,7 +19,7 @@ pub struct ShortcutMats {
 }
 
 impl ShortcutMats {
-    /// Its operands, if it is a plain layer: a matrix and a bias.
+    /// The operands of a shortcut that is a plain layer: one matrix, with or without a bias.
     pub fn new(cx: &OpContext, op: &'static str, Shortcut { x, w }: Shortcut<'_>) -> Result<Option<Self>> {
         match w.weight.parts() {
             &[part] if w.lora.is_none() => {
@@ -32,14 +32,14 @@ impl ShortcutMats {
 
 /// A convolution as a GEMM.
 pub struct ConvGemm<'a> {
-    /// Its operands.
+    /// Operands of the convolution.
     p: &'a abi::KlConv,
     shortcut: Option<ShortcutMats>,
     plan: GemmPlan,
     tiles: ImageTiles,
 }
 
-/// The tiles of an output, or of one phase of its pixels where it is upsampled.
+/// The tiles of an output image. With upsampling, the tiles of one phase of its pixels.
 #[derive(Clone, Copy)]
 struct ImageTiles {
     width: u32,
@@ -48,7 +48,7 @@ struct ImageTiles {
     down: u32,
 }
 
-/// Phases of output pixels, which have filters of their own: where an image is upsampled, one for each parity of column and line.
+/// Phases of output pixels, each with filters of its own. An upsampled image has one for each parity of column and line.
 const fn phases(p: &abi::KlConv) -> u32 {
     if p.sampling == abi::KL_UP { 4 } else { 1 }
 }
@@ -58,19 +58,19 @@ const fn taps(p: &abi::KlConv) -> u32 {
     if p.sampling == abi::KL_UP { 4 } else { 9 }
 }
 
-/// A tap of a filter: its place there, the plane of the image that it reads, and its column and line in the window of that plane, in
-/// phase 0; the phases of the right and of the lower pixels begin one pixel later.
+/// A filter tap: its index in the filter, the image plane that it reads, and its column and line in that plane's window in phase 0. Phases
+/// of right and of lower pixels begin one pixel later.
 struct Tap {
     filter: u32,
     plane: u32,
     at: [u32; 2],
 }
 
-/// The taps in the order in which they are multiplied: those that read the same window follow each other.
+/// The taps in the order of multiplication. Taps that read the same window follow each other.
 fn tap_order(p: &abi::KlConv) -> Vec<Tap> {
     let (order, side, by): (&[u32], _, _) = match p.sampling {
         abi::KL_UP => (&[0, 1, 2, 3], 2, 1),
-        // Even lines and columns, then those of which columns, lines or both are odd.
+        // Taps on even lines and columns come first, then taps with an odd column, line or both.
         abi::KL_DOWN => (&[0, 2, 6, 8, 1, 7, 3, 5, 4], 3, 2),
         _ => (&[0, 1, 2, 3, 4, 5, 6, 7, 8], 3, 1),
     };
@@ -81,18 +81,18 @@ fn tap_order(p: &abi::KlConv) -> Vec<Tap> {
     order.iter().map(tap).collect()
 }
 
-/// Values of `bits` bits each, the first in the lowest.
+/// Packs values of `bits` bits each, the first in the lowest bits.
 fn packed(bits: usize, values: impl Iterator<Item = u32>) -> u64 {
     values.enumerate().map(|(i, value)| u64::from(value) << (i * bits)).sum()
 }
 
-/// K-blocks of so many channels.
+/// K-blocks that hold `channels` channels.
 const fn channel_blocks(channels: u32, tile: Tile) -> u32 {
     channels.div_ceil(tile.block_k)
 }
 
-/// K-blocks of which those of odd blocks of channels have none in their upper half: those of all taps where a tap has two, and no more than
-/// one and a half.
+/// The number of leading k-blocks in which odd channel blocks are empty in their upper half. It covers all taps if a tap has two channel
+/// blocks and at most one and a half of channels.
 const fn half_blocks(p: &abi::KlConv, tile: Tile) -> u32 {
     let channels = p.x.cols;
     if channels > tile.block_k && 2 * channels <= 3 * tile.block_k { taps(p) * 2 } else { 0 }
@@ -109,7 +109,7 @@ fn k_blocks(p: &abi::KlConv, shortcut: Option<ShortcutMats>, tile: Tile) -> u32 
     taps(p) * channel_blocks(p.x.cols, tile) + shortcut.map_or(0, |shortcut| channel_blocks(shortcut.x.cols, tile))
 }
 
-/// Pixels of an image: those of a phase, with the parity of lines in its upper bit, or all of it.
+/// The pixels of an image, or of one of its phases. The upper bit of a phase is the parity of lines, the lower one of columns.
 fn pixels(size: [u32; 2], phase: Option<u32>) -> Pixels {
     match phase {
         Some(phase) => Pixels { size, step: 2, first: [phase % 2, phase / 2] },
@@ -118,7 +118,7 @@ fn pixels(size: [u32; 2], phase: Option<u32>) -> Pixels {
 }
 
 impl<'a> ConvGemm<'a> {
-    /// Selects a tile and a schedule, if there is a kernel for these operands.
+    /// Selects a tile and a schedule, if a kernel takes these operands.
     pub fn new(cx: &OpContext, p: &'a abi::KlConv, shortcut: Option<ShortcutMats>) -> Option<Self> {
         let copyable = |m: &KlMat| m.data == 0 || is_async_copyable(m, abi::KL_BF16);
         let operands = shortcut.map_or([NONE; 2], |shortcut| [shortcut.x, shortcut.w]);
@@ -145,18 +145,18 @@ impl<'a> ConvGemm<'a> {
         }
     }
 
-    /// Row tiles of all phases, those of the last cluster included.
+    /// Row tiles of one phase, padded to whole clusters.
     fn row_tiles(&self) -> u32 {
         (self.tiles.across * self.tiles.down).next_multiple_of(abi::KL_SM90_CLUSTER)
     }
 
-    /// Moments that tiles store of each group: those of every consumer warpgroup.
+    /// Moments that the tiles store for each channel group, one from each consumer warpgroup.
     fn moments(&self) -> u32 {
         phases(self.p) * self.row_tiles() * self.plan.tile.consumers
     }
 
-    /// Where tiles store their moments, if the kernel computes those of `groups` and there is room for them, behind the partials of
-    /// Stream-K.
+    /// Where tiles store their moments: behind the Stream-K partials. `None` if the kernel cannot compute moments of `groups` or there is
+    /// no room for them.
     fn moments_address(&self, cx: &OpContext, groups: u32) -> Option<u64> {
         let Tile { block_m, block_n, .. } = self.plan.tile;
         let width = self.p.out.cols / groups;
@@ -182,7 +182,7 @@ impl<'a> ConvGemm<'a> {
         stream
     }
 
-    /// Launches it, with what computes the statistics of the result if they are asked for.
+    /// Launches the convolution, and the kernels for the statistics of its result if they are wanted.
     pub fn launch(&self, cx: &OpContext, op: &'static str, stats: Option<KlMat>) -> Result<()> {
         let (p, tiles, config) = (self.p, self.tiles, self.plan.tile);
         let Tile { block_m, block_n, block_k, kernel, .. } = config;
@@ -190,7 +190,7 @@ impl<'a> ConvGemm<'a> {
         let stream = self.stream();
         let k_blocks = k_blocks(p, self.shortcut, config);
         let order = tap_order(p);
-        // A window has the pixels of one plane.
+        // All pixels of a window are in one plane.
         let starts = (0..order.len()).map(|i| u32::from(i == 0 || order[i].plane != order[i - 1].plane));
         let clusters = self.plan.schedule.persistent_clusters(stream.row_tiles * stream.col_tiles, self.plan.tile.slots(cx.sms));
         let mut params = abi::KlConvSm90 {
@@ -203,7 +203,7 @@ impl<'a> ConvGemm<'a> {
                 up: [NO_MAP; _],
                 stream: [stream, NO_STREAM],
                 expansion: abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 },
-                // The column tiles of the same pixels run at the same time.
+                // Column tiles of the same pixels run at the same time.
                 group: [1; _],
                 schedule: cx.tile_schedule(self.plan.schedule, stream.row_tiles * stream.col_tiles, k_blocks),
                 saturated: cx.memory.saturated(),
@@ -242,7 +242,7 @@ impl<'a> ConvGemm<'a> {
             }
             _ => image.plane[0] = cx.image_map(&p.x, pixels(size, None), window)?,
         }
-        // What a warp stores at once.
+        // Columns that a warp stores at once.
         let stored = [
             store_cols(self.plan.tile, block_n, abi::KL_BF16),
             abi::KL_CONV_TILE_WIDTH,
@@ -250,7 +250,7 @@ impl<'a> ConvGemm<'a> {
         ];
         let whole = pixels([tiles.width, tiles.height], None);
         if p.sampling == abi::KL_UP {
-            // The filters of a phase are a run of columns of all filters.
+            // The filters of a phase are a range of columns of all filters.
             let cols = p.w.cols / phases(p);
             for (phase, (w, out)) in (0..).zip(gemm.w[0].iter_mut().zip(&mut gemm.out[0])) {
                 let filters = KlMat { data: p.w.data + u64::from(phase * cols) * 2, cols, ..p.w };

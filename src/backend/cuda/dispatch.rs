@@ -1,4 +1,4 @@
-//! From an op to the family of kernels that computes it.
+//! Dispatches an op to the kernel family that computes it.
 
 use super::abi;
 use super::attention::{self, AttentionArgs};
@@ -13,7 +13,7 @@ use crate::backend::{Access, GatedGemm, Gemm, Op, OpKind};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Region, Tensor};
 
-/// The kernels that an op may launch, for display: the fast ones first, then those for other dtypes and odd addresses.
+/// The kernels that an op may launch, for display: the fast kernels first, then those for other dtypes and unaligned addresses.
 pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
     match op {
         OpKind::Copy | OpKind::Silu => vec![Kernel::Map],
@@ -36,15 +36,15 @@ pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
     }
 }
 
-/// Fails if an op writes a weight other than to merge adapters, holds f16 in working memory, has values of attention in a quantized
-/// format or anything that `abi.h` has no code for: there are no kernels for these. Which operands may be quantized at all is a rule of ops.
+/// Refuses operands that have no kernels: a weight to write (other than to merge adapters), f16 in working memory, quantized attention
+/// values, or a type without a code in `abi.h`. Which operands may be quantized at all is a rule of ops.
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let mut usable = Ok(());
     let mut refuse = |t: Tensor, why: &str| {
         usable = Err(Error::Op { op: op.name(), what: format!("{t:?} cannot be used so on the GPU: {why}") });
     };
     op.operands(&mut |t, access| {
-        // Adapters are merged with weights that were just uploaded, and copied from where they are kept, before any op that reads them.
+        // Adapters may be merged into weights that were just uploaded, and copied to their region, before any op that reads either.
         let replaces = match op {
             Op::LinearGateResidual(_) => t.region == Region::Weights,
             Op::Copy { .. } => t.region == Region::Adapters,
@@ -73,7 +73,7 @@ fn check_operands(op: &Op<'_>) -> Result<()> {
     usable
 }
 
-/// Launches the kernels of an op whose operands fit each other.
+/// Launches the kernels of an op that has passed its checks.
 pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
     check_operands(&op)?;
     let name = op.name();

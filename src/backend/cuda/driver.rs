@@ -1,5 +1,5 @@
-//! The driver calls that the CUDA backend makes, as a trait: the real driver is one implementation, and tests run the backend on a
-//! stand-in that can refuse any of them. Addresses are device addresses; handles are opaque to the backend.
+//! The driver calls of the CUDA backend, as a trait. The real driver is one implementation. Tests run the backend on a stand-in that can
+//! refuse any call. Addresses are device addresses; handles are opaque to the backend.
 
 use super::abi;
 use crate::error::Result;
@@ -10,11 +10,11 @@ use std::time::Duration;
 /// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its number.
+    /// Its index.
     pub index: usize,
     /// Its name.
     pub name: String,
-    /// A number that no other GPU has.
+    /// A number that identifies the GPU.
     pub uuid: [u8; 16],
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
@@ -34,26 +34,26 @@ impl DeviceInfo {
     /// Most bytes of shared memory that a CTA may have on compute capability 9.0.
     pub const SM90_SHARED: u32 = abi::KL_SM90_SHARED_LIMIT;
 
-    /// The same with compute capability 12.x.
+    /// Most bytes of shared memory that a CTA may have on compute capability 12.x.
     pub const SM120_SHARED: u32 = abi::KL_SM120_SHARED_LIMIT;
 
-    /// Floating-point operations of one SM's tensor cores per clock, see `tensor_flops_per_clock`.
+    /// Floating-point operations per clock of one SM's tensor cores, see `tensor_flops_per_clock`.
     pub fn tensor_flops_per_clock(&self, dtype: DType) -> Option<u32> {
         tensor_flops_per_clock(&self.name, self.capability, dtype)
     }
 
-    /// The same for the whole GPU per second, at its highest clock: an upper limit that no kernel sustains for long.
+    /// Floating-point operations per second of the whole GPU at its highest clock: an upper limit that no kernel sustains for long.
     pub fn tensor_flops(&self, dtype: DType) -> Option<f64> {
         let per_clock = f64::from(self.tensor_flops_per_clock(dtype)?);
         Some(per_clock * f64::from(self.multiprocessors) * f64::from(self.clock) * 1e3)
     }
 }
 
-/// Floating-point operations per clock of the tensor cores of one SM, on a GPU of this name and compute capability: dense products of
-/// two operands of this type, bf16, e4m3 or e2m1, with f32 accumulators. The numbers are from the vendor's descriptions of each
-/// architecture; none where they are not known.
+/// Floating-point operations per clock of one SM's tensor cores, on a GPU of this name and compute capability. They count dense products of
+/// two operands of this type (bf16, e4m3 or e2m1) with f32 accumulators. The numbers are from the vendor's descriptions of each
+/// architecture. `None` if they are not known.
 pub fn tensor_flops_per_clock(name: &str, capability: (u32, u32), dtype: DType) -> Option<u32> {
-    // GeForce cards accumulate in f32 at half the rate of the same chip in a workstation card.
+    // GeForce cards accumulate in f32 at half the rate of workstation cards with the same chip.
     let whole = if name.contains("GeForce") { 512 } else { 1024 };
     let bf16 = match capability {
         (8, 0) => 2048,
@@ -66,7 +66,7 @@ pub fn tensor_flops_per_clock(name: &str, capability: (u32, u32), dtype: DType) 
         DType::Bf16 => Some(bf16),
         // Every architecture that multiplies e4m3 does so at twice the rate.
         DType::E4m3 if capability >= (8, 9) => Some(2 * bf16),
-        // The block-scaled MMA has its whole rate on all cards of compute capability 12.x.
+        // The block-scaled MMA runs at its full rate on all cards of compute capability 12.x.
         DType::E2m1 if capability.0 == 12 => Some(4096),
         DType::E2m1 if capability.0 == 10 => Some(4 * bf16),
         _ => None,
@@ -93,7 +93,7 @@ pub struct Event(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Graph(pub u64);
 
-/// How a kernel is launched.
+/// A kernel launch: the kernel and its launch configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
     /// The kernel.
@@ -104,16 +104,16 @@ pub struct Launch {
     pub threads: u32,
     /// Bytes of dynamic shared memory.
     pub shared: u32,
-    /// CTAs of a cluster; 1 for none.
+    /// CTAs of a cluster; 1 without clusters.
     pub cluster: u32,
-    /// Programmatic dependent launch: the kernel may start before the one before it has ended, and waits for it where it has to.
+    /// Programmatic dependent launch: the kernel may start before the previous one has ended, and waits for it when it has to.
     pub overlap: bool,
 }
 
 /// Rows of bytes in device memory, `pitch` bytes from row to row.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows {
-    /// Address of the first.
+    /// Address of the first row.
     pub address: u64,
     /// Bytes from the start of one row to the start of the next.
     pub pitch: u64,
@@ -121,15 +121,14 @@ pub struct Rows {
     pub width: u64,
 }
 
-/// What a tensor map describes: a matrix or an image, and the box of it that one TMA copy moves between global and shared memory.
+/// What a tensor map describes: a matrix or an image, and the box that one TMA copy moves between global and shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MapSpec {
     /// Address of the first element.
     pub address: u64,
     /// Element type.
     pub dtype: DType,
-    /// Columns, rows and, of an image, lines: of channels, which are the columns, by pixels, which are the rows of a line. A matrix is
-    /// one line.
+    /// Columns, rows and lines. The columns of an image are its channels, its rows are the pixels of a line. A matrix is one line.
     pub size: [u64; 3],
     /// Bytes from row to row and from line to line.
     pub pitch: [u64; 2],
@@ -140,7 +139,7 @@ pub struct MapSpec {
 }
 
 impl MapSpec {
-    /// Dimensions of it: two of a matrix, three of an image.
+    /// Number of dimensions: two for a matrix, three for an image.
     pub fn rank(&self) -> u32 {
         if self.pitch[1] == 0 { 2 } else { 3 }
     }
@@ -167,7 +166,7 @@ pub trait Driver {
     /// Bytes of device memory that are free.
     fn free_memory(&self) -> Result<u64>;
 
-    /// Bytes that the device moves to or from its memory in a second at most; none if the driver does not tell.
+    /// Bytes per second that the device moves to or from its memory at most. `None` if the driver does not tell.
     fn memory_bandwidth(&self) -> Result<Option<u64>> {
         Ok(None)
     }
@@ -178,7 +177,7 @@ pub trait Driver {
     /// Frees device memory.
     fn free(&self, address: u64);
 
-    /// Allocates pinned (page-locked) host memory, which the device copies from without the host's help.
+    /// Allocates pinned (page-locked) host memory, from which the device copies without help of the host.
     fn allocate_pinned(&self, bytes: usize) -> Result<NonNull<u8>>;
 
     /// Frees pinned memory.
@@ -208,19 +207,19 @@ pub trait Driver {
     /// Creates an event that keeps the time at which it was reached.
     fn timed_event(&self) -> Result<Event>;
 
-    /// The time from one such event to another, both of which have been reached.
+    /// The time between two timed events. Both must have been reached.
     fn elapsed(&self, from: Event, to: Event) -> Result<Duration>;
 
     /// Destroys an event.
     fn destroy_event(&self, event: Event);
 
-    /// Records an event behind everything that is queued on a stream.
+    /// Records an event behind everything queued on a stream.
     fn record_event(&self, event: Event, stream: Stream) -> Result<()>;
 
-    /// Makes the host wait until the event, as it was recorded last, has been reached; returns at once if it never was recorded.
+    /// Makes the host wait until the event's last recording has been reached. Returns at once if it was never recorded.
     fn synchronize_event(&self, event: Event) -> Result<()>;
 
-    /// Makes what is queued on a stream from now on wait for the event, as it was recorded last.
+    /// Makes work queued on a stream from now on wait for the event's last recording.
     fn wait_event(&self, stream: Stream, event: Event) -> Result<()>;
 
     /// Queues a copy to the device. Pinned memory must not change until the copy has ended.
@@ -238,7 +237,7 @@ pub trait Driver {
     /// Encodes a tensor map.
     fn tensor_map(&self, spec: &MapSpec) -> Result<[u64; 16]>;
 
-    /// From now on, what is queued on the stream is captured instead of run.
+    /// Captures, instead of running, what is queued on the stream from now on.
     fn begin_capture(&self, stream: Stream) -> Result<()>;
 
     /// Ends the capture and instantiates the graph.
@@ -255,7 +254,7 @@ pub trait Driver {
 mod tests {
     use super::*;
 
-    /// These are the vendor's own figures, which use a clock that is sometimes below the highest.
+    /// The vendor's own figures, which use a clock that is sometimes below the highest.
     #[test]
     fn tensor_core_peaks_are_those_of_the_data_sheets() {
         for (name, capability, multiprocessors, clock, bf16, e4m3, e2m1) in [

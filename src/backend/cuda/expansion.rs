@@ -1,4 +1,5 @@
-//! Quantized weights of GEMMs by inputs of bf16, which are expanded to bf16 each time: by a kernel before the GEMM or, on Hopper, by the GEMM itself.
+//! Expansion of quantized weights to bf16, each time that bf16 inputs are multiplied by them: by a kernel before the GEMM or, on Hopper, by
+//! the GEMM itself.
 
 use super::abi::{self, KlGemmStream, KlMat};
 use super::context::OpContext;
@@ -11,17 +12,16 @@ use crate::tensor::ALIGN;
 /// An address for each matrix of each stream.
 type Places = [[u64; abi::KL_GEMM_PARTS as usize]; abi::KL_STREAMS as usize];
 
-/// The pre-pass takes the matrices of all streams in one launch.
+/// The expansion kernel takes the matrices of all streams in one launch.
 const _: () = assert!(abi::KL_EXPAND_MATRICES == abi::KL_GEMM_PARTS * abi::KL_STREAMS);
 
-/// A matrix as it is after it was expanded to bf16, at this address: the scales of blocks are applied, those of rows are left to the
-/// GEMM.
+/// A matrix after its expansion to bf16, at this address. Its block scales are applied, its row scales are left to the GEMM.
 pub fn in_bf16(w: &KlMat, to: u64) -> KlMat {
     let scales = if w.dtype == abi::KL_E2M1 { 0 } else { w.scales };
     KlMat { data: to, scales, stride: u64::from(w.cols), dtype: abi::KL_BF16, scale: 1.0, ..*w }
 }
 
-/// Where the quantized matrices of a mixed-input GEMM are expanded to; zero for other matrices.
+/// Where the quantized matrices of a mixed-input GEMM are expanded to. Zero for other matrices.
 fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
     let (begin, room) = cx.memory.op_scratch();
     let (mut places, mut end) = (Places::default(), begin);
@@ -37,7 +37,7 @@ fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
     Ok(places)
 }
 
-/// Expands the quantized matrices of a mixed-input GEMM before it, and puts what they become in their place.
+/// Expands the quantized matrices of a mixed-input GEMM before it, and makes `stream` point to the results.
 pub fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
     if operands(&stream[0]) != GemmOperands::MixedInput {
         return Ok(());
@@ -56,7 +56,7 @@ pub fn expand(cx: &OpContext, stream: &mut [KlGemmStream]) -> Result<()> {
     cx.kernels.launch(Kernel::Expand, [ctas, count as u32, 1], &p)
 }
 
-/// How the quantized matrices of a mixed-input GEMM are expanded by the GEMM itself. A wave computes `wave` columns of clusters' tiles.
+/// How a mixed-input GEMM itself expands its quantized matrices. In a wave it computes `wave` columns of cluster tiles.
 pub fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32) -> Result<abi::KlExpansion> {
     let Tile { block_n, block_k, operands, .. } = tile;
     let mut expansion = abi::KlExpansion { counters: 0, to: [[0; _]; _], units: 0, tiles: 0 };

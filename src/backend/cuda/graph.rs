@@ -1,4 +1,4 @@
-//! Captured CUDA graphs, and the steps that they are of.
+//! Captured CUDA graphs of recurring steps.
 
 use super::driver::{Driver, Graph, Stream};
 use crate::backend::StepKey;
@@ -6,7 +6,7 @@ use crate::error::Result;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Launches that were captured from a stream, ready to be launched again as one.
+/// Launches that were captured from a stream, to be launched again as one.
 pub struct CapturedGraph {
     driver: Rc<dyn Driver>,
     graph: Graph,
@@ -17,7 +17,7 @@ impl CapturedGraph {
     pub fn capture(driver: &Rc<dyn Driver>, stream: Stream, body: impl FnOnce() -> Result<()>) -> Result<Self> {
         driver.begin_capture(stream)?;
         let issued = body();
-        // The capture has to end whatever happened inside it, or the stream is lost.
+        // The capture has to end whatever happened inside it, or the stream is unusable.
         let graph = driver.end_capture(stream).map(|graph| Self { driver: driver.clone(), graph });
         issued?;
         graph
@@ -29,31 +29,31 @@ impl CapturedGraph {
     }
 }
 
-/// The steps that recur. A graph is found by what it launches, so it outlives the job that it was captured in: the next one whose step
-/// launches the same kernels with the same parameters, addresses among them, takes it.
+/// The steps that recur. A graph is found by what it launches, so it outlives the job that captured it: a later job takes the graph if its
+/// step launches the same kernels with the same parameters and addresses.
 #[derive(Default)]
 pub struct Steps {
-    /// Hashes of the launches of steps that ran one by one since working memory was reserved.
+    /// Launch hashes of the steps that ran one by one since working memory was reserved.
     seen: HashMap<StepKey, u64>,
-    /// Graphs by that hash, the one that was launched last at the end.
+    /// Graphs by launch hash, the most recently launched last.
     graphs: Vec<(u64, CapturedGraph)>,
 }
 
 impl Steps {
-    /// Graphs that are kept: those of a prompt and of a negative prompt for a few sizes.
+    /// The most graphs to keep: enough for a prompt and a negative prompt at several sizes.
     const KEPT: usize = 16;
 
-    /// The hash of a step's launches, if it ran one by one.
+    /// The hash of a step's launches, if the step ran one by one.
     pub fn launches(&self, key: StepKey) -> Option<u64> {
         self.seen.get(&key).copied()
     }
 
-    /// A step ran one by one, and launched what has this hash.
+    /// Notes that a step ran one by one and its launches have this hash.
     pub fn saw(&mut self, key: StepKey, hash: u64) {
         self.seen.insert(key, hash);
     }
 
-    /// The graph of these launches, if they were captured.
+    /// The graph of launches with this hash, if they were captured.
     pub fn graph(&mut self, hash: u64) -> Option<&CapturedGraph> {
         let place = self.graphs.iter().position(|(of, _)| *of == hash)?;
         let found = self.graphs.remove(place);
@@ -61,7 +61,7 @@ impl Steps {
         self.graphs.last().map(|(_, graph)| graph)
     }
 
-    /// Keeps a graph, in place of the one that was not launched for longest.
+    /// Keeps a graph, in place of the least recently launched one.
     pub fn keep(&mut self, hash: u64, graph: CapturedGraph) {
         if self.graphs.len() == Self::KEPT {
             self.graphs.remove(0);
@@ -69,7 +69,7 @@ impl Steps {
         self.graphs.push((hash, graph));
     }
 
-    /// What recurs from now on may launch something else.
+    /// Forgets which steps ran: from now on they may launch something else.
     pub fn begin_anew(&mut self) {
         self.seen.clear();
     }
