@@ -1,4 +1,4 @@
-//! Adapter files made up by tests: values that follow from names, in the spellings of PEFT and of kohya.
+//! Adapter files made up by tests. Values are derived from tensor names, which are spelled as PEFT or kohya spells them.
 
 use kiln::error::Result;
 use kiln::internals::adapter::{Adapter, Adapters, LayerTargets};
@@ -18,12 +18,12 @@ pub struct Factor {
     pub values: Vec<f32>,
 }
 
-/// The endings of PEFT's names, of the matrix `[rank, in]` and of the matrix `[out, rank]`.
+/// PEFT's name endings: of the matrix `[rank, in]`, then of the matrix `[out, rank]`.
 pub const PEFT: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
-/// Those of kohya's.
+/// kohya's name endings, in the same order.
 pub const KOHYA: [&str; 2] = [".lora_down.weight", ".lora_up.weight"];
 
-/// A tensor with values within -0.5..0.5 that follow from its name, and that bf16 and f16 hold exactly.
+/// A tensor with values in -0.5..0.5 that are derived from its name. bf16 and f16 hold them exactly.
 pub fn factor(name: impl Into<String>, shape: &[usize]) -> Factor {
     let name = name.into();
     let mut state = super::fnv::fnv1a(name.bytes()) | 1;
@@ -40,19 +40,19 @@ pub fn number(name: impl Into<String>, value: f32) -> Factor {
 }
 
 impl Factor {
-    /// The same with every value multiplied.
+    /// Multiplies every value by `by`.
     pub fn times(mut self, by: f32) -> Self {
         self.values.iter_mut().for_each(|value| *value *= by);
         self
     }
 }
 
-/// Both factors of LoRA for a layer of `[out, in]`, in names that end so.
+/// Both LoRA factors of a layer `[out, in]`, with these name endings.
 pub fn lora(layer: &str, [down, up]: [&str; 2], [rows, cols]: [usize; 2], rank: usize) -> Vec<Factor> {
     vec![factor(format!("{layer}{down}"), &[rank, cols]), factor(format!("{layer}{up}"), &[rows, rank])]
 }
 
-/// The factors of LoKr: each of the given shape, and stored whole or as a product of this rank.
+/// The LoKr factors of a layer, each with a shape. A factor with a rank is stored as a product of that rank.
 pub fn lokr(layer: &str, w1: ([usize; 2], Option<usize>), w2: ([usize; 2], Option<usize>)) -> Vec<Factor> {
     let mut factors = Vec::new();
     for (name, ([rows, cols], rank)) in [("w1", w1), ("w2", w2)] {
@@ -65,7 +65,7 @@ pub fn lokr(layer: &str, w1: ([usize; 2], Option<usize>), w2: ([usize; 2], Optio
     factors
 }
 
-/// LoRA under the canonical names of all linear layers of a manifest.
+/// LoRA factors of all linear layers of a manifest, under canonical names.
 pub fn lora_of_all(manifest: &[TensorSpec], rank: usize) -> Vec<Factor> {
     let layer = |spec: &TensorSpec| {
         let (&[rows, cols], Some(name)) = (&spec.shape[..], spec.name.strip_suffix(".weight")) else { return Vec::new() };
@@ -74,7 +74,7 @@ pub fn lora_of_all(manifest: &[TensorSpec], rank: usize) -> Vec<Factor> {
     manifest.iter().flat_map(layer).collect()
 }
 
-/// The bytes of a file, with entries of metadata if there are any.
+/// The bytes of an adapter file. `metadata` may be empty.
 pub fn file(factors: &[Factor], dtype: DType, metadata: &[(&str, &str)]) -> Vec<u8> {
     let kind = match dtype {
         DType::F32 => Dtype::F32,
@@ -91,7 +91,7 @@ pub fn file(factors: &[Factor], dtype: DType, metadata: &[(&str, &str)]) -> Vec<
     serialize(views, (!metadata.is_empty()).then_some(metadata)).unwrap()
 }
 
-/// A file that is read for a model with these layers.
+/// Reads an adapter file for a model with these layers.
 pub fn read(file: Vec<u8>, targets: &LayerTargets) -> Result<Adapter> {
     Adapter::read(&Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(file)))?, targets)
 }

@@ -1,8 +1,8 @@
-//! Tests that take a process of their own, because a process has only one of what they use.
+//! Runs tests in a process of their own. Such tests use something that exists only once in a process.
 
 use std::process::Command;
 
-/// Whether this process runs this test alone. Otherwise such a process is started, and has to pass.
+/// Whether this process runs only this test. If not, starts a process that does, and fails if the test fails there.
 pub fn alone<T>(_test: T) -> bool {
     const VARIABLE: &str = "KILN_TEST_ALONE";
     let (_, name) = std::any::type_name::<T>().split_once("::").unwrap();

@@ -1,5 +1,5 @@
-//! The cost of a call: peak memory, the sum of all that it allocates, and CPU time. Memory is counted in programs whose allocator is
-//! [`Counting`]. It is the same on every machine, busy or not, so that tests hold calls to it every time. Time is for the long tests.
+//! The cost of a call: peak memory, total bytes allocated, and CPU time. Memory is counted in programs whose allocator is [`Counting`]. It
+//! is the same on every machine, busy or not, so tests check it in every run. Only the long tests check time.
 
 use kiln::internals::tensor::ALIGN;
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -14,11 +14,11 @@ fn running(since: Instant) -> Duration {
     nanos.map_or(since.elapsed(), Duration::from_nanos)
 }
 
-/// The CPU time that `work` takes: the mean of up to three runs, because the system counts in steps of milliseconds, and the
-/// least of five such means, because a busy machine is slow by chance and a bad input every time.
+/// The CPU time of `work`: the least of five means, each of up to three runs. A mean, because the system counts in steps of milliseconds.
+/// The least, because a busy machine is slow by chance and a bad input is slow every time.
 pub fn time_of(mut work: impl FnMut()) -> Duration {
     const RUNS: u32 = 3;
-    /// So long that a step more or less makes no difference, and one run is enough.
+    /// A run that takes this long needs no mean: a step of the system's clock makes no difference.
     const LONG: Duration = Duration::from_millis(50);
     let since = Instant::now();
     let mut mean = || {
@@ -66,7 +66,7 @@ impl Gauge {
     }
 }
 
-/// Only the arena is allocated with this alignment, which distinguishes it from everything else.
+/// Counts what is allocated with the arena's alignment, which nothing else has.
 pub static ARENA: Gauge = Gauge::new();
 pub static OTHER: Gauge = Gauge::new();
 
@@ -82,7 +82,7 @@ thread_local! {
     static TOTAL: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The allocator of a program that counts: what each thread has allocated, and all of them together.
+/// A global allocator that counts what each thread has allocated, and what all of them have.
 pub struct Counting;
 
 impl Counting {
@@ -99,7 +99,7 @@ impl Counting {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::add(layout);
-        // SAFETY: the caller keeps the contract of `alloc`, which is the same one.
+        // SAFETY: the caller upholds the contract of `alloc`, which is also `System`'s.
         unsafe { System.alloc(layout) }
     }
 
@@ -122,15 +122,15 @@ pub fn allocations() -> usize {
     ALLOCATIONS.get()
 }
 
-/// Runs `work` and returns the bytes of all that this thread allocated during it, whether or not they were freed.
+/// Runs `work` and returns the total bytes that this thread allocated during it, freed or not.
 pub fn allocated_by<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = TOTAL.get();
     let out = work();
     (out, TOTAL.get() - before)
 }
 
-/// Runs `work` and returns the peak of memory that this thread allocated during it, beyond what it had before. No call that is
-/// measured here allocates on another thread.
+/// Runs `work` and returns the peak memory of this thread during it, beyond what it had before. No call that is measured here allocates on
+/// another thread.
 pub fn peak_of<T>(work: impl FnOnce() -> T) -> (T, isize) {
     let before = IN_USE.get();
     PEAK.set(before);

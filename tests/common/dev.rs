@@ -35,14 +35,14 @@ pub struct Image {
     source: Source,
 }
 
-/// Rows of the residual stream after so many layers.
+/// Rows of the residual stream, after each of these numbers of layers.
 #[derive(serde::Deserialize)]
 pub struct Residual {
     pub layers: Vec<usize>,
     pub rows: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
-/// A mistake that changes the prompt embeddings by so much.
+/// A mistake, and how far it moves the prompt embeddings.
 #[derive(serde::Deserialize)]
 pub struct Mistake {
     pub name: String,
@@ -62,7 +62,7 @@ pub struct Case {
     references: Vec<usize>,
     sigmas: Option<Vec<f64>>,
     adapter: Option<String>,
-    /// The case that has its prompt embeddings, if it is another one.
+    /// The case whose recorded prompt embeddings this one shares, if it has none of its own.
     embeds: Option<String>,
     kept: Vec<String>,
     real: usize,
@@ -86,13 +86,13 @@ pub fn model() -> OpenModel {
     model_with(ModelDefaults::klein())
 }
 
-/// The same with other defaults.
+/// The tiny model with these defaults.
 pub fn model_with(defaults: ModelDefaults) -> OpenModel {
     let manifest = transformer_manifest(&Configs::TINY_DEV.transformer);
     model_of(tiny::weights_of(Component::Transformer, &manifest, DType::Bf16).unwrap(), defaults)
 }
 
-/// The same with another transformer.
+/// The tiny model with this transformer and these defaults.
 pub fn model_of(transformer: Weights, defaults: ModelDefaults) -> OpenModel {
     let weights = PerComponent {
         transformer,
@@ -168,8 +168,8 @@ impl Case {
         errors
     }
 
-    /// How far the reference in bf16 is from itself in f32, with exact times and guidance, which it rounds and kiln does not. Not recorded of
-    /// the VAE's encoder, which is klein's.
+    /// The error of the reference in bf16 against itself in f32, with exact times and guidance. The reference rounds both and kiln does
+    /// not. Nothing is recorded for the VAE's encoder, which is klein's.
     fn bf16_error(&self, name: &str, all: &[Case]) -> Option<f64> {
         let name = if name == "prompt_rows" { "prompt_embeds" } else { name };
         match (self.bf16_exact_time_relative_l2.get(name), self.bf16_relative_l2.get(name), &self.embeds) {
@@ -181,7 +181,7 @@ impl Case {
     }
 }
 
-/// Which of the recorded cases are compared.
+/// Selects the recorded cases to compare, by name.
 pub type Wanted = fn(&str) -> bool;
 
 fn compare(make: Make<'_>, wanted: Wanted, precision: Precision, allowed: impl Fn(&Case, &str) -> Option<f64>) {
@@ -206,14 +206,14 @@ fn compare(make: Make<'_>, wanted: Wanted, precision: Precision, allowed: impl F
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Cases in f32, against the reference in f32; the embeddings more strictly, because the smallest known mistake is an epsilon.
+/// Compares cases in f32 with the reference in f32. Embeddings have a stricter limit, because the smallest known mistake is an epsilon.
 pub fn f32_equals_diffusers(make: Make<'_>, wanted: Wanted) {
     compare(make, wanted, Precision::F32, |_, name| Some(if name.starts_with("prompt") { 1e-5 } else { 1e-4 }));
 }
 
-/// Cases in bf16, with the limit of `goldens.rs`. The adapter is as large as the weights and changes the modulations of every step, so that after
-/// eight of them the errors of both programs depend on the guidance scale by a factor of two and more: from 2.0 to 4.2 kiln's are 0.83, 1.06, 1.45,
-/// 1.45, 0.91 and 1.23 times the reference's. Of that case the results may be twice as far off.
+/// Compares cases in bf16, with the limit of `goldens.rs`. The latents and image of the case with an adapter may be twice as far off. The
+/// adapter is as large as the weights and changes the modulations of every step: after eight steps the errors of both programs depend on
+/// the guidance scale by a factor of two and more. From 2.0 to 4.2 kiln's are 0.83, 1.06, 1.45, 1.45, 0.91 and 1.23 times the reference's.
 pub fn bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>, wanted: Wanted) {
     let all = dev().cases;
     compare(make, wanted, Precision::Bf16, |case, name| {

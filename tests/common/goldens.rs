@@ -1,4 +1,4 @@
-//! The whole pipeline on the tiny model against outputs recorded from diffusers, on any backend.
+//! The whole pipeline of the tiny model, on any backend, against outputs recorded from diffusers.
 
 use super::{Case, Goldens, Make, cases, engine_on, relative_l2, run, unit_image};
 use kiln::internals::dump::Record;
@@ -31,7 +31,7 @@ fn measure(record: &Record, goldens: &Goldens, case: &Case) -> Measured {
     }
 }
 
-/// Every stage in f32, against the reference in f32.
+/// Checks every stage in f32 against the reference in f32.
 pub fn f32_equals_diffusers(make: Make<'_>) {
     let goldens = Goldens::open();
     for case in cases() {
@@ -53,14 +53,14 @@ pub fn f32_equals_diffusers(make: Make<'_>) {
     }
 }
 
-/// Every stage in bf16: its error against the reference in f32 is at most 1.2 times that of the reference in bf16.
+/// Checks every stage in bf16. Its error against the reference in f32 is at most 1.2 times the error of the reference in bf16.
 pub fn bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
     let goldens = Goldens::open();
     for case in cases() {
         let mut engine = engine_on(make(), case.variant(), Precision::Bf16);
         let record = run(&mut engine, &case.job()).unwrap().record.unwrap();
         let m = measure(&record, &goldens, &case);
-        // The stricter limit is the error of the reference with exact timesteps, which it rounds to bf16 and kiln does not.
+        // The limit is the smaller of two errors. One has exact timesteps, which the reference rounds to bf16 and kiln does not.
         let (plain, exact) = (case.bf16_relative_l2, case.bf16_exact_time_relative_l2);
         for (stage, error, plain, exact) in [
             ("text features", m.prompt_embeds, plain.prompt_embeds, exact.prompt_embeds),

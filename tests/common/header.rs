@@ -1,4 +1,4 @@
-//! Safetensors files by their headers.
+//! Writes safetensors files from tensor descriptions.
 
 use std::fs::File;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::path::Path;
 /// A tensor to be written: name, element type, shape.
 pub type Described = (String, &'static str, Vec<usize>);
 
-/// The header of a file of these tensors, with more text at its start, and how many bytes of data follow it.
+/// The header of a file of these tensors, and its number of data bytes. `more` is inserted at the start of the header.
 pub fn header_of(tensors: &[Described], more: &str) -> (String, usize) {
     let mut offset = 0;
     let mut entries = Vec::new();
@@ -25,7 +25,7 @@ pub fn header_of(tensors: &[Described], more: &str) -> (String, usize) {
     (format!("{{{more}{}}}", entries.join(",")), offset)
 }
 
-/// A file of this header and data.
+/// The bytes of a file with this header and data.
 pub fn safetensors(header: impl AsRef<[u8]>, data: &[u8]) -> Vec<u8> {
     let header = header.as_ref();
     [&(header.len() as u64).to_le_bytes()[..], header, data].concat()

@@ -56,7 +56,7 @@ pub struct Case {
     pub distilled: bool,
     /// The error of the reference in bf16 against itself in f32.
     pub bf16_relative_l2: Errors,
-    /// The same with exact timesteps, which the reference rounds to bf16.
+    /// The bf16 error of the reference with exact timesteps. The reference rounds timesteps to bf16.
     pub bf16_exact_time_relative_l2: Errors,
 }
 
@@ -106,7 +106,7 @@ pub fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
 }
 
-/// A recorded file. `KILN_FIXTURES` says where they are on a machine without the sources.
+/// The path of a recorded file. `KILN_FIXTURES` names the folder on a machine without the sources.
 pub fn fixture(name: &str) -> PathBuf {
     let sources = || root().join("tests/fixtures");
     std::env::var_os("KILN_FIXTURES").map_or_else(sources, PathBuf::from).join(name)
@@ -184,24 +184,23 @@ pub fn opened(weights: PerComponent<Weights>, variant: Variant, defaults: ModelD
     OpenModel::check(weights, PerComponent::default(), tiny_tokenizer(), variant, defaults).unwrap()
 }
 
-/// The tiny model with prompts of 64 tokens instead of 512, an eighth of the work of its text encoder. For tests that compare
-/// runs with each other; recorded outputs have 512.
+/// The tiny model with prompts of 64 tokens instead of 512, which is an eighth of the text encoder's work. It is for tests that compare
+/// runs with each other. Recorded outputs have 512 tokens.
 pub fn short_model(variant: Variant) -> OpenModel {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     opened(tiny_weights(&model), variant, ModelDefaults { max_text_tokens: 64, ..ModelDefaults::klein() })
 }
 
-/// That model on a backend.
+/// An engine of [`short_model`] on a backend.
 pub fn short_engine(backend: Box<dyn Backend>, variant: Variant, options: LoadOptions) -> Engine {
     Engine::load(backend, short_model(variant), options, &Silent).unwrap()
 }
 
-/// With `low_memory` the transformer is loaded over the text encoder. The images are the same, the first of an engine and later
-/// ones.
+/// Checks that `low_memory`, which loads the transformer over the text encoder, leaves the first and later images of an engine unchanged.
 pub fn saving_memory_changes_nothing(make: Make<'_>) {
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
-            // Without a record the upload of the other weights overlaps with the text encoder.
+            // Without a record, the upload of the other weights overlaps with the text encoder.
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 2, record: false, ..case.job() };
             let prompts = [&job.prompt, "something else", &job.prompt];
             let images = |low_memory| {

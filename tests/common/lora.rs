@@ -1,4 +1,4 @@
-//! Adapter files as trainers write them, and as nobody should.
+//! Adapter files as trainers write them, and malformed ones.
 
 use crate::fnv::fnv1a;
 use crate::header::safetensors;
@@ -15,7 +15,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Values in one of the types that adapters have.
+    /// A tensor with these values, in one of the element types of adapters.
     pub fn new(name: &str, dtype: DType, shape: &[usize], values: &[f32]) -> Self {
         assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
         let tag = match dtype {
@@ -26,13 +26,13 @@ impl Tensor {
         Self { name: name.into(), dtype: tag.into(), shape: shape.to_vec(), bytes: dtype.encoded(values) }
     }
 
-    /// Hashed values, as those of the tiny model are: of unit gain.
+    /// A tensor of hashed values with unit gain, like the tiny model's.
     pub fn hashed(name: &str, dtype: DType, shape: &[usize]) -> Self {
         Self::new(name, dtype, shape, &hashed_values(name, shape))
     }
 }
 
-/// The values of the tensor `name`, as `tools/goldens` describes them.
+/// The values of the tensor `name`, by the formula in `tools/goldens`.
 pub fn hashed_values(name: &str, shape: &[usize]) -> Vec<f32> {
     let fan_in = shape[1..].iter().product::<usize>();
     let e = (0..).find(|e| 4_usize.pow(e + 1) >= fan_in).unwrap();
@@ -53,7 +53,7 @@ impl File {
         Self { tensors: tensors.into_iter().collect(), metadata: Vec::new() }
     }
 
-    /// The same with one tensor more.
+    /// Adds a tensor.
     pub fn with(mut self, tensor: Tensor) -> Self {
         self.tensors.push(tensor);
         self
@@ -90,7 +90,7 @@ impl File {
     }
 }
 
-/// Both factors of a layer.
+/// Both LoRA factors of a layer.
 pub fn pair(layer: &str, [down, up]: [&str; 2], [rows, cols]: [usize; 2], rank: usize, dtype: DType) -> [Tensor; 2] {
     [
         Tensor::hashed(&format!("{layer}{down}"), dtype, &[rank, cols]),

@@ -1,4 +1,4 @@
-//! Adapters that a backend merges with weights in its own memory, against those that the host merges.
+//! Merges adapters in a backend's own memory and compares the result with the host's.
 
 use super::adapter_files::{Factor, adapters, lokr, lora_of_all};
 use super::quantized::{SHORT, model, plain_tensors, weights, written};
@@ -12,13 +12,13 @@ use kiln::internals::names::Layout;
 use kiln::internals::tensor::{ALIGN, Arena, DType, Precision, Region, WeightSlice};
 use std::collections::HashMap;
 
-/// Where there is room for factors: behind something else.
+/// Offset of the scratch space for factors. Something else lies before it.
 const ROOM_AT: u64 = 3 * ALIGN;
 /// The error of sums in f32 whose terms are below one.
 const SUM_ERROR: f32 = 1e-6;
 
-/// The tiny transformer with LoRA of a rank that is padded, and a LoKr besides. Both sides round a sum in f32 once, so they may differ only
-/// where that sum is next to the middle of two values of bf16.
+/// The tiny transformer with LoRA of a rank that is padded, plus a LoKr. Both sides round a sum in f32 once, so they may differ only if
+/// that sum is next to the middle of two bf16 values.
 pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
     assert!(!be.reads_files(), "this backend does not merge");
     let config = Configs::TINY.transformer;
@@ -71,7 +71,7 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
         be.read(format.weight.parts()[0], &mut got).unwrap();
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             let steps = [got, want].map(|value| i32::from(ordered(bf16::from_f32(*value))));
-            // A sum that is almost zero is as far off as its terms.
+            // Where a sum is almost zero, its error is still the error of its terms.
             let is_close = (steps[0] - steps[1]).abs() <= 1 || (got - want).abs() < SUM_ERROR;
             assert!(is_close, "{} at {i}: {got}, the host has {want}", spec.name);
             differing += usize::from(got != want);
@@ -83,7 +83,7 @@ pub fn backend_merges_as_the_host(be: &mut dyn Backend) {
     assert!(changed > all / 2 && differing < all / 1000);
 }
 
-/// The values of bf16 numbered in their order.
+/// The number of a bf16 value in the order of all bf16 values.
 fn ordered(value: bf16) -> i16 {
     let bits = value.to_bits() as i16;
     if bits < 0 { i16::MIN.wrapping_sub(bits) } else { bits }

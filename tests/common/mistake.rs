@@ -1,4 +1,4 @@
-//! One mistake and the response of the program: the exact exit code, the exact text, and no file written or changed.
+//! One user mistake and the program's response: the exact exit code, the exact text, and no file written or changed.
 
 use crate::sandbox::{Run, Sandbox, program};
 use std::ffi::OsString;
@@ -12,23 +12,23 @@ use std::path::{Path, PathBuf};
 pub enum Hint {
     Nothing,
     Is(&'static str),
-    /// The flags are described by `--help`.
+    /// A pointer to `--help`, which describes the flags.
     Help,
 }
 pub use Hint::{Help, Is, Nothing};
 
-/// The file that is changed while it is in use.
+/// The file that a test changes while the program uses it.
 pub const CHANGING: &str = "changing.safetensors";
 
-/// A change of the sandbox while the program runs.
+/// Changes the sandbox while the program runs.
 pub type Change = fn(&Sandbox);
 
-/// One mistake.
+/// One mistake and the expected response.
 pub struct Row {
     pub args: Vec<OsString>,
     /// Shell commands that prepare the environment.
     pub setup: &'static str,
-    /// A change that is made once the program has opened its files.
+    /// The change to make once the program has opened its files.
     pub meanwhile: Option<Change>,
     pub code: i32,
     /// The first line, without `error: `.
@@ -37,7 +37,7 @@ pub struct Row {
     pub help: bool,
 }
 
-/// A row of the table; `line` is split at spaces.
+/// Makes a row of the table; `line` is split at spaces.
 pub fn row(line: &str, code: i32, first: impl Into<String>, hint: Hint) -> Row {
     let (hint, help) = match hint {
         Nothing => (String::new(), false),
@@ -49,7 +49,7 @@ pub fn row(line: &str, code: i32, first: impl Into<String>, hint: Hint) -> Row {
 }
 
 impl Row {
-    /// A hint with figures in it.
+    /// Replaces the hint, for one with figures in it.
     pub fn hint(self, hint: String) -> Self {
         Self { hint, ..self }
     }
@@ -62,7 +62,7 @@ impl Row {
         Self { meanwhile: Some(change), ..self }
     }
 
-    /// Runs the program, and describes every difference from what is expected.
+    /// Runs the program and describes every difference from the expected response.
     pub fn check(&self, sandbox: &Sandbox) -> Result<(), String> {
         // This file is changed by the test, not by the program.
         let ours = |entry: &Entry| self.meanwhile.is_none() || !entry.path.ends_with(CHANGING);
@@ -99,7 +99,7 @@ impl Row {
         if wrong.is_empty() { Ok(()) } else { Err(format!("kiln {}\n{}", <[String]>::join(&line, " "), wrong.join("\n"))) }
     }
 
-    /// Runs it in an environment that a shell prepares. Mounts end with the shell.
+    /// Runs the program in an environment that a shell prepares. Mounts end with the shell.
     fn run_within(&self, sandbox: &Sandbox) -> Run {
         let script = format!("{} && exec \"$0\" \"$@\"", self.setup);
         let mounts = self.setup.contains("mount");
@@ -109,7 +109,7 @@ impl Row {
         Run::of(command)
     }
 
-    /// Runs it and makes a change after its first line of output, which is printed when its files are open.
+    /// Runs the program and makes a change after its first line of output. The program prints that line once its files are open.
     fn run_and(&self, sandbox: &Sandbox, change: Change) -> Run {
         let mut child = sandbox.command(&self.args).spawn().unwrap();
         let mut reader = BufReader::new(child.stderr.take().unwrap());
@@ -122,7 +122,7 @@ impl Row {
     }
 }
 
-/// A file and the metadata that a write would change.
+/// A file, with the metadata that a write would change.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Entry {
     path: PathBuf,
@@ -140,7 +140,7 @@ fn state(folder: &Path) -> Vec<Entry> {
             list.extend(state(&path));
         }
         let modified = (meta.mtime(), meta.mtime_nsec());
-        // The check whether a folder is writable changes its modification time.
+        // Checking whether a folder is writable changes its modification time.
         list.push(Entry { inode: meta.ino(), length: meta.len(), modified: if meta.is_dir() { (0, 0) } else { modified }, path });
     }
     list.sort();

@@ -1,5 +1,5 @@
-//! Every mode of the model against outputs recorded from diffusers, on any backend: reference images, negative prompts, the KV
-//! cache of references, the small decoder, the guidance embedding.
+//! Every mode of the model, on any backend, against outputs recorded from diffusers: reference images, negative prompts, the KV cache of
+//! references, the small decoder, the guidance embedding.
 
 pub use super::fnv::fnv1a;
 use super::random::splitmix;
@@ -74,7 +74,7 @@ pub fn modes() -> Modes {
     serde_json::from_str(&std::fs::read_to_string(fixture("modes.json")).unwrap()).unwrap()
 }
 
-/// Byte `index` of the recorded input `name`.
+/// Byte `index` of the recorded input called `name`.
 pub fn hashed(name: &str, index: usize) -> u8 {
     (splitmix(fnv1a(name.bytes()), index as u64) >> 56) as u8
 }
@@ -159,7 +159,7 @@ impl Case {
     }
 }
 
-/// Every mode in one precision; `allowed` is the limit of a tensor's error.
+/// Compares every mode in one precision; `allowed` is the error limit of a tensor.
 fn compare(make: Make<'_>, precision: Precision, allowed: impl Fn(&Case, &str) -> f64) {
     let (modes, goldens) = (modes(), Goldens::named("modes.safetensors"));
     for case in &modes.cases {
@@ -178,18 +178,18 @@ fn compare(make: Make<'_>, precision: Precision, allowed: impl Fn(&Case, &str) -
     }
 }
 
-/// Every mode in f32, against the reference in f32.
+/// Checks every mode in f32 against the reference in f32.
 pub fn every_mode_equals_diffusers(make: Make<'_>) {
     compare(make, Precision::F32, |_, _| 1e-4);
 }
 
-/// Every mode in bf16, with the limit of `goldens.rs`.
+/// Checks every mode in bf16, with the limit of `goldens.rs`.
 pub fn every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make: Make<'_>) {
-    // The stricter limit is the error of the reference with exact timesteps, which it rounds to bf16 and kiln does not.
+    // The limit is the smaller of two errors. One has exact timesteps, which the reference rounds to bf16 and kiln does not.
     compare(make, Precision::Bf16, |case, name| 1.2 * case.bf16_exact_time_relative_l2[name].min(case.bf16_relative_l2[name]));
 }
 
-/// A transformer with an embedding of the guidance scale.
+/// Checks a transformer that embeds the guidance scale.
 pub fn guidance_as_an_input_equals_diffusers(make: Make<'_>) {
     let (case, goldens) = (modes().guidance_embed, Goldens::named("modes.safetensors"));
     let config = TransformerConfig { guidance_embed: true, ..Configs::TINY.transformer };
@@ -216,7 +216,7 @@ pub fn guidance_as_an_input_equals_diffusers(make: Make<'_>) {
     }
 }
 
-/// What a transformer predicts a velocity from.
+/// The inputs of one velocity prediction.
 #[derive(Clone, Copy)]
 pub struct PredictionInputs<'a> {
     pub size: Pixels,
@@ -227,7 +227,7 @@ pub struct PredictionInputs<'a> {
     pub guidance: f32,
 }
 
-/// One prediction of a transformer alone.
+/// Runs one prediction of a transformer alone.
 pub fn predict(
     be: &mut dyn Backend,
     weights: &kiln::internals::checkpoint::Weights,

@@ -4,12 +4,12 @@ use crate::random::Random;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Pseudo-random number `index` below `limit`, the same in every run. What a delay coincides with depends on the machine.
+/// Pseudo-random number `index` below `limit`, the same in every run. The machine decides what a delay coincides with.
 pub fn number(index: usize, limit: usize) -> usize {
     Random::new(index as u64).below(limit)
 }
 
-/// A random part of a duration.
+/// A pseudo-random fraction of a duration.
 pub fn moment(index: usize, of: Duration) -> Duration {
     of.mul_f64(number(index, 1_000_000) as f64 / 1e6)
 }

@@ -1,14 +1,14 @@
 //! Every op of a backend against a naive f64 loop: [`cases`] is the table, [`oracle`] has the loops, and this file has the rig
 //! that places operands, runs a case and checks its results. It works on any `&mut dyn Backend`.
 //!
-//! A result has to satisfy two conditions:
-//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice that of naive arithmetic at the same
-//!   precision, plus a floor. For f32 this is the same loop in f32, for bf16 the oracle rounded once.
-//!   Quantized results are the oracle rounded once by the format's own rule, and each code is the one of the exact result, but
-//!   where this is so close to a tie that f32 arithmetic may take the other side.
-//!   The backend counts the values that are beyond the range of e4m3.
-//! - Every element was written (results start as NaN), and nothing else in the arena changed: padding columns of strided buffers,
-//!   gaps and inputs are read back. Padding of inputs is NaN, so that reading it shows.
+//! A result has to satisfy these conditions:
+//! - Its relative L2 error against the f64 oracle, on the inputs as stored, is at most twice the error of naive arithmetic at the same
+//!   precision, plus a floor. For f32, naive arithmetic is the same loop in f32; for bf16, the oracle rounded once. For quantized results
+//!   it is the oracle rounded once by the format's own rule. Each of their codes equals the exact result's code, unless that result is so
+//!   close to a tie that f32 arithmetic may take the other side.
+//! - The backend's count of values beyond the range of e4m3 is right.
+//! - Every element was written (results start as NaN), and nothing else in the arena changed. Padding columns of strided buffers, gaps and
+//!   inputs are read back to check. Padding of inputs is NaN, so reading it shows.
 
 mod attention;
 pub mod cases;
@@ -49,7 +49,7 @@ pub struct Mat {
     pub rows: usize,
     pub cols: usize,
     pub data: Vec<f32>,
-    /// The matrices `[rank, cols]` and `[rows, rank]` whose product is added to a weight.
+    /// The LoRA branch of a weight: matrices `[rank, cols]` and `[rows, rank]`, whose product is added to the weight.
     pub lora: Option<Box<(Mat, Mat)>>,
 }
 
@@ -79,7 +79,7 @@ pub fn stored(value: f32, dtype: DType) -> f32 {
     }
 }
 
-/// A result, and a function that computes its expectation from its format.
+/// A result, and a function that computes its expected values for a format.
 pub type Check<'a> = (Tensor, Box<dyn Fn(Stored) -> Expected + 'a>);
 
 /// How naive arithmetic adds the products of a GEMM.
@@ -87,11 +87,11 @@ pub type Check<'a> = (Tensor, Box<dyn Fn(Stored) -> Expected + 'a>);
 pub enum Sums {
     /// One after the other, in f32.
     F32,
-    /// As tensor cores add those of e4m3.
+    /// As tensor cores add e4m3 products.
     Fp8,
 }
 
-/// The expected values by an oracle function and its arguments, which may follow how naive arithmetic adds products.
+/// Computes expected values from an oracle function and its arguments. The first argument may choose how naive arithmetic adds products.
 macro_rules! want {
     ($f:ident($($arg:expr),* $(,)?)) => {
         $crate::ops::want!($crate::ops::Sums::F32, $f($($arg),*))
@@ -116,7 +116,7 @@ pub(crate) use want;
 pub enum Fit {
     /// Contiguous, in a buffer of its own.
     Whole,
-    /// Strided: some columns of a wider buffer, at an odd offset and with an odd padding; of NVFP4 whole tiles of scales.
+    /// Strided: some columns of a wider buffer, at an odd offset and with odd padding; for NVFP4, whole scale tiles.
     Slice,
 }
 
@@ -143,7 +143,7 @@ pub struct Rig<'a> {
     storage: DType,
     fit: Fit,
     seed: u32,
-    /// All of the arena: the whole buffer of each operand, and its content before the op. Those of quantized operands are bytes.
+    /// The whole arena: each operand's buffer, and its content before the op. Buffers of quantized operands are bytes.
     buffers: Vec<(Tensor, Vec<f32>)>,
     verify: bool,
     /// The results of the op.
@@ -166,7 +166,7 @@ impl Rig<'_> {
     fn place(&mut self, rows: usize, cols: usize, dtype: DType, padding: f32, mut value: impl FnMut(usize) -> f32) -> Tensor {
         let (left, right) = if self.fit == Fit::Slice { (LEFT, RIGHT) } else { (0, 0) };
         let whole = self.arena.alloc(rows, left + cols + right, dtype).unwrap();
-        // There is no NaN in U8, so a result that was not written shows by this value.
+        // U8 has no NaN, so this value marks a result that was not written.
         let kept = |v: f32| if dtype == DType::U8 { stored(if v.is_nan() { 77.0 } else { v }, dtype) } else { v };
         let mut held = vec![kept(padding); whole.len()];
         for r in 0..rows {
@@ -182,7 +182,7 @@ impl Rig<'_> {
         Operand { t, host: Mat::new(rows, cols, data) }
     }
 
-    /// A quantized matrix: its elements and scales, or NaN. The padding is NaN as well.
+    /// A quantized matrix: its elements and scales, or NaN without `data`. The padding is NaN as well.
     fn place_codes(&mut self, rows: usize, cols: usize, format: Stored, data: Option<&Quantized>) -> Tensor {
         let (left, right) = match (self.fit, format.dtype) {
             (Fit::Whole, _) => (0, 0),
@@ -209,7 +209,7 @@ impl Rig<'_> {
         t
     }
 
-    /// Input activations in this format: `f` of values in -1..1.
+    /// Input activations in this format: `f` applied to values in -1..1.
     pub fn input_stored(&mut self, format: Stored, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         if !format.dtype.is_quantized() {
             return self.input_as(format.dtype, rows, cols, f);
@@ -233,22 +233,22 @@ impl Rig<'_> {
         Stored::plain(self.storage)
     }
 
-    /// Input activations: `f` of values in -1..1.
+    /// Input activations in the dtype of the case: `f` applied to values in -1..1.
     pub fn input(&mut self, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         self.operand(rows, cols, self.storage, f32::NAN, f)
     }
 
-    /// The same in another dtype.
+    /// Input activations in this dtype.
     pub fn input_as(&mut self, dtype: DType, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
         self.operand(rows, cols, dtype, f32::NAN, f)
     }
 
-    /// Activations that the op updates in place.
+    /// Activations in the dtype of the case that the op updates in place.
     pub fn updated(&mut self, rows: usize, cols: usize) -> Operand {
         self.updated_as(self.storage, rows, cols)
     }
 
-    /// The same in another dtype.
+    /// Activations in this dtype that the op updates in place.
     pub fn updated_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Operand {
         self.operand(rows, cols, dtype, PADDING, |v| 2.0 * v)
     }
@@ -258,21 +258,21 @@ impl Rig<'_> {
         self.output_as(self.storage, rows, cols)
     }
 
-    /// The same in another dtype.
+    /// A result in this dtype, NaN until written.
     pub fn output_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Tensor {
         self.place(rows, cols, dtype, PADDING, |_| f32::NAN)
     }
 
-    /// Parts of a weight as a file stores them, and their values. Parts of a file may be at any address, so every second one is
-    /// misaligned here.
+    /// Weight slices as a file stores them, and their values. A file may place slices at any address, so every second one is misaligned
+    /// here.
     fn parts(&mut self, parts: &[(usize, Filed)], cols: usize, scale: f32) -> (Vec<WeightSlice>, Vec<f32>) {
         let mut values = Vec::new();
         let store = |(i, &(rows, format)): (usize, &(usize, Filed))| {
             let mut noise = self.noise(rows * cols);
             noise.iter_mut().for_each(|v| *v *= scale);
             if !matches!(format, Filed::Plain(_)) {
-                // Parts, rows and blocks of different magnitudes have different scales. A gate and its up would be multiplied to almost
-                // the same by scales that were exchanged, if SiLU was almost linear there: the first part is larger.
+                // Slices, rows and blocks have different magnitudes, so their scales differ. The first slice is larger than the second:
+                // where SiLU is almost linear, exchanging the scales of a gate and its up would hardly change their product.
                 let of_part = if i % 2 == 0 { 2.0 } else { 0.25 };
                 let of_row = |row: usize| [1.0, 0.375, 0.75][row % 3];
                 let of_block = |block: usize| [1.0, 0.5, 0.125, 0.75, 0.0625][block * 7 / 3 % 5];
@@ -289,7 +289,7 @@ impl Rig<'_> {
         (parts.iter().enumerate().map(store).collect(), values)
     }
 
-    /// A weight of dtype `to` whose rows a file stores in parts of these formats.
+    /// A weight of dtype `to` whose rows a file stores as slices in these formats.
     pub fn expanded(&mut self, role: Role, parts: &[(usize, Filed)], cols: usize, to: DType) -> Operand {
         let rows = parts.iter().map(|part| part.0).sum();
         // The scale keeps the result of a GEMM near one.
@@ -301,22 +301,22 @@ impl Rig<'_> {
         Operand { t, host: Mat::new(rows, cols, values.into_iter().map(|v| stored(v, to)).collect()) }
     }
 
-    /// A weight of dtype `to` whose rows a file stores as `from`, in parts of so many rows.
+    /// A weight of dtype `to` that a file stores as `from`, in slices of these numbers of rows.
     pub fn weight(&mut self, role: Role, parts: &[usize], cols: usize, from: DType, to: DType) -> Operand {
         let parts: Vec<_> = parts.iter().map(|&rows| (rows, Filed::Plain(from))).collect();
         self.expanded(role, &parts, cols, to)
     }
 
-    /// 3x3 filters behind an upsampling by two, which a file stores in bf16.
+    /// 3x3 filters of a convolution that follows an upsampling by two. The file stores them in bf16.
     pub fn up_filters(&mut self, rows: usize, channels: usize, to: DType) -> Operand {
-        // Sums of taps are larger than taps: this keeps the result near one.
+        // Taps are added up here, and sums are larger than taps. This factor keeps the result near one.
         let (parts, values) = self.parts(&[(rows, Filed::Plain(DType::Bf16))], 9 * channels, 0.5 / (channels as f32).sqrt());
         let t = self.weights.alloc(rows, 16 * channels, to).unwrap();
         self.backend.upload(t, Role::UpConv, &parts).unwrap();
         Operand { t, host: Mat::new(rows, 9 * channels, values) }
     }
 
-    /// A weight whose parts keep the formats in which a file stores them.
+    /// A weight whose slices keep the formats of the file.
     pub fn kept(&mut self, parts: &[(usize, Filed)], cols: usize) -> (Weight, Mat) {
         let (parts, values) = self.parts(parts, cols, 1.5 / (cols as f32).sqrt());
         let upload = |part: &WeightSlice| {
@@ -336,7 +336,7 @@ impl Rig<'_> {
 
     /// Runs the op and checks its results.
     pub fn run(&mut self, op: Op<'_>, checks: &[Check<'_>]) {
-        // What is stored past the end of the last operand shows here.
+        // Catches writes past the end of the last operand.
         let behind = self.arena.alloc(1, 4096, DType::F32).unwrap();
         self.buffers.push((behind, vec![PADDING; behind.len()]));
         self.backend.reserve(Region::Arena, self.arena.peak()).unwrap();
@@ -382,7 +382,7 @@ impl Rig<'_> {
             _ => bytes,
         };
         let tiles = views.next();
-        // The view has the tiles along a row without the gap between rows of tiles.
+        // The view holds the tiles of a row without the gap between rows of tiles.
         let blocks = t.cols / BLOCK;
         let scale = |tiles: &Vec<u8>, i: usize| tiles[formats::tiled(i / blocks, i % blocks, blocks)];
         let scales = tiles.map_or_else(Vec::new, |tiles| (0..t.rows * blocks).map(|i| scale(&tiles, i)).collect());
@@ -391,7 +391,7 @@ impl Rig<'_> {
 
     /// Checks that nothing but the results changed.
     fn check_surroundings(&mut self, written: &[Tensor]) {
-        // Of the tiles of block scales a result is only what belongs to blocks, not the padding.
+        // In the block-scale tiles, only the scales of blocks are results. The padding is not.
         let scales: HashSet<u64> = written.iter().copied().flat_map(scale_bytes).collect();
         let elements: Vec<Tensor> = written.iter().map(|&w| Tensor { scaling: Scaling::Unscaled, ..w }).collect();
         for (whole, before) in &self.buffers {
@@ -408,7 +408,7 @@ impl Rig<'_> {
     }
 }
 
-/// Where the block scales of a tensor are stored, in row-major order.
+/// The addresses of a tensor's block scales, in row-major order.
 fn scale_bytes(t: Tensor) -> impl Iterator<Item = u64> {
     let Tensor { rows, cols, stride, .. } = t;
     let (first, rows) = if let Scaling::Blocks16 { scales, .. } = t.scaling { (scales, rows) } else { (0, 0) };
@@ -416,22 +416,22 @@ fn scale_bytes(t: Tensor) -> impl Iterator<Item = u64> {
     (0..rows).flat_map(move |row| (0..cols / BLOCK).map(move |block| place(row, block)))
 }
 
-/// The weights of the cases that a backend has run so far: placed one after the other until half of the memory is used, so that
-/// few cases allocate.
+/// The weights of the cases that a backend has run so far. They are placed one after another until half of the memory is used, so few cases
+/// allocate.
 pub struct Weights {
     arena: Arena,
     bytes: u64,
 }
 
 impl Default for Weights {
-    /// Enough for every case.
+    /// Has room for every case.
     fn default() -> Self {
         Self::with_bytes(512 << 20)
     }
 }
 
 impl Weights {
-    /// Room for cases that need no more than half of it.
+    /// Has room for cases that need at most half of `bytes`.
     pub fn with_bytes(bytes: u64) -> Self {
         Self { arena: Arena::new(Region::Weights), bytes }
     }
@@ -465,17 +465,17 @@ pub fn run(be: &mut dyn Backend, weights: &mut Weights, case: &Case, verify: boo
     rig.results
 }
 
-/// Checks the cases of the table that `wanted` selects by name.
+/// Checks the table's cases whose names `wanted` selects.
 pub fn check_some(backend: &mut dyn Backend, wanted: impl Fn(&str) -> bool) {
     check(backend, cases::all().into_iter().filter(|case| wanted(&case.name)));
 }
 
-/// What a short run takes of so many cases: the first of each op in each dtype and layout, and one in `n` of the others.
+/// The cases that a short run takes: the first of each op in each dtype and layout, and one in `n` of the others.
 pub fn drawn(n: u64, what: &str, cases: impl IntoIterator<Item = Case>) -> impl Iterator<Item = Case> {
     first_and_drawn(n, what, cases, |case| (op_of(case).to_owned(), case.storage, case.fit))
 }
 
-/// What a short run takes where cases are large: the first of each op, and one in `n` of the others.
+/// The large cases that a short run takes: the first of each op, and one in `n` of the others.
 pub fn drawn_of_each_op(n: u64, what: &str, cases: impl IntoIterator<Item = Case>) -> impl Iterator<Item = Case> {
     first_and_drawn(n, what, cases, |case| op_of(case).to_owned())
 }
@@ -502,7 +502,7 @@ fn first_and_drawn<K: PartialEq>(
     first.into_iter().chain(one_in(n, what, others))
 }
 
-/// Checks some cases.
+/// Checks these cases.
 pub fn check(backend: &mut dyn Backend, cases: impl Iterator<Item = Case>) {
     let (mut weights, mut faults, mut count) = (Weights::default(), Vec::new(), 0);
     for case in &cases.collect::<Vec<_>>() {
@@ -514,11 +514,11 @@ pub fn check(backend: &mut dyn Backend, cases: impl Iterator<Item = Case>) {
     assert!(faults.is_empty(), "{} of {count} cases fail on {name}:\n{}", faults.len(), faults.join("\n"));
 }
 
-/// The largest number in the names of cases that run under compute-sanitizer, which slows kernels down a hundredfold.
+/// The largest number in the names of cases that run under compute-sanitizer, which makes kernels a hundred times slower.
 pub const SMALL: usize = 256;
 
-/// Whether no number in the name of a case is above `limit`, except for the head dimension, which is that of the model, and the
-/// length of rows, by which their kernels are selected.
+/// Whether no number in the name of a case is above `limit`. The head dimension, which is the model's, and the length of rows do not count,
+/// because they select the kernel.
 pub fn is_within(limit: usize, name: &str) -> bool {
     let name = [" heads of ", " rows of "].iter().find_map(|of| name.split_once(of)).map_or(name, |(shape, _)| shape);
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<usize>().ok()).all(|n| n <= limit)

@@ -1,9 +1,9 @@
-//! The ordering that CUDA guarantees: work on one stream runs in order, work on several streams only where an event or the host
-//! synchronizes them. Copies and kernels are checked against it as they are queued, with a vector clock per stream.
+//! The ordering that CUDA guarantees: work on one stream runs in order; work on several streams is ordered only by an event or the host.
+//! Copies and kernels are checked against it as they are queued, with a vector clock per stream.
 
 use std::collections::{BTreeMap, HashMap};
 
-/// A vector clock: how much work of each stream happens before a point.
+/// A vector clock: how much of each stream's work happens before a point.
 #[derive(Clone, Debug, Default)]
 struct Clock(HashMap<u64, u64>);
 
@@ -45,11 +45,10 @@ pub struct Order {
     /// The last copy from each staging buffer.
     buffers: HashMap<u64, Work>,
     last_kernel: Option<Work>,
-    /// The addresses that the kernels of a CUDA graph read: of the one being captured, and of those captured before.
+    /// The addresses that the kernels of CUDA graphs read: in the graph being captured, and in those captured before.
     recording: Option<Vec<u64>>,
     recordings: HashMap<u64, Vec<u64>>,
-    /// The number of copies on streams of their own that may overlap with kernels, and of those that wait for all kernels
-    /// before them.
+    /// Copies on streams of their own: how many may overlap with kernels, and how many wait for all kernels before them.
     pub beside: usize,
     pub behind: usize,
 }
@@ -129,7 +128,7 @@ impl Order {
         self.recording = Some(Vec::new());
     }
 
-    /// Ends the capture of a graph, which is kept if it has a handle.
+    /// Ends the capture of a graph. The graph is kept if it has a handle.
     pub fn recorded(&mut self, graph: Option<u64>) {
         let reads = self.recording.take().unwrap();
         self.recordings.extend(graph.map(|graph| (graph, reads)));

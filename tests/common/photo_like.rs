@@ -1,4 +1,4 @@
-//! Images such as a model generates, made by arithmetic: the same on every machine.
+//! Computed images that resemble what a model generates. They are the same on every machine.
 
 use kiln::image::Image;
 
@@ -45,8 +45,8 @@ pub fn photo_like(kind: &str, width: usize, height: usize) -> Image {
     Image { width, height, pixels }
 }
 
-/// Noise with as much energy in every octave: lattices of 256 pixels down to `finest`, each `slope` times as high per halving of its
-/// pitch. The channels share most of it, as those of photographs do.
+/// Noise with as much energy in every octave: lattices of 256 pixels down to `finest`, each `slope` times as high per halving of its pitch.
+/// The channels share most of it, as in photographs.
 fn colored(x: usize, y: usize, finest: f32, slope: f32, contrast: f32, seed: u32) -> [f32; 3] {
     let (mut light, mut tint, mut height, mut pitch) = (0.0, [0.0; 3], 1.0, 256.0);
     while pitch >= finest {
@@ -76,7 +76,7 @@ fn lattice(x: usize, y: usize, pitch: f32, seed: u32) -> f32 {
     top + t * (bottom - top)
 }
 
-/// White noise between -1 and 1: a hash of the place.
+/// White noise between -1 and 1: a hash of the position.
 fn white(x: usize, y: usize, seed: u32) -> f32 {
     let mut hash = (x as u32).wrapping_mul(0x9E37_79B1) ^ (y as u32).wrapping_mul(0x85EB_CA77) ^ seed.wrapping_mul(0xC2B2_AE3D);
     hash = (hash ^ (hash >> 15)).wrapping_mul(0x2C1B_3C6D);
@@ -93,7 +93,7 @@ const LETTERS: [[u8; 7]; 4] = [
     [0b10001, 0b11001, 0b10101, 0b10101, 0b10011, 0b10001, 0b10001],
 ];
 
-/// Whether a pixel is part of a letter, of which every line has other ones.
+/// Whether a pixel is part of a letter. Every line has different letters.
 fn is_ink(x: usize, y: usize) -> bool {
     // Two pixels a dot; eight dots from letter to letter, eleven from line to line.
     let (column, row) = (x / 2, y / 2);

@@ -1,5 +1,5 @@
-//! The quantized files of the tiny model, rebuilt from its weights as `tools/goldens/quantized.py` describes them, and written in
-//! every form in which such files are published.
+//! The quantized files of the tiny model, rebuilt from its weights by the formulas of `tools/goldens/quantized.py`, in every form that such
+//! files are published in.
 
 pub mod goldens;
 
@@ -48,7 +48,7 @@ pub struct RecordedCase {
     pub bf16_exact_time_relative_l2: BTreeMap<String, f64>,
 }
 
-/// Scales are the bits of an f32.
+/// A recorded layer. Scales are the bits of an f32.
 #[derive(serde::Deserialize)]
 struct RecordedLayer {
     format: String,
@@ -95,7 +95,7 @@ impl Plain {
         DType::Bf16.decoded(&self.bytes)
     }
 
-    /// The same tensor in FP8 without a scale.
+    /// This tensor in FP8 without a scale.
     pub fn in_fp8(&self, dtype: DType) -> Self {
         let name = match dtype {
             DType::E4m3 => Dtype::F8_E4M3,
@@ -106,14 +106,14 @@ impl Plain {
     }
 }
 
-/// The tiny model in bf16, which is generated once.
+/// The tiny model in bf16. It is generated once.
 fn tiny_model(layout: Layout) -> &'static TinyModel {
     static ORIGINAL: LazyLock<TinyModel> = LazyLock::new(|| tiny::model(Layout::Bfl, DType::Bf16).unwrap());
     static DIFFUSERS: LazyLock<TinyModel> = LazyLock::new(|| tiny::model(Layout::Diffusers, DType::Bf16).unwrap());
     if layout == Layout::Bfl { &ORIGINAL } else { &DIFFUSERS }
 }
 
-/// The tensors of one part of the tiny model in bf16.
+/// The tensors of one component of the tiny model in bf16.
 pub fn plain_tensors(part: Component, layout: Layout) -> Vec<Plain> {
     let shard = Shard::from_bytes("tiny", tiny_model(layout).file(part).clone()).unwrap();
     let tensor = |(name, entry): (&str, &kiln::internals::checkpoint::Entry)| {
@@ -130,7 +130,7 @@ pub struct Layer {
     pub name: String,
     pub rows: usize,
     pub cols: usize,
-    /// The elements; of NVFP4 two in each byte, the even column in the high nibble.
+    /// The elements. NVFP4 has two in each byte, the even column in the high nibble.
     pub codes: Vec<u8>,
     /// The block scales of NVFP4, row by row.
     pub blocks: Option<Vec<u8>>,
@@ -168,7 +168,7 @@ impl Layer {
         if self.blocks.is_some() { "nvfp4" } else { "float8_e4m3fn" }
     }
 
-    /// Some of the rows as a layer of another name.
+    /// Some of the rows, as a layer with another name.
     fn part(&self, name: String, rows: Range<usize>) -> Self {
         let slice = |bytes: &[u8]| bytes[bytes.len() / self.rows * rows.start..bytes.len() / self.rows * rows.end].to_vec();
         let (codes, blocks) = (slice(&self.codes), self.blocks.as_deref().map(slice));
@@ -185,7 +185,7 @@ impl Layer {
         tiles
     }
 
-    /// Its tensors in a file.
+    /// The layer's tensors in a file.
     fn tensors(&self, form: &Form) -> Vec<Plain> {
         let named = |suffix: &str| format!("{}{}.{suffix}", form.prefix, self.name);
         let [scale, input_scale] = if form.marker { ["scale_weight", "scale_input"] } else { ["weight_scale", "input_scale"] };
@@ -209,7 +209,7 @@ impl Layer {
         };
         tensors.extend(self.input_scale.map(|value| Plain::scalar(named(input_scale), value)));
         if form.settings {
-            // 19 or 27 bytes, as Python writes them, so that what is behind them stands at odd places.
+            // 19 or 27 bytes, as Python writes them, so the tensors after them start at odd addresses.
             let bytes = format!("{{\"format\": \"{}\"}}", self.format()).into_bytes();
             tensors.push(Plain { name: named("comfy_quant"), dtype: Dtype::U8, shape: vec![bytes.len()], bytes });
         }
@@ -220,17 +220,17 @@ impl Layer {
 /// The form in which a program writes a file.
 #[derive(Clone, Copy)]
 pub struct Form {
-    /// In front of every name.
+    /// The prefix of every name.
     pub prefix: &'static str,
-    /// Quantized layers are declared in the metadata.
+    /// Declare quantized layers in the metadata.
     pub metadata: bool,
-    /// Each of them is declared by a tensor beside it.
+    /// Declare each quantized layer by a tensor next to it.
     pub settings: bool,
-    /// The tensor `scaled_fp8` declares them all, and scales have the names that come with it.
+    /// Declare all quantized layers by the tensor `scaled_fp8`, and name scales as such files do.
     pub marker: bool,
-    /// The metadata has the entry that ModelOpt writes.
+    /// Add ModelOpt's entry to the metadata.
     pub modelopt: bool,
-    /// The order of NVFP4.
+    /// The NVFP4 layout.
     pub nvfp4: Nvfp4Layout,
 }
 
@@ -242,7 +242,7 @@ impl Form {
     pub const BFL: Self = Self { metadata: true, ..Self::BARE };
     /// As ComfyUI writes it.
     pub const COMFY: Self = Self { settings: true, ..Self::BARE };
-    /// As ComfyUI's files were before they declared layers.
+    /// As ComfyUI wrote files before they declared layers.
     pub const LEGACY: Self = Self { marker: true, ..Self::BARE };
     /// ModelOpt's export for diffusers.
     pub const MODELOPT: Self = Self { modelopt: true, nvfp4: Nvfp4Layout::MODELOPT, ..Self::BARE };
@@ -250,7 +250,7 @@ impl Form {
     pub const MODELOPT_SINGLE: Self = Self { modelopt: true, nvfp4: Nvfp4Layout::MODELOPT_SINGLE, ..Self::BFL };
 }
 
-/// Changes a layer, given all layers as they were.
+/// Changes a layer, given all layers before any change.
 pub type Change = fn(&mut Layer, &[Layer]);
 
 /// The content of a file.
@@ -261,14 +261,14 @@ pub struct Content {
 }
 
 impl Content {
-    /// The file of this name in `quantized.json`.
+    /// The content of the file with this name in `quantized.json`.
     pub fn of(file: &str) -> &'static Self {
         static ALL: LazyLock<BTreeMap<&str, Content>> =
             LazyLock::new(|| ["fp8", "nvfp4", "fp8mixed"].into_iter().map(|file| (file, Content::build(file))).collect());
         &ALL[file]
     }
 
-    /// Quantizes the tiny model. Scales and bytes have to be the recorded ones.
+    /// Quantizes the tiny model, and checks that scales and bytes equal the recorded ones.
     fn build(file: &str) -> Self {
         let recorded = &RECORDED.layers[file];
         let part = if file == "fp8mixed" { Component::TextEncoder } else { Component::Transformer };
@@ -295,7 +295,7 @@ impl Content {
         Self { layers, plain }
     }
 
-    /// The transformer of `quantized.json` under the names of diffusers, where queries, keys and values are layers of their own.
+    /// This transformer under the names of diffusers, which has separate layers for queries, keys and values.
     pub fn with_names_of_diffusers(&self) -> Self {
         let split = |layer: &Layer| {
             let names = names_of_diffusers(&layer.name);
@@ -308,7 +308,7 @@ impl Content {
         Self { layers, plain }
     }
 
-    /// The same with some layers of the transformer in bf16.
+    /// This content with some transformer layers in bf16.
     pub fn with_plain_layers(&self, is_plain: impl Fn(&str) -> bool) -> Self {
         let layers: Vec<Layer> = self.layers.iter().filter(|layer| !is_plain(&layer.name)).cloned().collect();
         let mut plain = plain_tensors(Component::Transformer, Layout::Bfl);
@@ -316,7 +316,7 @@ impl Content {
         Self { layers, plain }
     }
 
-    /// The same with every layer changed.
+    /// This content with every layer changed.
     pub fn changed(&self, change: Change) -> Self {
         let mut content = self.clone();
         content.layers.iter_mut().for_each(|layer| change(layer, &self.layers));
@@ -346,14 +346,14 @@ impl Content {
     }
 }
 
-/// A file of these tensors, with entries of metadata if there are any.
+/// The bytes of a file with these tensors. `metadata` may be empty.
 pub fn written(tensors: &[Plain], metadata: HashMap<String, String>) -> Vec<u8> {
     let views = tensors.iter().map(|t| (&t.name, TensorView::new(t.dtype, t.shape.clone(), &t.bytes).unwrap()));
     safetensors::serialize(views, (!metadata.is_empty()).then_some(metadata)).unwrap()
 }
 
-/// The layers of diffusers that hold the rows of one of the original layout, in order. Written out here, and not taken from the
-/// tables under test.
+/// The diffusers layers that hold the rows of a layer of the original layout, in order. Written out here, independent of the tables under
+/// test.
 fn names_of_diffusers(layer: &str) -> Vec<String> {
     let parts: Vec<&str> = layer.split('.').collect();
     let block = match parts[0] {
@@ -376,24 +376,23 @@ fn names_of_diffusers(layer: &str) -> Vec<String> {
     names.iter().map(|name| format!("{block}.{name}")).collect()
 }
 
-/// The weights of a part from a file in memory.
+/// The weights of a component, from a file in memory.
 pub fn weights(part: Component, file: Vec<u8>) -> Weights {
     let shard = Shard::from_bytes(&format!("quantized {part}"), Bytes::new(Arc::new(file))).unwrap();
     Weights::from_shards(part, vec![shard]).unwrap()
 }
 
-/// Tokens of a prompt where runs are compared with each other, which saves most of the text encoder's work. Recorded outputs have
-/// 512.
+/// Prompt tokens for tests that compare runs with each other, which saves most of the text encoder's work. Recorded outputs have 512.
 pub const SHORT: usize = 16;
 
-/// The tiny model with other weights of its transformer and, if they are given, of its text encoder.
+/// The tiny model with this transformer and, if given, this text encoder.
 pub fn model(transformer: Weights, text_encoder: Option<Weights>, max_text_tokens: usize) -> OpenModel {
     let [own, vae] = [Component::TextEncoder, Component::Vae].map(|part| tiny_model(Layout::Bfl).weights(part).unwrap());
     let weights = PerComponent { transformer, text_encoder: text_encoder.unwrap_or(own), vae };
     opened(weights, Variant::Distilled, ModelDefaults { max_text_tokens, ..ModelDefaults::klein() })
 }
 
-/// That model on a backend.
+/// An engine of this model on a backend.
 pub fn engine(backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions) -> Engine {
     Engine::load(backend, model, options, &Silent).unwrap()
 }

@@ -4,12 +4,12 @@ use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Whether the long versions of the tests were asked for.
+/// Whether the user asked for the long versions of the tests.
 pub fn long() -> bool {
     std::env::var_os("KILN_TEST_LONG").is_some_and(|value| value == "1")
 }
 
-/// The seed of a run: the one that `KILN_TEST_SEED` repeats, or else a new one, or the same every time.
+/// The seed of a run: `KILN_TEST_SEED` if it is set, otherwise a new seed or always the same one.
 pub fn seed(is_new: bool) -> u64 {
     match std::env::var("KILN_TEST_SEED") {
         Ok(text) => text.parse().expect("KILN_TEST_SEED is a number"),
@@ -18,7 +18,8 @@ pub fn seed(is_new: bool) -> u64 {
     }
 }
 
-/// Runs `case` many times, each with a generator of its own; a short run is the same every time. If a case panics, its seed is printed, so that it can run first.
+/// Runs `case` many times, each with its own generator. A short run is the same every time. If a case panics, prints its seed, with which
+/// the case runs first.
 pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random) + Sync) {
     let (seed, count) = (seed(long()), if long() { long_count } else { short });
     println!("{what}: {count} cases, seed {seed}");
@@ -36,7 +37,7 @@ pub fn cases(what: &str, short: u64, long_count: u64, case: impl Fn(&mut Random)
     println!("{what}: {:.1} s", start.elapsed().as_secs_f64());
 }
 
-/// What a run takes of a sweep that would take long: a long run everything, a short one about one in `n`, which a new seed draws.
+/// The part of a slow sweep that a run takes: all of it in a long run, about one in `n` in a short one, drawn by a new seed.
 pub fn one_in<T>(n: u64, what: &str, sweep: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let seed = seed(true);
     if !long() {
@@ -49,7 +50,7 @@ pub fn one_in<T>(n: u64, what: &str, sweep: impl IntoIterator<Item = T>) -> impl
 /// The step of SplitMix64.
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A number of the sequence of a seed, by SplitMix64 (Steele, Lea and Flood 2014), which is good with any seed.
+/// Number `index` of the sequence of a seed, by SplitMix64 (Steele, Lea and Flood 2014), which is good with any seed.
 pub fn splitmix(seed: u64, index: u64) -> u64 {
     let z = seed.wrapping_add(GAMMA.wrapping_mul(index + 1));
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -57,12 +58,12 @@ pub fn splitmix(seed: u64, index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Such a sequence.
+/// A sequence of random numbers.
 pub struct Random(u64);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        // Consecutive seeds must not give shifted copies of one sequence.
+        // Sequences of consecutive seeds must not be shifted copies of each other.
         let mut mixed = Self(seed);
         Self(mixed.next())
     }
@@ -81,7 +82,7 @@ impl Random {
         list[self.below(list.len())]
     }
 
-    /// A number of any magnitude, often next to a power of two, where arithmetic goes wrong.
+    /// A number of any magnitude, often next to a power of two, where arithmetic tends to fail.
     pub fn size(&mut self) -> u64 {
         let power = 1u64 << self.below(64);
         match self.below(4) {

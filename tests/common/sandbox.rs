@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Flags that generate an image quickly.
 pub const QUICK: [&str; 8] = ["--width", "64", "--height", "64", "--steps", "1", "--precision", "f32"];
 
-/// The program: cargo says where it is, and it is two folders above the test that runs by itself.
+/// The program's path: cargo provides it, or else it is two folders above the test, which then runs without cargo.
 pub fn program() -> &'static str {
     static PATH: LazyLock<String> = LazyLock::new(|| {
         let beside = || std::env::current_exe().unwrap().ancestors().nth(2).unwrap().join("kiln").to_str().unwrap().to_owned();
@@ -25,8 +25,8 @@ pub fn program() -> &'static str {
     &PATH
 }
 
-/// The tiny model with prompts of 64 tokens: with 512, encoding the prompt takes most of the time of a small image. It lies next to the
-/// program, because several processes of tests use it.
+/// The tiny model with prompts of 64 tokens: with 512, encoding the prompt takes most of the time of a small image. It is stored next to
+/// the program, because several test processes use it.
 pub fn tiny_with_short_prompts() -> &'static Path {
     static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
         let files = contents(Layout::Diffusers, DType::Bf16).unwrap();
@@ -41,7 +41,7 @@ pub fn tiny_with_short_prompts() -> &'static Path {
                 fs::create_dir_all(path.parent().unwrap()).unwrap();
                 fs::write(path, bytes).unwrap();
             }
-            // Another process may have been faster.
+            // Another process may have been first.
             if fs::rename(&unfinished, &folder).is_err() {
                 fs::remove_dir_all(&unfinished).unwrap();
             }
@@ -51,7 +51,7 @@ pub fn tiny_with_short_prompts() -> &'static Path {
     &FOLDER
 }
 
-/// A temporary folder that is current folder and home of the program, and the program's default model.
+/// A temporary folder that is the program's current folder and home, and the program's default model.
 pub struct Sandbox(pub PathBuf, &'static OsStr);
 
 /// How a run ended.
@@ -70,21 +70,21 @@ impl Sandbox {
         Self(path, tiny_with_short_prompts().as_os_str())
     }
 
-    /// A folder in which the default model is the tiny one that the program has built in.
+    /// A folder in which the default model is the program's built-in tiny one.
     pub fn with_tiny() -> Self {
         let mut sandbox = Self::new();
         sandbox.1 = OsStr::new("tiny");
         sandbox
     }
 
-    /// The program, isolated from the models of this machine.
+    /// A command that runs the program, isolated from the models of this machine.
     pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.wrapped(program());
         command.args(args);
         command
     }
 
-    /// The program without a default model.
+    /// A command that runs the program without a default model.
     pub fn bare_command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.command(args);
         command.env_remove("KILN_MODEL");
@@ -95,7 +95,7 @@ impl Sandbox {
         Run::of(self.bare_command(args))
     }
 
-    /// The same environment for another program, which starts ours.
+    /// A command that runs another program in the same environment; that program starts kiln.
     pub fn wrapped(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command.current_dir(&self.0).env("HOME", &self.0).env("KILN_MODEL", self.1);
@@ -108,7 +108,7 @@ impl Sandbox {
         command
     }
 
-    /// The program under a limit that a shell sets with `ulimit`.
+    /// A command that runs the program under a limit that a shell sets with `ulimit`.
     pub fn limited<S: AsRef<OsStr>>(&self, limit: &str, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = self.wrapped("sh");
         command.args(["-c", &format!("ulimit {limit} && exec \"$0\" \"$@\""), program()]).args(args);
@@ -142,7 +142,7 @@ impl Sandbox {
         encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
     }
 
-    /// The names of the files and folders in it.
+    /// The names of the files and folders in the sandbox.
     pub fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.0).unwrap();
         let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();

@@ -17,7 +17,7 @@ pub fn hex(message: &[u8]) -> String {
 fn constants() -> ([u32; 64], [u32; 8]) {
     let is_prime = |n: &u64| (2..*n).take_while(|d| d * d <= *n).all(|d| !n.is_multiple_of(d));
     let primes: Vec<u64> = (2..).filter(is_prime).take(64).collect();
-    // The largest root whose power is at most p * 2^(32 power), of which the low 32 bits are the fraction.
+    // The low 32 bits of the largest root whose power is at most p * 2^(32 power) are the fraction.
     let root = |p: u64, power: u32| {
         let (mut low, mut high) = (0_u128, 1_u128 << 36);
         while high - low > 1 {

@@ -11,10 +11,10 @@ use std::ptr::NonNull;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// Where addresses begin. Which addresses a kernel reads is told from its parameters, and no two sizes side by side look like this.
+/// The first address. The stand-in recognizes addresses among a kernel's parameters, and no two adjacent sizes look like this.
 const FIRST_ADDRESS: u64 = 0x7f << 40;
 
-/// The time that a kernel takes; nothing else takes time. No host launches one as quickly, so that its clock is never behind.
+/// The time that a kernel takes; nothing else takes time. No host launches kernels this fast, so the clock is never behind.
 pub const LAUNCH: Duration = Duration::from_nanos(1);
 
 /// A driver without a device.
@@ -33,16 +33,16 @@ pub struct StandIn {
     pub bytes: Cell<(u64, u64)>,
     memory: u64,
     pub launches: Cell<usize>,
-    /// Modules that were loaded before the first of them, and after it.
+    /// Loaded modules: how many before the first launch, and how many after it.
     pub loads: Cell<[usize; 2]>,
-    /// How many launches may begin before the one before them has ended.
+    /// How many launches may begin before the preceding one has ended.
     pub overlapping: Cell<usize>,
-    /// When events were reached.
+    /// When each event was reached.
     reached: RefCell<HashMap<u64, Duration>>,
-    /// The parameters of the last kernel, in words as long as an address.
+    /// The parameters of the last kernel, in address-sized words.
     pub params: RefCell<Vec<u64>>,
     pub replays: Cell<usize>,
-    /// How often the host waited for all that was queued on a stream, by stream.
+    /// How often the host waited for a stream to finish, by stream.
     pub waits: RefCell<HashMap<u64, usize>>,
     pub order: RefCell<Order>,
 }
@@ -52,7 +52,7 @@ impl StandIn {
         Self::of((9, 0), DeviceInfo::SM90_SHARED, memory)
     }
 
-    /// A GPU of this compute capability, of whose shared memory a CTA may have so much.
+    /// A GPU of this compute capability, whose CTAs may use this much shared memory.
     pub fn of(capability: (u32, u32), shared: u32, memory: u64) -> Rc<Self> {
         let info = DeviceInfo {
             index: 0,
@@ -113,17 +113,17 @@ impl StandIn {
         bytes
     }
 
-    /// Makes the `n`th call from here fail.
+    /// Makes the `n`th call from now fail.
     pub fn fail_after(&self, n: usize) {
         self.fails.set(Some(self.calls.get() + n));
     }
 
-    /// Things of this kind that were not given back yet.
+    /// How many resources of this kind were not freed yet.
     pub fn held(&self, kind: &str) -> usize {
         self.taken.borrow().values().filter(|(of, _)| *of == kind).count()
     }
 
-    /// Makes no call fail any more. Returns whether the one that was to fail was reached.
+    /// Stops failing calls. Returns whether the call that was to fail was reached.
     pub fn heal(&self) -> bool {
         self.fails.take().is_none_or(|call| call < self.calls.get())
     }
@@ -135,8 +135,8 @@ impl Drop for StandIn {
     }
 }
 
-/// Pinned memory is real, because the backend writes to it. It is aligned no further than the allocator does by itself, which then need
-/// not fill it with zeros.
+/// The layout of a pinned block. Pinned memory is real, because the backend writes to it. Alignment stays within what the allocator
+/// guarantees, which then need not fill the block with zeros.
 fn block(bytes: u64) -> Block {
     Block::from_size_align(bytes as usize, 16).unwrap()
 }

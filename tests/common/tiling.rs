@@ -1,4 +1,4 @@
-//! The VAE in tiles against outputs recorded from diffusers, on any backend.
+//! The tiled VAE, on any backend, against outputs recorded from diffusers.
 
 use super::modes::hashed;
 use super::{Goldens, Make, fixture, relative_l2};
@@ -46,7 +46,7 @@ impl Case {
     }
 }
 
-/// A VAE alone on a backend.
+/// A VAE on a backend.
 pub struct OnBackend {
     backend: Box<dyn Backend>,
     vae: Vae,
@@ -88,7 +88,7 @@ impl OnBackend {
         (out, ws.peak())
     }
 
-    /// The result, and the bytes of working memory.
+    /// Runs the VAE. Returns the result and the bytes of working memory.
     pub fn run(&mut self, work: Work<'_>, grid: Grid) -> (Vec<f32>, u64) {
         let (_, bytes) = Self::issue(&self.vae, &mut DryRun::new(self.backend.gemm_formats()), work, grid);
         self.backend.reserve(Region::Arena, bytes).unwrap();
@@ -104,7 +104,7 @@ fn tiny_weights() -> Weights {
     tiny::weights_of(Component::Vae, &vae_manifest(&Configs::TINY.vae), DType::Bf16).unwrap()
 }
 
-/// In f32 as the reference in f32, in bf16 at most 1.2 times as far from it as the reference in bf16.
+/// Checks tiles against the reference: equal in f32; in bf16 at most 1.2 times as far off as the reference in bf16.
 pub fn tiles_equal_those_of_diffusers(make: Make<'_>) {
     let recorded: Tiling = serde_json::from_str(&std::fs::read_to_string(fixture("tiling.json")).unwrap()).unwrap();
     let (goldens, weights) = (Goldens::named("tiling.safetensors"), tiny_weights());
@@ -134,8 +134,7 @@ pub fn tiles_equal_those_of_diffusers(make: Make<'_>) {
     }
 }
 
-/// An image without a side longer than a tile has no tiles: it is the same with and without tiling, to the bit; a larger one is
-/// not.
+/// An image with no side longer than a tile has no tiles: it is the same with and without tiling, to the bit. A larger image is not.
 pub fn small_images_have_no_tiles(make: Make<'_>) {
     let (weights, config) = (tiny_weights(), VaeConfig { tile: 96, ..Configs::TINY.vae });
     let values = |count: usize| -> Vec<f32> { (0..count).map(|i| f32::from(hashed("small", i)) / 128.0 - 1.0).collect() };

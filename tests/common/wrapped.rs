@@ -14,7 +14,7 @@ pub type BeforeWrite = Box<dyn FnMut(Tensor, &mut Vec<f32>)>;
 /// Runs an op on a backend.
 type Run<B> = Box<dyn FnMut(&mut B, Op<'_>) -> Result<()>>;
 
-/// What is called for each op and each write.
+/// The hooks of each op and each write.
 pub struct Hooks<B = Cpu> {
     run: Run<B>,
     pub before_write: BeforeWrite,
@@ -37,7 +37,7 @@ impl<B: Backend> Observer<B> for Hooks<B> {
     }
 }
 
-/// Calls `run` in place of each op, which it may run, or another one.
+/// Calls `run` in place of each op. `run` may run that op or another one.
 pub fn instead<B: Backend>(inner: B, run: impl FnMut(&mut B, Op<'_>) -> Result<()> + 'static) -> Wrapped<B> {
     let formats = inner.gemm_formats();
     Observed::new(Box::new(inner), Hooks { run: Box::new(run), before_write: Box::new(|_, _| ()), formats })
@@ -61,7 +61,7 @@ pub fn before_write(inner: Cpu, before_write: impl FnMut(Tensor, &mut Vec<f32>) 
     wrapped
 }
 
-/// The backend with these quantized GEMMs only.
+/// A backend that offers only these quantized GEMMs.
 pub fn with_formats(inner: Cpu, formats: GemmFormats) -> Wrapped {
     let mut wrapped = instead(inner, Cpu::run);
     wrapped.observer.formats = formats;

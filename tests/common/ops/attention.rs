@@ -1,5 +1,5 @@
-//! The cases of attention: logits of every magnitude, several KV segments, causal masks, queries and keys in e4m3, and results in
-//! several ranges of rows with formats of their own.
+//! The cases of attention: logits of every magnitude, several KV segments, causal masks, queries and keys in e4m3, and results in several
+//! row ranges with formats of their own.
 
 use super::cases::{BF16, Table};
 use super::oracle::{self, Rounding};
@@ -13,18 +13,18 @@ use std::ops::Range;
 /// Queries, keys of each KV segment, query heads, KV heads, head dimension, causal mask.
 pub type Shape = (usize, &'static [usize], usize, usize, usize, bool);
 
-/// The magnitude of logits, and the bound that the op is given.
+/// The magnitude of the logits, and the bound that the test passes to the op.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Scores {
     /// A few keys dominate, so that the running maximum of online softmax matters.
     Usual,
-    /// Nearly as large, with a bound.
+    /// Nearly as large as usual, with a bound.
     Bounded,
-    /// As large as with norm gains of ten.
+    /// As large as norm gains of ten make them.
     Huge,
     /// All equal and with a bound, near the largest logits that the max-free softmax supports.
     Highest,
-    /// All equal and with a bound, near the smallest logits that it supports.
+    /// All equal and with a bound, near the smallest logits that the max-free softmax supports.
     Lowest,
 }
 
@@ -33,19 +33,19 @@ pub enum Scores {
 pub enum Heads {
     /// Like the values.
     Plain,
-    /// In e4m3 with these scales: of queries, and of the keys of every other segment.
+    /// In e4m3 with these scales: one for queries, and two that alternate between key segments.
     E4m3 { q: f32, k: [f32; 2] },
 }
 
 impl Heads {
     /// As the model stores them.
     pub const UNSCALED: Self = Self::E4m3 { q: 1.0, k: [1.0; 2] };
-    /// Their product is the factor of all logits.
+    /// Query and key scales, whose product is the factor of all logits.
     const SCALED: Self = Self::E4m3 { q: 0.37, k: [0.0071; 2] };
-    /// Logits have different factors.
+    /// Two key scales, so the factor of a logit depends on its segment.
     const MIXED: Self = Self::E4m3 { q: 0.37, k: [0.0071, 0.013] };
 
-    /// For names of cases.
+    /// The text for case names.
     fn name(self) -> String {
         match self {
             Self::Plain => String::new(),
@@ -75,7 +75,7 @@ pub fn fp8(scale: f32) -> Stored {
     Stored::fp8(Scale::new(scale).unwrap())
 }
 
-/// All of them.
+/// All cases.
 pub fn all(table: &mut Table) {
     let shapes: [Shape; 19] = [
         (1, &[1], 1, 1, 128, false),
@@ -89,7 +89,7 @@ pub fn all(table: &mut Table) {
         (1, &[1], 1, 1, 512, false),
         (65, &[33], 2, 1, 512, false),
         (257, &[600], 1, 1, 512, false),
-        // A single head that is narrower than the kernels for wide ones.
+        // A single head, narrower than the kernels for wide heads expect.
         (130, &[200], 1, 1, 384, false),
         (70, &[130], 1, 1, 456, false),
         (65, &[33], 1, 1, 136, false),
@@ -100,7 +100,7 @@ pub fn all(table: &mut Table) {
         (601, &[601], 1, 1, 64, true),
     ];
     shapes.into_iter().for_each(|shape| attend(table, shape, Scores::Usual, Heads::Plain));
-    // Shapes for kernels that work on whole tiles, that split tiles, and that use the bound of logits.
+    // Shapes for three kinds of kernels: on whole tiles, with split tiles, and with bounded logits.
     let more: [Shape; 6] = [
         (1, &[1], 1, 1, 128, false),
         (257, &[600], 2, 2, 128, false),
@@ -114,7 +114,7 @@ pub fn all(table: &mut Table) {
     for scores in [Scores::Bounded, Scores::Huge] {
         more.into_iter().for_each(|shape| attend(table, shape, scores, Heads::Plain));
     }
-    // A wide head: whole tiles, and row maxima that rise, with the keys of the last KV block in one half of it and in both.
+    // A wide head: whole tiles, and row maxima that rise. The keys of the last KV block fill one half of it, or reach into both.
     attend(table, (128, &[256], 1, 1, 512, false), Scores::Usual, Heads::Plain);
     attend(table, (130, &[400], 1, 1, 512, false), Scores::Huge, Heads::Plain);
     for head in [384, 512] {
@@ -127,15 +127,14 @@ pub fn all(table: &mut Table) {
     }
     more[1..4].iter().for_each(|&shape| attend(table, shape, Scores::Bounded, Heads::UNSCALED));
     attend(table, (1, &[129], 4, 2, 128, false), Scores::Bounded, Heads::UNSCALED);
-    // Sums of e4m3 products are exact in f32, unless queries are multiplied by the factor of logits first.
+    // Sums of e4m3 products are exact in f32, unless the queries are multiplied by the logit factor first.
     let variants = std::mem::replace(&mut table.variants, BF16);
     more[1..4].iter().for_each(|&shape| attend(table, shape, Scores::Huge, Heads::UNSCALED));
     table.variants = variants;
     for scores in [Scores::Usual, Scores::Huge] {
         masked.into_iter().for_each(|shape| attend(table, shape, scores, Heads::Plain));
     }
-    // Scales must not be lost where logits are bounded. Keys with several of them, masks and other heads are for the naive
-    // kernel.
+    // Scales must also count where logits are bounded. Keys with several scales, masks and other heads take the naive kernel.
     for heads in [Heads::SCALED, Heads::MIXED] {
         for scores in [Scores::Usual, Scores::Bounded] {
             attend(table, (130, &[129, 0, 7, 40], 2, 1, 128, false), scores, heads);
@@ -146,7 +145,7 @@ pub fn all(table: &mut Table) {
     ranges(table);
 }
 
-/// Ranges of rows of a result, each in a format of its own; `None` is that of the case.
+/// Row ranges of a result, each in its own format; `None` is the format of the case.
 pub type Ranges = Vec<(usize, Option<Stored>)>;
 
 fn ranges(table: &mut Table) {
@@ -161,11 +160,11 @@ fn ranges(table: &mut Table) {
         ("e4m3", vec![(130, Some(fine))]),
         ("clipped e4m3", vec![(37, Some(clipped))]),
         ("e4m3 twice", vec![(5, Some(fine)), (0, Some(fine)), (131, Some(fine))]),
-        // Rows of one warp of a kernel are in both ranges, and of one tile.
+        // The ranges share rows of one warp, and of one tile.
         ("e4m3 with two scales", vec![(5, Some(fine)), (131, Some(other))]),
         ("plain and clipped e4m3", vec![(70, None), (59, Some(clipped))]),
         ("e4m3 and plain", vec![(131, Some(other)), (6, None)]),
-        // More than a launch takes.
+        // More ranges than a launch takes.
         ("e4m3, plain and e4m3", vec![(19, Some(fine)), (129, None), (3, Some(other))]),
     ];
     for (name, ranges) in all {
@@ -182,7 +181,7 @@ struct KeyValues {
 }
 
 impl KeyValues {
-    /// Segments of so many keys; keys are `f` of values in -1..1.
+    /// KV segments of these numbers of keys; keys are `f` of values in -1..1.
     fn new(rig: &mut Rig<'_>, keys: &[usize], cols: usize, heads: Heads, f: impl Fn(f32) -> f32) -> Self {
         let segment = |(i, &rows): (usize, &usize)| {
             let format = heads.keys(rig, i);
@@ -194,7 +193,7 @@ impl KeyValues {
     }
 }
 
-/// One result in the format of the case.
+/// Adds a case with one result, in the format of the case.
 pub fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): Shape, scores: Scores, heads: Heads) {
     let mask = if causal { "_causal" } else { "" };
     let kind = match scores {
@@ -229,7 +228,7 @@ pub fn attend(table: &mut Table, (queries, keys, q_heads, k_heads, d, causal): S
     });
 }
 
-/// Results in several ranges of rows, adjacent in one buffer or in buffers of their own.
+/// Adds a case with results in several row ranges, adjacent in one buffer or in a buffer each.
 pub fn into_ranges(table: &mut Table, name: &str, ranges: Ranges, d: usize, heads: Heads, adjacent: bool) {
     table.add(format!("attention{} into {name}, 2:1 heads of {d}", heads.name()), move |rig| {
         let (rows, cols) = (ranges.iter().map(|range| range.0).sum(), 2 * d);
@@ -261,7 +260,7 @@ pub fn into_ranges(table: &mut Table, name: &str, ranges: Ranges, d: usize, head
     });
 }
 
-/// What a case attends with, on the host.
+/// The host's values of a case.
 struct Attended<'a> {
     q: &'a Operand,
     kv: &'a KeyValues,
@@ -283,7 +282,7 @@ impl<'a> Attended<'a> {
     fn expected(&self, format: Stored, rows: Range<usize>) -> Expected {
         let exact = self.compute::<f64>(Rounding::none());
         let whole = if self.kv.tensors[0].v.dtype == Bf16 {
-            // Tensor cores take P in bf16, and of sums of e4m3 products they keep as much as `fp8_sums::add` does.
+            // Tensor cores take P in bf16. They add e4m3 products with the precision of `fp8_sums::add`.
             let score = (self.q.t.dtype == E4m3).then_some(fp8_sums::add as fn(f64, &[f64]) -> f64);
             Expected::with_naive(format, exact, self.compute(Rounding { p: |p| f64::from(stored(p as f32, Bf16)), score }))
         } else {

@@ -1,6 +1,6 @@
-//! The table of cases: every op at awkward sizes. These are one, primes, powers of two and their neighbors, and sizes that cross
-//! the blocks of a backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels), in f32 and bf16, contiguous
-//! and strided. Further cases have the widths of the real models; their names contain `klein`.
+//! The table of cases: every op at awkward sizes. Sizes are one, primes, powers of two and their neighbors, and sizes that cross the blocks
+//! of a backend (more than 1,024 rows, 512 columns, 256 queries, 512 keys, 512 pixels). Cases run in f32 and bf16, contiguous and strided.
+//! Further cases have the widths of the real models; their names contain `klein`.
 
 use super::attention::{self, Heads, Scores, attend};
 use super::convolutions::{self, Beside};
@@ -18,7 +18,7 @@ const SHAPES: [(usize, usize); 6] = [(1, 1), (7, 113), (113, 128), (129, 7), (1,
 pub const WEIGHT_TYPES: [(DType, DType); 7] =
     [(Bf16, Bf16), (F32, F32), (F16, F16), (F16, Bf16), (F32, Bf16), (Bf16, F32), (F16, F32)];
 
-/// The dtypes and layouts in which a case runs.
+/// The dtypes and layouts that a case runs in.
 pub type Variants = &'static [(DType, Fit)];
 pub const ALL: Variants = &[(F32, Fit::Whole), (F32, Fit::Slice), (Bf16, Fit::Whole), (Bf16, Fit::Slice)];
 /// For cases in which the error of naive f32 arithmetic is small by chance.
@@ -69,8 +69,8 @@ fn awkward(table: &mut Table) {
     latents(table);
 }
 
-/// The widths of the real models (4B: 3072 with a text encoder of 2560, 9B: 4096 and 4096, and their VAE), on so few rows that
-/// naive loops are quick. Kernels are selected by width.
+/// The widths of the real models (4B: 3072 with a text encoder of 2560, 9B: 4096 and 4096, and their VAE). There are few rows, which keeps
+/// naive loops quick. Kernels are selected by width.
 fn klein(table: &mut Table) {
     table.label = " klein";
     for cols in [2560, 3072, 4096, 12288] {
@@ -150,7 +150,7 @@ fn row_wise(table: &mut Table) {
             rig.run(Op::Pixels { out, x: x.t }, &[(out, want!(pixels(&x.host)))]);
         });
     }
-    // Overlaps of images have three channels, those of latents 32.
+    // Overlaps of images have three channels, overlaps of latents 32.
     blend(table, 11, 3 * 9, Seam::Left { channels: 3 }, "left, 3 channels");
     blend(table, 5, 32 * 4, Seam::Left { channels: 32 }, "left, 32 channels");
     largest_magnitude(table, 0, 128, 0.25, "");
@@ -165,7 +165,7 @@ fn row_wise(table: &mut Table) {
         largest_of(table, format!("{rows}x{cols} with nan"), rows, cols, 0.0, nan);
         largest_of(table, format!("{rows}x{cols} and nan before"), rows, cols, f32::NAN, |v| v);
     }
-    // Widths around those at which other kernels are selected; some threads have a vector less than others, or none.
+    // Widths at which another kernel is selected, and their neighbors. Some threads have a vector less than others, or none.
     for cols in [8, 264, 1024, 1032, 2040, 3064, 3080, 4104, 6144, 6152, 8192, 8200] {
         rms_norm(table, 2, cols);
         layer_norm_modulate(table, 1, cols, (4.0, 1.0));
@@ -198,7 +198,7 @@ fn non_finite(table: &mut Table, rows: usize, cols: usize) {
     });
 }
 
-/// `before` is the result of a former op.
+/// `before` is the result of an earlier op.
 fn largest_magnitude(table: &mut Table, rows: usize, cols: usize, before: f32, label: &str) {
     largest_of(table, format!("{rows}x{cols}{label}"), rows, cols, before, |v| v * 1e20);
 }
@@ -229,7 +229,7 @@ fn layer_norm_modulate(table: &mut Table, rows: usize, cols: usize, (mean, sprea
     });
 }
 
-/// The layer norms of two streams, each of so many rows and with a result in a format of its own. Inputs are `f` of values in -1..1.
+/// The layer norms of two streams, each with a number of rows and a result format. Inputs are `f` of values in -1..1.
 pub fn two_layer_norms(rig: &mut Rig<'_>, cols: usize, f: impl Fn(f32) -> f32, streams: [(usize, Stored); 2]) {
     let streams = streams.map(|(rows, format)| {
         let (x, out) = (rig.input(rows, cols, &f), rig.output_stored(format, rows, cols));
@@ -295,7 +295,7 @@ fn group_norm(table: &mut Table, pixels: usize, channels: usize, groups: usize, 
     });
 }
 
-/// A norm over its own input, as the VAE has it.
+/// A group norm that overwrites its input, as in the VAE.
 fn group_norm_in_place(table: &mut Table, pixels: usize, channels: usize, groups: usize) {
     table.add(format!("group_norm {pixels}x{channels} groups {groups} in place"), move |rig| {
         let (w, bias, x) = (rig.vector(channels), rig.vector(channels), rig.updated(pixels, channels));
@@ -314,7 +314,7 @@ fn latents(table: &mut Table) {
             table.add(name, move |rig| {
                 let (tokens, packed) = (width * height, 4 * channels);
                 let mean = rig.vector(packed);
-                // A variance is not negative, and weights of the rig are, so it is an activation here.
+                // The rig's weights may be negative and a variance is not, so the variance is an activation here.
                 let var = rig.input_as(F32, 1, packed, |v| v.abs() + 0.1);
                 let stats = LatentStats { mean: mean.t, var: var.t, eps: EPS };
                 let host = (&mean.host, &var.host);

@@ -1,5 +1,4 @@
-//! Convolutions: with a residual or a shortcut, at every change of the resolution, with the statistics of their result, and behind a
-//! group norm.
+//! Convolutions: with a residual or a shortcut, at every change of resolution, with statistics of their results, and after a group norm.
 
 use super::cases::{EPS, Table};
 use super::oracle::{self, Filter};
@@ -13,7 +12,7 @@ use kiln::internals::tensor::Stored;
 pub enum Beside {
     Nothing,
     Residual,
-    /// A 1x1 convolution of an image with so many channels.
+    /// A 1x1 convolution of an image with this many channels.
     Shortcut(usize),
 }
 
@@ -49,7 +48,7 @@ pub fn all(table: &mut Table) {
         (33, 35, 8, 256, Same, Residual, Some(4)),
         (9, 9, 8, 128, Same, Nothing, Some(1)),
         (19, 31, 16, 128, Same, Shortcut(72), Some(32)),
-        // Input channels that are a k-block and a part of one, up to half of it and more.
+        // Input channels of a k-block and a part of one: up to half of it, and more than half.
         (17, 9, 96, 96, Same, Nothing, Some(32)),
         (5, 3, 72, 96, Up, Nothing, None),
         (5, 3, 104, 96, Same, Shortcut(96), None),
@@ -94,7 +93,7 @@ pub fn conv(table: &mut Table, (width, height, from, to, sampling, beside, group
             Down => width * height / 4,
         };
         let storage = rig.plain().dtype;
-        // Sums of taps are as precise as activations are.
+        // Sums of taps are as precise as activations.
         let w = match sampling {
             Up => rig.up_filters(to, from, storage),
             Same | Down => rig.weight(Role::Conv, &[to], 9 * from, Bf16, Bf16),
@@ -117,8 +116,8 @@ pub fn conv(table: &mut Table, (width, height, from, to, sampling, beside, group
         let host = residual.as_ref().map(|r| &r.host);
         let beside = shortcut.as_ref().map(|(x, _, w, bias)| (&x.host, &w.host, &bias.host));
         let exact = || oracle::conv::<f64>(&x.host, filter, |v| v, host, beside);
-        // In f32 the same loop; otherwise sums of taps are rounded when they are stored, and so is the shortcut, whose GEMM may be one of
-        // its own.
+        // In f32 naive arithmetic is the same loop. In bf16 it rounds sums of taps when they are stored, and also the shortcut, which a
+        // separate GEMM may compute.
         let naive = || -> Vec<f64> {
             match storage {
                 F32 => oracle::conv::<f32>(&x.host, filter, |v| v, host, beside).into_iter().map(f64::from).collect(),
@@ -126,7 +125,7 @@ pub fn conv(table: &mut Table, (width, height, from, to, sampling, beside, group
             }
         };
         let want = |format: Stored| Expected::with_naive(format, exact(), naive());
-        // Statistics may be computed before or after the result is rounded; a naive implementation does it after.
+        // Statistics may be computed before or after the result is rounded. A naive implementation computes them after.
         let want_stats = |_| {
             let groups = groups.unwrap_or(1);
             let rounded: Vec<f32> = naive().iter().map(|&v| stored(v as f32, storage)).collect();
@@ -143,7 +142,7 @@ pub fn conv(table: &mut Table, (width, height, from, to, sampling, beside, group
 }
 
 pub fn norm_conv(table: &mut Table, (width, height, from, to, groups): NormConvShape, given: bool) {
-    // An image is stored in f32 whatever the activations are.
+    // An image is stored in f32, whatever the dtype of activations.
     for image in if given { vec![None] } else { vec![None, Some(F32)] } {
         let into = if image.is_some() { " into f32" } else { "" };
         let name = format!("norm_conv {width}x{height} {from} to {to} groups {groups} stats given {given}{into}");

@@ -1,12 +1,12 @@
-//! The formats of eight and four bits as their specifications define them, in f64 and by search: the nearest of all values, ties
-//! to the even code, out of range to the largest. Nothing here is shared with the backends.
+//! The 8-bit and 4-bit formats as their specifications define them, in f64 and by search: the nearest of all values, ties to the even code,
+//! out of range to the largest. Nothing here is shared with the backends.
 
 use kiln::internals::tensor::{Bytes, DType, Nvfp4Layout, Scale, Scales, SliceScaling, Stored, WeightSlice};
 use std::sync::{Arc, LazyLock};
 
 /// Columns that share a scale in NVFP4.
 pub const BLOCK: usize = 16;
-/// An e4m3 code of NaN: what is not written, or must not be read.
+/// An e4m3 code of NaN. It marks bytes that are not written yet or must not be read.
 pub const NAN: u8 = 0x7f;
 
 /// A floating-point format: the magnitudes of its codes in order, without infinities and NaN, and the sign bit.
@@ -25,9 +25,9 @@ impl Codes {
         Self { magnitudes: (0..count).map(magnitude).collect(), sign: 1 << (exponent + mantissa) }
     }
 
-    /// The codes of an element type.
+    /// The codes of this element type.
     pub fn of(dtype: DType) -> &'static Self {
-        // E4M3 ends before its only code of NaN, E5M2 before that of infinity.
+        // E4M3's finite codes end before its only NaN, E5M2's before infinity.
         static E4M3: LazyLock<Codes> = LazyLock::new(|| Codes::new(4, 3, 0x7f));
         static E5M2: LazyLock<Codes> = LazyLock::new(|| Codes::new(5, 2, 0x7c));
         static E2M1: LazyLock<Codes> = LazyLock::new(|| Codes::new(2, 1, 8));
@@ -59,18 +59,18 @@ impl Codes {
     }
 }
 
-/// What the elements of an NVFP4 block are multiplied by: the product of both scales in f32.
+/// The factor of the elements of an NVFP4 block: the product of both scales in f32.
 pub fn unit(tensor: f32, scale: u8) -> f32 {
     tensor * Codes::of(DType::E4m3).decode(scale) as f32
 }
 
-/// Quantized rows: the code of every element, and those of the block scales in row-major order, if there are any.
+/// Quantized rows: the code of every element, and the block scales in row-major order, if there are any.
 pub struct Quantized {
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
 }
 
-/// Values as a format stores them. The length of rows does not matter, as they have whole blocks.
+/// Values as a format stores them. Rows have whole blocks, so their length does not matter.
 pub fn quantize(values: impl Iterator<Item = f64>, format: Stored) -> Quantized {
     let codes = Codes::of(format.dtype);
     match format.scales {
@@ -93,12 +93,12 @@ pub fn quantize(values: impl Iterator<Item = f64>, format: Stored) -> Quantized 
     }
 }
 
-/// The scale of a block: its largest element becomes six.
+/// The scale of a block, by which its largest element becomes six.
 pub fn block_scale(largest: f64, tensor: Scale) -> u8 {
     Codes::of(DType::E4m3).encode(largest / 6.0 / f64::from(tensor.get()))
 }
 
-/// The values of quantized elements. A product with a scale is rounded to f32, in which backends compute.
+/// The values of quantized elements. A product with a scale is rounded to f32, as in the backends.
 pub fn dequantize(from: &Quantized, format: Stored) -> Vec<f32> {
     let codes = Codes::of(format.dtype);
     let value = |i: usize, scale: f32| codes.decode(from.codes[i]) as f32 * scale;
@@ -110,15 +110,15 @@ pub fn dequantize(from: &Quantized, format: Stored) -> Vec<f32> {
     }
 }
 
-/// Where the scale of a block stands among tiled ones: a tile has the scales of 128 rows and 4 blocks (64 columns) in 512 bytes,
-/// as 32 units of 16 bytes with the four scales of rows r, r + 32, r + 64 and r + 96.
+/// Offset of a block's scale among tiled scales. A tile has the scales of 128 rows and 4 blocks (64 columns) in 512 bytes: 32 units of 16
+/// bytes, each with the four scales of rows r, r + 32, r + 64 and r + 96.
 pub fn tiled(row: usize, block: usize, blocks: usize) -> usize {
     let tile = row / 128 * blocks.div_ceil(4) + block / 4;
     let (row, block) = (row % 128, block % 4);
     512 * tile + 16 * (row % 32) + 4 * (row / 32) + block
 }
 
-/// Row-major block scales in tiles. Nothing may read the padding, which is NaN.
+/// Arranges row-major block scales in tiles. The padding is NaN, because nothing may read it.
 pub fn tile(scales: &[u8], blocks: usize) -> Vec<u8> {
     let rows = scales.len() / blocks.max(1);
     let mut all = vec![NAN; rows.div_ceil(128) * blocks.div_ceil(4) * 512];
@@ -126,7 +126,7 @@ pub fn tile(scales: &[u8], blocks: usize) -> Vec<u8> {
     all
 }
 
-/// Two elements to a byte, the even one in the high or the low nibble.
+/// Packs two elements into a byte, the even one in the high or the low nibble.
 pub fn pack(codes: &[u8], high_first: bool) -> Vec<u8> {
     codes.chunks_exact(2).map(|pair| if high_first { pair[0] << 4 | pair[1] } else { pair[1] << 4 | pair[0] }).collect()
 }
@@ -135,7 +135,7 @@ pub fn pack(codes: &[u8], high_first: bool) -> Vec<u8> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Filed {
     Plain(DType),
-    /// FP8 without a scale, with one, and with one for each row.
+    /// FP8: without a scale, with one per tensor, and with one per row.
     Fp8(DType),
     Fp8Tensor(DType),
     Fp8Rows(DType),
@@ -143,7 +143,7 @@ pub enum Filed {
 }
 
 impl Filed {
-    /// A name for cases.
+    /// The name for case names.
     pub fn name(self) -> String {
         match self {
             Self::Plain(dtype) => dtype.name().into(),
@@ -156,9 +156,9 @@ impl Filed {
         }
     }
 
-    /// Rows as the file stores them, after `shift` bytes of something else, and their values.
+    /// Rows as the file stores them, after `shift` bytes of something else, and the values they stand for.
     pub fn store(self, values: &[f32], cols: usize, shift: usize) -> (WeightSlice, Vec<f32>) {
-        // The scale with which the largest value becomes that of the format.
+        // The scale that maps the largest value to the largest of the format.
         let range = |values: &[f32], dtype| {
             let largest = values.iter().fold(f32::MIN_POSITIVE, |most, v| v.abs().max(most));
             Scale::new(largest / Codes::of(dtype).largest() as f32).unwrap()

@@ -1,6 +1,5 @@
-//! GEMMs with weights of e4m3, which keep their codes: by inputs of bf16 (W8A16) and of e4m3 (W8A8). Every epilogue, every kind
-//! of scale, weights whose matrices have formats of their own, and results in e4m3, at sizes that leave tiles and k-blocks partly
-//! empty.
+//! GEMMs with e4m3 weights, which keep their codes, by bf16 inputs (W8A16) and e4m3 inputs (W8A8). They cover every epilogue, every kind of
+//! scale, weights whose matrices have formats of their own, and e4m3 results. Sizes leave tiles and k-blocks partly empty.
 
 use super::cases::{Table, Variants};
 use super::formats::Filed;
@@ -10,27 +9,27 @@ use kiln::internals::backend::{GatedGemm, Gemm, Linear, Op, RopeStyle};
 use kiln::internals::tensor::DType::{Bf16, E2m1, E4m3};
 use kiln::internals::tensor::{Scale, Stored};
 
-/// Tensor cores take aligned operands, and inputs of bf16 if not of e4m3.
+/// Tensor cores take aligned operands, and bf16 inputs unless these are e4m3.
 pub const ALIGNED: Variants = &[(Bf16, Fit::Whole)];
 
 const UNSCALED: Filed = Filed::Fp8(E4m3);
 
-/// What is multiplied: its name in those of cases, by which kernels are chosen (`tiles.rs`), and the format of inputs.
+/// A kind of GEMM: its name in case names, by which `tiles.rs` chooses kernels, and its input format.
 #[derive(Clone, Copy)]
 pub struct Kind {
     pub name: &'static str,
     pub input: Option<Stored>,
     pub sums: Sums,
-    /// Columns of the weight where cases do not differ in them.
+    /// Columns of the weight, in cases that do not choose them.
     pub inner: usize,
-    /// Columns of SwiGLU, by itself and as a part of the fused projection.
+    /// Columns of SwiGLU: alone, and in the fused projection.
     pub widths: [usize; 2],
-    /// The rank of a term that is added to the weight.
+    /// The rank of the weight's LoRA branch.
     pub rank: Option<usize>,
 }
 
 impl Kind {
-    /// A layer with its LoRA branch.
+    /// A layer, with its LoRA branch if it has one.
     fn layer(self, rig: &mut Rig<'_>, parts: &[(usize, Filed)], inner: usize, input: Stored) -> (Linear, Mat) {
         let layer = layer(rig, parts, inner, input);
         match self.rank {
@@ -48,8 +47,7 @@ pub fn all(table: &mut Table) {
     let w8a16 = Kind { name: "w8a16", input: bf16, sums: Sums::F32, inner: 528, widths: [208, 80], rank: None };
     let w8a8 = Kind { name: "w8a8", input: e4m3, sums: Sums::Fp8, inner: 528, widths: [208, 80], rank: None };
     for kind in [w8a16, w8a8] {
-        // A handful of rows; more than one tile in both directions; more k-blocks than a pipeline has stages, the last one not
-        // full.
+        // A handful of rows; more than one tile in both directions; more k-blocks than pipeline stages, the last one partly filled.
         for (shape, bias) in [([3, 592, 136], true), ([130, 528, 168], false), ([67, 784, 392], true)] {
             linear(table, kind, shape, "e4m3", &[(shape[2], FP8)], bias);
         }
@@ -72,7 +70,7 @@ pub fn all(table: &mut Table) {
             qkv(table, kind, name, &Fused { parts, heads, mlp, ..Fused::default() });
         }
     }
-    // Matrices of both formats in one launch. A layer of bf16 alone takes the same kernels where its result is e4m3.
+    // Matrices of both formats in one launch. A bf16 layer alone takes the same kernels if its result is e4m3.
     linear(table, w8a16, [67, 528, 424], "e4m3, bf16, e4m3 by rows", &[(136, FP8), (64, PLAIN), (224, FP8_ROWS)], true);
     linear(table, w8a16, [3, 592, 136], "bf16, e4m3", &[(64, PLAIN), (72, FP8)], false);
     for (name, formats) in
@@ -110,7 +108,7 @@ pub fn linear(
     });
 }
 
-/// Two streams in one launch, whose inputs and weights have different scales.
+/// Adds a case of two streams in one launch, whose inputs and weights have different scales.
 pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
     let inner = kind.inner;
     let rank = kind.rank.map_or_else(String::new, |rank| format!(", ranks {rank} and {}", rank + 32));
@@ -121,7 +119,7 @@ pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
                 _ => Stored::fp8(Scale::new(0.0029 * larger).unwrap()),
             });
             let (format, x) = input(rig, format, rows, inner);
-            // The second one's term takes more stages.
+            // The second stream's branch takes more stages.
             let kind = Kind { rank: kind.rank.map(|rank| if larger > 1.0 { rank + 32 } else { rank }), ..kind };
             (x, kind.layer(rig, &[(cols, weight)], inner, format), rig.output(rows, cols))
         });
@@ -133,7 +131,7 @@ pub fn two_streams(table: &mut Table, kind: Kind, [first, second]: [Filed; 2]) {
     });
 }
 
-/// Gate and up rows in a matrix each, or in one. Results are quantized to eight bits or, where inputs are of NVFP4, to that.
+/// Gate and up rows, each in its own matrix or both in one. Results are quantized to 8 bits, or to NVFP4 if inputs are NVFP4.
 pub fn swiglu(table: &mut Table, kind: Kind, weight: &str, formats: &[Filed]) {
     // Wider than a tile.
     let (rows, inner, [width, _]) = (67, kind.inner, kind.widths);
@@ -175,7 +173,7 @@ pub fn gate_residual(
     });
 }
 
-/// The fused projection with either kind of RoPE.
+/// Adds cases of the fused projection, with each kind of RoPE.
 pub fn qkv(table: &mut Table, kind: Kind, weight: &str, case: &Fused) {
     let stored = |format: Option<Stored>| format.map_or("bf16", |format| format.dtype.name());
     let shape @ [rows, inner, width] = [131, kind.inner, kind.widths[1]];

@@ -1,15 +1,15 @@
-//! The precision of tensor cores on e4m3: f64 but for sums of products, of which they keep thirteen binary places.
+//! The precision of tensor cores on e4m3: f64, except that sums of products keep thirteen binary places.
 
 use super::oracle::{Real, bf16};
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
-/// Products that are added at once.
+/// Products that one step adds.
 pub const STEP: usize = 32;
-/// Binary places that are kept of a sum (Hopper, without promotion; arXiv 2511.10909).
+/// Binary places that a sum keeps (Hopper, without promotion; arXiv 2511.10909).
 const PLACES: i32 = 13;
 
-/// A value whose sums of products are those of tensor cores.
+/// A value that adds products with the precision of tensor cores.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 pub struct Fp8Sums(pub f64);
 
@@ -44,13 +44,12 @@ impl Sum for Fp8Sums {
     }
 }
 
-/// The last place that is kept below the leading one of a value that is not zero.
+/// The last place that a sum keeps, given its largest term, which is not zero.
 fn last_place(largest: f64) -> f64 {
     2f64.powi(largest.abs().log2().floor() as i32 - PLACES)
 }
 
-/// A sum to which a step of products is added: terms are aligned to the largest one, and what is below the last place is cut off,
-/// of the result as well.
+/// Adds a step of products to a sum. Terms are aligned to the largest one. What is below the last place is cut off, also in the result.
 pub fn add(sum: f64, products: &[f64]) -> f64 {
     let largest = products.iter().fold(sum.abs(), |most, term| most.max(term.abs()));
     if largest == 0.0 {

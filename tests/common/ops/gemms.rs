@@ -18,7 +18,7 @@ pub fn run_linear(rig: &mut Rig<'_>, x: &Operand, w: &Linear, host: &Mat) {
     rig.run(Op::Linear(&[Gemm { out, x: x.t, w }]), &[(out, want!(linear(&x.host, host, None)))]);
 }
 
-/// Runs a gated layer that is added to what is there.
+/// Runs a gated layer that is added to its output.
 pub fn run_gated(rig: &mut Rig<'_>, x: &Operand, w: &Linear, host: &Mat) {
     let (gate, into) = (rig.input(1, host.rows, |v| v), rig.updated(x.t.rows, host.rows));
     let stream = GatedGemm { into: into.t, x: x.t, w, gate: Some(gate.t) };
@@ -29,7 +29,7 @@ pub fn run_gated(rig: &mut Rig<'_>, x: &Operand, w: &Linear, host: &Mat) {
 /// M, K and N of GEMMs.
 const GEMMS: [(usize, usize, usize); 7] =
     [(1, 7, 1), (1, 128, 129), (7, 113, 128), (113, 129, 7), (129, 1, 113), (2, 2, 600), (1031, 67, 523)];
-/// Sizes at a tile of 64, one less and one more, in each dimension and in all.
+/// Tile sizes of 64, one less and one more, in each dimension and in all.
 const TILES: [(usize, usize, usize); 9] = [
     (64, 64, 64),
     (63, 64, 64),
@@ -42,15 +42,15 @@ const TILES: [(usize, usize, usize); 9] = [
     (65, 65, 65),
 ];
 
-/// GEMMs with a K that is long enough for split-K.
+/// GEMMs whose K is long enough for split-K.
 const LONG: [(usize, usize, usize); 2] = [(66, 584, 64), (130, 520, 168)];
 
-/// Names a GEMM. A long K is called the length of rows, which does not exclude the case from the small ones.
+/// Names a GEMM. A long K is named as the length of rows, which `is_within` ignores.
 fn shape(rows: usize, inner: usize, cols: usize) -> String {
     if inner > SMALL { format!("{rows}x{cols}, rows of {inner}") } else { format!("{rows}x{inner}x{cols}") }
 }
 
-/// Every GEMM with one part.
+/// All GEMM epilogues at all sizes, then weights of several slices and dtypes.
 pub fn all(table: &mut Table) {
     for (rows, inner, cols) in GEMMS.into_iter().chain(TILES).chain(LONG) {
         for with_bias in [false, true] {
@@ -69,13 +69,13 @@ pub fn all(table: &mut Table) {
     for (rows, rank, cols) in [(65, 16, 131), (129, 48, 200)] {
         merged(table, rows, rank, cols);
     }
-    // Many long rows: operand A is too large to be decoded at once.
+    // Many long rows: operand A is too large to decode at once.
     table.add("linear 1031x8209x3".into(), |rig| {
         let w = rig.weight(Role::Linear, &[3], 8209, Bf16, Bf16);
         let x = rig.input(1031, 8209, |v| v);
         run_linear(rig, &x, &linear_of(&w, None), &w.host);
     });
-    // Storage of a weight: one part, or three as for q, k and v with the second one misaligned, in every pair of dtypes.
+    // Weight storage: one slice, or three as for q, k and v with the second one misaligned, in every pair of dtypes.
     for (from, to) in WEIGHT_TYPES {
         for parts in [&[131][..], &[64, 1, 66]] {
             table.add(format!("linear with weight {from:?} as {to:?} in {} parts", parts.len()), move |rig| {
@@ -104,7 +104,7 @@ pub fn linear(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bi
     });
 }
 
-/// Both streams in bf16, which tensor cores compute in one launch.
+/// Adds a case of two bf16 streams, which tensor cores compute in one launch.
 fn grouped(table: &mut Table, rows: usize, inner: usize, cols: usize, with_bias: bool) {
     let shape = shape(rows, inner, cols);
     table.add(format!("linear {shape} bias {with_bias}, grouped with 67 rows"), move |rig| {
@@ -150,7 +150,7 @@ pub fn gate_residual(table: &mut Table, rows: usize, inner: usize, cols: usize, 
     });
 }
 
-/// What adapters add to a weight of bf16, in f32 until it is rounded.
+/// Adds a case of merging an adapter with a bf16 weight, in f32 until the sum is rounded.
 fn merged(table: &mut Table, rows: usize, rank: usize, cols: usize) {
     table.add(format!("linear_gate_residual {rows}x{rank}x{cols} of f32 into bf16"), move |rig| {
         let down = rig.weight(Role::Linear, &[cols], rank, F32, F32);
@@ -162,7 +162,7 @@ fn merged(table: &mut Table, rows: usize, rank: usize, cols: usize) {
     });
 }
 
-/// Weights as files store them, expanded when they are uploaded: every format, in one part, and several formats in one weight.
+/// Weights that the backend expands during upload: every format in one slice, and several formats in one weight.
 pub fn expanded(table: &mut Table) {
     let (tensor, rows) = (Filed::Fp8Tensor, Filed::Fp8Rows);
     let formats = [Filed::Fp8(E4m3), tensor(E4m3), rows(E4m3), Filed::Fp8(E5m2), tensor(E5m2), rows(E5m2)];
@@ -187,7 +187,7 @@ pub fn expanded(table: &mut Table) {
 
 fn linear_expanded(table: &mut Table, name: String, parts: Vec<(usize, Filed)>, to: DType) {
     table.add(format!("linear with weight {name}"), move |rig| {
-        // A width of whole blocks that is not one of whole tiles of block scales.
+        // Whole blocks that are not whole block-scale tiles.
         let w = rig.expanded(Role::Linear, &parts, 112, to);
         let x = rig.input(19, 112, |v| v);
         run_linear(rig, &x, &linear_of(&w, None), &w.host);

@@ -1,4 +1,4 @@
-//! What a result has to satisfy: the limits on its error, and on the codes of a quantized one.
+//! The limits on a result's error, and on the codes of a quantized result.
 
 use super::formats::{self, BLOCK, Codes, Quantized};
 use super::stored;
@@ -6,20 +6,20 @@ use kiln::internals::tensor::{DType, Scales, Stored, Tensor};
 
 /// Added to every limit, because naive arithmetic may be exact by chance.
 const FLOOR: f64 = 1e-6;
-/// The relative error of the two divisions in f32 that bring a value into the range of its format, and of the scale itself.
+/// The relative error of the two f32 divisions that bring a value into the range of its format, and of the scale itself.
 const DIVISIONS: f64 = 4.0 / (1 << 24) as f64;
 
-/// The exact result of an op, and that of naive arithmetic.
+/// The exact result of an op, and the result of naive arithmetic.
 pub struct Expected {
     pub exact: Vec<f64>,
     pub naive: Vec<f64>,
-    /// For quantized results: how far a value may be from the exact one before it is rounded. It is twice the largest error of
-    /// naive arithmetic.
+    /// For quantized results: the allowed distance from the exact value before rounding, which is twice the largest error of naive
+    /// arithmetic.
     pub slack: f64,
 }
 
 impl Expected {
-    /// The oracle, and naive arithmetic in this format: the same loop in f32, or the oracle rounded once.
+    /// Takes the oracle. Naive arithmetic in this format is the same loop in f32, or the oracle rounded once.
     pub fn new(format: Stored, exact: Vec<f64>, naive: impl FnOnce() -> Vec<f32>) -> Self {
         match format.dtype {
             DType::F32 => Self::naive_f32(exact, naive()),
@@ -35,7 +35,7 @@ impl Expected {
         }
     }
 
-    /// The oracle, and naive arithmetic whose result is rounded to this format.
+    /// Takes the oracle and naive arithmetic, whose result is rounded to this format.
     pub fn with_naive(format: Stored, exact: Vec<f64>, naive: Vec<f64>) -> Self {
         if !format.dtype.is_quantized() {
             let naive = naive.into_iter().map(|v| f64::from(stored(v as f32, format.dtype))).collect();
@@ -46,12 +46,12 @@ impl Expected {
         Self { exact, naive: rounded.into_iter().map(f64::from).collect(), slack: 2.0 * error }
     }
 
-    /// How far the value that is rounded may be from this exact one.
+    /// How far a value may be from this exact one before it is rounded.
     fn slack_of(&self, value: f64) -> f64 {
         self.slack + value.abs() * DIVISIONS
     }
 
-    /// The oracle and the same loop in f32.
+    /// Takes the oracle and the same loop in f32.
     pub fn naive_f32(exact: Vec<f64>, naive: Vec<f32>) -> Self {
         Self { exact, naive: naive.into_iter().map(f64::from).collect(), slack: 0.0 }
     }
@@ -75,7 +75,7 @@ fn place(out: Tensor, i: usize) -> String {
     format!("[{}, {}] of [{}, {}]", i / out.cols, i % out.cols, out.rows, out.cols)
 }
 
-/// What is wrong with the values of a result.
+/// Describes what is wrong with the values of a result.
 pub fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
     assert_eq!(got.len(), want.exact.len(), "the oracle has another shape");
     // Infinities and NaN have no distance.
@@ -96,14 +96,14 @@ pub fn judge(out: Tensor, got: &[f32], want: &Expected) -> Option<String> {
     Some(format!("relative error {error:.2e}, naive arithmetic has {naive:.2e}; worst at {place}: {got}, oracle {exact}"))
 }
 
-/// Whether a code is that of a value within these bounds. Where all of them have one code, its sign counts even if it is zero.
+/// Whether a code belongs to a value within these bounds. If all of them have one code, its sign counts even if it is zero.
 fn is_code_of(codes: &Codes, code: u8, low: f64, high: f64) -> bool {
     let (first, last, value) = (codes.encode(low), codes.encode(high), codes.decode(code));
     if first == last { code == first } else { codes.decode(first) <= value && value <= codes.decode(last) }
 }
 
-/// What is wrong with the codes of a quantized result, whose values are `got`: each is that of the exact value, or of one that
-/// f32 arithmetic may have in its stead. A block of NVFP4 is judged by the scale that is stored, after that itself.
+/// Describes what is wrong with the codes of a quantized result, whose values are `got`. Each code must belong to the exact value or to one
+/// that f32 arithmetic may give in its place. NVFP4 blocks are judged by their stored scale, once that scale has been checked.
 pub fn judge_codes(out: Tensor, got: &[f32], stored: &Quantized, want: &Expected) -> Option<String> {
     let format = out.stored();
     let decoded = formats::dequantize(stored, format);
@@ -144,9 +144,9 @@ pub fn judge_codes(out: Tensor, got: &[f32], stored: &Quantized, want: &Expected
     ))
 }
 
-/// What is wrong with the count of values beyond the range of the e4m3 results of an op.
+/// Describes what is wrong with the count of values beyond the range of an op's e4m3 results.
 pub fn judge_saturated(count: u64, results: &[(Tensor, Expected)]) -> Option<String> {
-    /// Halfway from the largest code, 448, to what the next would be.
+    /// Halfway from the largest value, 448, to the next one if there were any.
     const LIMIT: f64 = 464.0;
     let (mut least, mut most) = (0, 0);
     for (out, want) in results.iter().filter(|(out, _)| out.dtype == DType::E4m3) {

@@ -1,5 +1,5 @@
-//! GEMMs with a LoRA branch beside their weights, whatever those are: every epilogue, ranks that fill a pipeline stage in part, exactly and
-//! several times, and matrices that begin within a tile.
+//! GEMMs of every kind with a LoRA branch: every epilogue, ranks that fill a pipeline stage in part, exactly and several times, and
+//! matrices that begin within a tile.
 
 use super::Sums;
 use super::cases::Table;
@@ -12,7 +12,7 @@ pub fn all(table: &mut Table) {
     let variants = std::mem::replace(&mut table.variants, ALIGNED);
     let ([(_, bf16), (_, e4m3), (_, nvfp4)], [(_, e4m3_out), _, (_, nvfp4_out), _]) = (inputs(), results());
     let fp8_heads = Some(Stored::fp8(Scale::ONE));
-    // Of each kind: two formats of a weight, and what queries, keys and the SwiGLU half of the projection are stored as.
+    // For each kind: two weight formats, and the formats of queries and keys and of the SwiGLU half of the projection.
     for (name, input, sums, widths, [first, second], heads, mlp) in [
         ("bf16", bf16, Sums::F32, [208, 80], [PLAIN, PLAIN], None, None),
         ("w8a16", bf16, Sums::F32, [208, 80], [FP8, FP8_ROWS], None, Some(e4m3_out)),

@@ -5,7 +5,7 @@ use kiln::internals::backend::{Backend, Role};
 use kiln::internals::tensor::{Arena, Bytes, DType, Nvfp4Layout, Region, Scale, SliceScaling, WeightSlice};
 use std::sync::Arc;
 
-/// Checks that a backend takes whole parts and refuses incomplete ones, when it expands them to bf16.
+/// Checks that a backend takes whole slices and refuses incomplete ones when it expands them to bf16.
 pub fn check(backend: &mut dyn Backend) {
     let mut arena = Arena::new(Region::Weights);
     let to = arena.alloc(4, 32, DType::Bf16).unwrap();
@@ -40,7 +40,7 @@ pub fn check(backend: &mut dyn Backend) {
         let result = backend.upload(to, Role::Linear, &[part]);
         assert!(matches!(result, Err(Error::Op { op: "upload", .. })), "{what}: {result:?}");
     }
-    // Blocks are whole.
+    // Blocks must be whole.
     let to = arena.alloc(4, 24, DType::Bf16).unwrap();
     let result = backend.upload(to, Role::Linear, &[nvfp4(48, 512, tiled)]);
     assert!(matches!(result, Err(Error::Op { op: "upload", .. })), "{result:?}");

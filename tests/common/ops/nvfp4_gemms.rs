@@ -1,5 +1,5 @@
-//! GEMMs with weights of NVFP4, which keep their codes and block scales, by inputs of bf16 (W4A16) and of NVFP4 (W4A4): every
-//! epilogue, matrices that begin and end within a tile of scales, and weights whose matrices have formats of their own.
+//! GEMMs with NVFP4 weights, which keep their codes and block scales, by bf16 inputs (W4A16) and NVFP4 inputs (W4A4). They cover every
+//! epilogue, matrices that begin and end within a scale tile, and weights whose matrices have formats of their own.
 
 use super::Sums;
 use super::cases::Table;
@@ -18,12 +18,12 @@ pub fn all(table: &mut Table) {
 
 fn w4a16(table: &mut Table) {
     let ([(_, bf16), ..], [(_, e4m3), (_, clipped), ..]) = (inputs(), results());
-    // The inner size is one of whole tiles of scales: nine k-blocks, more than a pipeline has stages.
+    // The inner size is whole scale tiles: nine k-blocks, more than a pipeline has stages.
     let kind = Kind { name: "w4a16", input: bf16, sums: Sums::F32, inner: 576, widths: [208, 80], rank: None };
     for (shape, bias) in [([3, 640, 136], true), ([130, 576, 168], false), ([67, 832, 392], true), ([257, 64, 136], false)] {
         linear(table, kind, shape, "nvfp4", &[(shape[2], NVFP4)], bias);
     }
-    // Rows that are not whole tiles of scales, and results that TMA does not store, are not for tensor cores.
+    // Tensor cores do not take rows of partial scale tiles, or results that TMA does not store.
     linear(table, kind, [67, 208, 168], "nvfp4", &[(168, NVFP4)], true);
     linear(table, kind, [67, 576, 131], "nvfp4", &[(131, NVFP4)], true);
     for (name, layout) in [("modelopt", Nvfp4Layout::MODELOPT), ("modelopt's single files", Nvfp4Layout::MODELOPT_SINGLE)] {
@@ -44,7 +44,7 @@ fn w4a16(table: &mut Table) {
     two_streams(table, kind, [NVFP4, NVFP4]);
     for (name, formats) in [
         ("nvfp4", &[NVFP4, NVFP4][..]),
-        // The up rows begin within a tile of scales.
+        // The up rows begin within a scale tile.
         ("nvfp4 in one matrix", &[NVFP4]),
         ("nvfp4 and bf16", &[NVFP4, PLAIN]),
         ("bf16 and nvfp4", &[PLAIN, NVFP4]),
@@ -67,9 +67,9 @@ fn w4a16(table: &mut Table) {
 
 fn w4a4(table: &mut Table) {
     let ([.., (_, nvfp4)], [(_, e4m3), _, (_, nvfp4_out), (_, clipped)]) = (inputs(), results());
-    // Whole k-blocks, more than a pipeline has stages, and whole words of scales; gates and ups begin with either half of a scale tile.
+    // Whole k-blocks, more than a pipeline has stages, and whole words of scales. Gates and ups begin with either half of a scale tile.
     let kind = Kind { name: "w4a4", input: nvfp4, sums: Sums::F32, inner: 640, widths: [192, 64], rank: None };
-    // K of whole tiles of scales and of whole blocks alone, a handful of rows, more than a tile of them in both directions.
+    // K of whole scale tiles and of whole blocks alone, a handful of rows, more rows than a tile in both directions.
     for (shape, bias) in [
         ([3, 640, 136], true),
         ([130, 640, 168], false),

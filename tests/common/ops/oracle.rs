@@ -1,6 +1,6 @@
-//! Every op as the most naive loop that its documentation allows, generic over the precision: in f64 it is the oracle, in f32 it
-//! shows the error of straightforward arithmetic. There are no fused passes and no helpers shared with the backends, and every
-//! sum adds its terms in order.
+//! Every op as the most naive loop that its documentation allows, generic over the precision. In f64 it is the oracle; in f32 it shows the
+//! error of straightforward arithmetic. There are no fused passes and no helpers shared with the backends, and every sum adds its terms in
+//! order.
 
 use super::Mat;
 use super::fp8_sums::STEP;
@@ -24,16 +24,16 @@ pub trait Real:
     fn exp(self) -> Self;
     fn sqrt(self) -> Self;
 
-    /// The value as it is after it was stored in bf16, if arithmetic is not exact.
+    /// The value rounded to bf16, unless arithmetic is exact.
     fn through_bf16(self) -> Self;
 
-    /// Adds the products of a row with the columns of a matrix `[row.len(), sums.len()]` to their sums.
+    /// Adds the products of a row and the columns of a matrix `[row.len(), sums.len()]` to `sums`.
     fn add_products(sums: &mut [Self], row: &[Self], columns: &[Self]) {
         row.iter().zip(columns.chunks_exact(sums.len())).for_each(|(&scale, terms)| add_scaled(sums, scale, terms));
     }
 }
 
-/// Rounded to bf16, to the nearest even.
+/// Rounds to bf16, ties to even.
 pub fn bf16(value: f32) -> f32 {
     let bits = value.to_bits();
     f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
@@ -72,7 +72,7 @@ fn count<R: Real>(n: usize) -> R {
     R::of(n as f32)
 }
 
-/// One value per element of a `rows x cols` result.
+/// Computes one value per element of a `rows x cols` result.
 fn each<R: Real>(rows: usize, cols: usize, mut f: impl FnMut(usize, usize) -> R) -> Vec<R> {
     (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))).map(|(r, c)| f(r, c)).collect()
 }
@@ -107,7 +107,7 @@ pub fn layer_norm_modulate<R: Real>(x: &Mat, shift: &Mat, scale: &Mat, eps: f32)
     })
 }
 
-/// `acc[i] += scale * row[i]` (axpy): one term of many independent dot products, which each still add their terms in order.
+/// `acc[i] += scale * row[i]` (axpy): adds one term to many independent dot products. Each dot product still adds its terms in order.
 fn add_scaled<R: Real>(acc: &mut [R], scale: R, row: &[R]) {
     acc.iter_mut().zip(row).for_each(|(acc, &v)| *acc += scale * v);
 }
@@ -123,7 +123,7 @@ fn gemm_nt<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     let mut out = product_nt(&x, w, rows.clone());
     if let Some((down, up)) = w.lora.as_deref() {
         let mut down_out: Vec<R> = product_nt(&x, down, 0..down.rows);
-        // Tensor cores multiply what the kernel before has stored.
+        // Tensor cores multiply what the kernel before them has stored.
         if down.rows.is_multiple_of(16) {
             down_out.iter_mut().for_each(|value| *value = value.through_bf16());
         }
@@ -154,7 +154,7 @@ pub fn linear<R: Real>(x: &Mat, w: &Mat, bias: Option<&Mat>) -> Vec<R> {
     each(x.rows, w.rows, |r, c| projected[r * w.rows + c] + bias.map_or(R::of(0.0), |b| b.at(0, c)))
 }
 
-/// SwiGLU, `silu(gate) * up`: gate is `width` rows of `w` from `first` on, up the next `width`.
+/// SwiGLU, `silu(gate) * up`. The gate is `width` rows of `w` from `first` on, and up is the next `width` rows.
 pub fn swiglu<R: Real>(x: &Mat, w: &Mat, first: usize, width: usize) -> Vec<R> {
     let gate = gemm_nt::<R>(x, w, first..first + width);
     let up = gemm_nt::<R>(x, w, first + width..first + 2 * width);
@@ -172,14 +172,14 @@ pub fn gate_residual<R: Real>(into: &Mat, x: &Mat, w: &Mat, bias: Option<&Mat>, 
 /// qk-norm, scale and RoPE of query or key heads.
 #[derive(Clone, Copy)]
 pub struct Heads<'a> {
-    /// The gain of the norm and what it adds to the mean square.
+    /// The gain of the norm, and the epsilon added to the mean square.
     pub norm: Option<(&'a Mat, f32)>,
     pub scale: f32,
     pub table: &'a Mat,
     pub style: RopeStyle,
 }
 
-/// Queries or keys: some columns of the GEMM, each head with RMS norm if there is one, then RoPE.
+/// Queries or keys: columns of the GEMM, with RMS norm for each head if there is one, then RoPE.
 pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) -> Vec<R> {
     let (cols, d) = (rows.len(), heads.table.cols);
     let projected = gemm_nt::<R>(x, w, rows);
@@ -204,22 +204,22 @@ pub fn heads<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>, heads: Heads<'_>) ->
     out
 }
 
-/// Values: some columns of the GEMM.
+/// Values: columns of the GEMM.
 pub fn values<R: Real>(x: &Mat, w: &Mat, rows: Range<usize>) -> Vec<R> {
     gemm_nt(x, w, rows)
 }
 
-/// What kernels on tensor cores round within attention.
+/// The roundings of tensor core kernels within attention.
 #[derive(Clone, Copy)]
 pub struct Rounding<R> {
     /// P before the second GEMM.
     pub p: fn(R) -> R,
-    /// A score to which [`STEP`] products are added, if not as always.
+    /// How [`STEP`] products are added to a score, if not exactly.
     pub score: Option<fn(R, &[R]) -> R>,
 }
 
 impl<R> Rounding<R> {
-    /// Nothing.
+    /// Rounds nothing.
     pub fn none() -> Self {
         Self { p: |p| p, score: None }
     }
@@ -276,9 +276,9 @@ pub struct Filter<'a> {
     pub sampling: Sampling,
 }
 
-/// A 3x3 convolution by its definition, of an image that was upsampled if it has to be, and what is added to its result: a residual, or the
-/// 1x1 convolution of another image, which has the image, the weight and the bias. `rounded` is what becomes of the sum of those taps
-/// that see the same pixel of the image before upsampling, and of a value of the 1x1 convolution.
+/// A 3x3 convolution by its definition, of an image that is upsampled if `filter` says so. Its result is added to a residual, or to the 1x1
+/// convolution of another image (`shortcut`: image, weight, bias). `rounded` is applied to sums of taps that see the same pixel of the
+/// image before upsampling, and to values of the 1x1 convolution.
 pub fn conv<R: Real>(
     x: &Mat,
     filter: Filter<'_>,
@@ -297,13 +297,13 @@ pub fn conv<R: Real>(
     out
 }
 
-/// The same of an image `[pixels, channels]`, with nothing added.
+/// A 3x3 convolution of an image `[pixels, channels]`, with nothing added.
 fn convolved<R: Real>(
     image: &[R],
     Filter { w, bias, size: (width, height), sampling }: Filter<'_>,
     rounded: impl Fn(R) -> R,
 ) -> Vec<R> {
-    // The upsampling factor of the input, the stride, and the padding at the left and at the top.
+    // The upsampling factor of the input, the stride, and the padding on the left and at the top.
     let (factor, step, before) = match sampling {
         Sampling::Same => (1, 1, 1),
         Sampling::Up => (2, 1, 1),
@@ -314,7 +314,7 @@ fn convolved<R: Real>(
     let mut out = vec![R::of(0.0); out_width * (high / step) * w.rows];
     for (pixel, sums) in out.chunks_exact_mut(w.rows).enumerate() {
         let (top, left) = (pixel / out_width * step, pixel % out_width * step);
-        // The taps of each pixel of the image, in the order in which it is seen first.
+        // The taps of each pixel of the image, in the order in which the filter first sees the pixels.
         let mut seen: Vec<(usize, Vec<usize>)> = Vec::new();
         for (ky, kx) in (0..9).map(|i| (i / 3, i % 3)) {
             let (y, x) = (top + ky, left + kx);
@@ -345,7 +345,7 @@ fn convolved<R: Real>(
     out
 }
 
-/// Group norm, SiLU and a convolution. `rounded` is what becomes of a normalized value.
+/// Group norm, SiLU and a convolution. `rounded` is applied to each normalized value.
 pub fn norm_conv<R: Real>(
     x: &Mat,
     scales: (&Mat, &Mat),

@@ -1,4 +1,4 @@
-//! Results of the small cases in one file: recorded on a GPU, and compared with those of the emulator.
+//! Results of the small cases in one file: recorded on a GPU, and compared with the emulator's results.
 
 use super::{Case, Weights, cases, is_within, tiles};
 use half::bf16;
@@ -8,13 +8,13 @@ use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;
 use std::path::Path;
 
-/// The cases without a number above `limit` in their names that are worth running with a choice.
+/// The cases that `wanted` selects for a kernel choice and whose names have no number above `limit`.
 pub fn pairs(choice: KernelChoice, limit: usize, wanted: impl Fn(KernelChoice, &str) -> bool) -> Vec<(KernelChoice, Case)> {
     let cases = cases::all().into_iter().filter(|case| is_within(limit, &case.name) && wanted(choice, &case.name));
     cases.map(|case| (choice, case)).collect()
 }
 
-/// The same with every choice that makes a difference.
+/// The cases of every kernel choice that makes a difference.
 pub fn all_pairs(limit: usize) -> Vec<(KernelChoice, Case)> {
     KernelChoice::all().flat_map(|choice| pairs(choice, limit, tiles::runs_with)).collect()
 }
@@ -24,7 +24,7 @@ fn key(choice: KernelChoice, case: &Case, result: usize) -> String {
     format!("{choice:?} | {} | {result}", case.name)
 }
 
-/// Values in bf16 if that changes none of them, which holds for every result of that type, else in f32.
+/// Encodes values in bf16 if that changes none of them, otherwise in f32. All bf16 results fit in bf16.
 fn encode(values: &[f32]) -> (Dtype, Vec<u8>) {
     if values.iter().all(|v| v.to_bits() & 0xffff == 0) {
         (Dtype::BF16, values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect())
@@ -41,8 +41,8 @@ fn decode(view: &TensorView<'_>) -> Vec<f32> {
     }
 }
 
-/// Runs the cases and writes their results, with the properties of the GPU that kernels and schedules depend on. Returns how many
-/// results there are.
+/// Runs the cases and writes their results, along with the GPU properties that kernels and schedules depend on. Returns the number of
+/// results.
 pub fn record(cuda: &mut Cuda, limit: usize, file: &Path) -> usize {
     let (mut weights, mut results) = (Weights::default(), Vec::new());
     for (choice, case) in all_pairs(limit) {
@@ -83,7 +83,7 @@ impl Recorded {
         &self.properties[name]
     }
 
-    /// The same, where it is a number.
+    /// A property of the GPU that is a number.
     pub fn number(&self, name: &str) -> u32 {
         self.property(name).parse().unwrap()
     }

@@ -1,6 +1,5 @@
-//! The cases of quantized operands, which not every backend takes: results that are written in e4m3 and NVFP4, and GEMMs of
-//! quantized weights by plain and quantized inputs. Weights have several parts, each in a format of its own, and terms of low
-//! rank.
+//! The cases of quantized operands, which not every backend takes: results in e4m3 and NVFP4, and GEMMs of quantized weights by plain and
+//! quantized inputs. Weights have several slices, each in its own format, and LoRA branches.
 
 use super::attention::{Heads, Ranges, into_ranges};
 use super::cases::{ALL, EPS, TWO, Table, two_layer_norms};
@@ -22,7 +21,7 @@ fn scale(value: f32) -> Scale {
     Scale::new(value).unwrap()
 }
 
-/// The formats of results, which are of the order of one: within their range, and far beyond it.
+/// Formats for results of magnitude one: some hold them, for the others they are far out of range.
 pub fn results() -> [(&'static str, Stored); 4] {
     [
         ("e4m3", Stored::fp8(scale(0.0123))),
@@ -32,7 +31,7 @@ pub fn results() -> [(&'static str, Stored); 4] {
     ]
 }
 
-/// The formats of inputs, which are at most one; `None` is that of the case.
+/// Formats for inputs of at most one; `None` is the format of the case.
 pub fn inputs() -> [(&'static str, Option<Stored>); 3] {
     [("plain", None), ("e4m3", Some(Stored::fp8(scale(0.0029)))), ("nvfp4", Some(Stored::nvfp4(scale(0.000_41))))]
 }
@@ -52,8 +51,8 @@ pub fn all() -> Vec<Case> {
     table.cases
 }
 
-/// Whether GPUs have kernels for a case: those of e4m3 and NVFP4, and of inputs in NVFP4 with weights that are NVFP4
-/// throughout. Of GEMMs it is only what tensor cores do not take; what they do is added as they add it, so it has cases of its own.
+/// Whether GPUs have kernels for a case: for e4m3 and NVFP4, and for NVFP4 inputs if the whole weight is NVFP4. Of GEMMs this covers only
+/// what tensor cores do not take. Tensor cores add in their own way, so their GEMMs have separate cases.
 pub fn has_kernels(name: &str) -> bool {
     let is = |ops: &[&str]| ops.iter().any(|op| name.starts_with(op));
     let weight = name.split_once(" by nvfp4").map_or("", |(before, _)| before);
@@ -65,7 +64,7 @@ pub fn has_kernels(name: &str) -> bool {
 
 fn norms(table: &mut Table) {
     let [(_, fp8), (_, clipped), (_, nvfp4), (_, clipped_nvfp4)] = results();
-    // Rows for every kernel, and streams whose results have different types.
+    // Rows for every kernel, and streams whose results have different dtypes.
     for cols in [1024, 2032, 3056, 3088, 4112, 6160, 8208] {
         table.add(format!("layer_norm_modulate 5 and 3 rows of {cols} into nvfp4 and clipped nvfp4"), move |rig| {
             two_layer_norms(rig, cols, |v| v + 4.0, [(5, nvfp4), (3, clipped_nvfp4)]);
@@ -80,7 +79,7 @@ fn norms(table: &mut Table) {
         let plain = rig.plain();
         two_layer_norms(rig, 1024, |v| v + 4.0, [(5, plain), (3, fp8)]);
     });
-    // One block, a row of tiles of scales that is not full, several tiles in both directions, the width of a real model.
+    // One block, a partial row of scale tiles, several tiles in both directions, the width of a real model.
     for (rows, cols) in [(1, 16), (7, 112), (130, 192), (2, 2560)] {
         for (i, (name, format)) in results().into_iter().enumerate() {
             table.add(format!("rms_norm {rows} rows of {cols} into {name}"), move |rig| {
@@ -116,13 +115,13 @@ fn one() -> Stored {
     Stored::fp8(Scale::ONE)
 }
 
-/// A layer whose weight keeps its formats, on inputs in this format.
+/// A layer whose weight keeps its formats, for inputs in this format.
 pub fn layer(rig: &mut Rig<'_>, parts: &[(usize, Filed)], cols: usize, input: Stored) -> (Linear, Mat) {
     let (weight, host) = rig.kept(parts, cols);
     (Linear { id: None, weight, bias: None, input, lora: None }, host)
 }
 
-/// Adds a LoRA branch to a layer: one that tensor cores multiply if the rank is a multiple of sixteen.
+/// Adds a LoRA branch to a layer. Tensor cores multiply it if the rank is a multiple of sixteen.
 pub fn with_lora(rig: &mut Rig<'_>, (linear, host): (Linear, Mat), rank: usize) -> (Linear, Mat) {
     let down = rig.weight(Role::Linear, &[rank], host.cols, Bf16, Bf16);
     let dtype = if rank.is_multiple_of(16) { Bf16 } else { F32 };
@@ -151,7 +150,7 @@ fn linear(table: &mut Table) {
         ("nvfp4", vec![(131, NVFP4)]),
         ("nvfp4 of modelopt", vec![(131, Filed::Nvfp4(Nvfp4Layout::MODELOPT))]),
         ("nvfp4 of modelopt's single files", vec![(131, Filed::Nvfp4(Nvfp4Layout::MODELOPT_SINGLE))]),
-        // A tile of a GEMM has rows of all of them.
+        // One GEMM tile has rows of all slices.
         ("e4m3, bf16, e4m3 by rows", vec![(67, FP8), (35, PLAIN), (30, FP8_ROWS)]),
         ("e4m3, nvfp4, bf16", vec![(67, FP8), (129, NVFP4), (35, PLAIN)]),
         ("e4m3, nvfp4, nvfp4, e4m3 by rows", vec![(100, FP8), (150, NVFP4), (30, NVFP4), (121, FP8_ROWS)]),
@@ -170,7 +169,7 @@ fn linear(table: &mut Table) {
             });
         }
     }
-    // More rows than a task or a tile has, and rows of the weight that begin in one part and end in another.
+    // More rows than a task or a tile has, and weight rows that begin in one slice and end in another.
     for (input_name, format) in inputs() {
         table.add(format!("linear 1031 rows of nvfp4 by {input_name}"), move |rig| {
             let (format, x) = input(rig, format, 1031, 64);
@@ -178,7 +177,7 @@ fn linear(table: &mut Table) {
             run_linear(rig, &x, &w, &host);
         });
     }
-    // NVFP4 is sliced at whole tiles of block scales.
+    // NVFP4 is sliced at whole block-scale tiles.
     for rows in [40..350, 67..195, 195..200, 195..347, 347..348, 0..350] {
         table.add(format!("linear with rows {rows:?} of three parts"), move |rig| {
             let (format, x) = input(rig, None, 9, 112);
@@ -189,7 +188,7 @@ fn linear(table: &mut Table) {
 }
 
 fn swiglu(table: &mut Table) {
-    // Wider than a tile of a GEMM.
+    // Wider than a GEMM tile.
     const WIDTH: usize = 208;
     let gates = [
         ("e4m3", [FP8, FP8]),
@@ -213,8 +212,7 @@ fn swiglu(table: &mut Table) {
     }
 }
 
-/// Gate and up rows in one matrix, as files have them. A tile that is wider than what is left of the gate rows has up rows beside
-/// them.
+/// Gate and up rows in one matrix, as files have them. A tile that is wider than the remaining gate rows also has up rows.
 fn swiglu_in_one(table: &mut Table) {
     const WIDTH: usize = 208;
     let [_, (_, format), _] = inputs();
@@ -240,22 +238,22 @@ fn gate_residual(table: &mut Table) {
     }
 }
 
-/// How a case of the fused projection differs from others.
+/// The properties in which cases of the fused projection differ.
 #[derive(Clone)]
 pub struct Fused {
-    /// Queries, keys, values, gates and ups.
+    /// The formats of queries, keys, values, and of gates and ups.
     pub parts: [Filed; 4],
-    /// Whether all are one matrix, in the first of these formats.
+    /// Whether all are one matrix, in the first format.
     pub joined: bool,
     pub input: Option<Stored>,
-    /// The format of queries and keys, and of the SwiGLU half.
+    /// The formats of queries and keys, and of the SwiGLU half.
     pub heads: Option<Stored>,
     pub mlp: Option<Stored>,
     pub normed: bool,
     pub rank: Option<usize>,
-    /// Whether only keys and values are computed, by a part of the layer.
+    /// Whether a slice of the layer computes only keys and values.
     pub sliced: bool,
-    /// Rows, inner size and width of the SwiGLU half.
+    /// Rows, inner size, width of the SwiGLU half.
     pub shape: [usize; 3],
     pub style: RopeStyle,
     pub sums: Sums,
@@ -307,7 +305,7 @@ fn qkv(table: &mut Table) {
     }
 }
 
-/// The fused projection of two query heads and a KV head of `d` columns.
+/// Runs the fused projection, with two query heads and one KV head of `d` columns.
 pub fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
     let ([rows, inner, width], q_cols, sums) = (case.shape, 2 * d, case.sums);
     let (format, x) = input(rig, case.input, rows, inner);
@@ -349,7 +347,7 @@ pub fn project(rig: &mut Rig<'_>, case: &Fused, d: usize) {
     rig.run(Op::Qkv(&[stream]), &checks);
 }
 
-/// LoRA branches, also of plain weights. Those of the fused projection are among its cases.
+/// LoRA branches, also on plain weights. LoRA branches of the fused projection are among its own cases.
 fn lora(table: &mut Table) {
     for (name, format, input_format) in [("bf16", PLAIN, None), ("e4m3", FP8, inputs()[1].1), ("nvfp4", NVFP4, inputs()[2].1)] {
         let layer = move |rig: &mut Rig<'_>, rows: usize| {
@@ -361,7 +359,7 @@ fn lora(table: &mut Table) {
             let (x, (w, host)) = layer(rig, 131);
             run_linear(rig, &x, &w, &host);
         });
-        // NVFP4 is sliced at whole tiles of block scales, as at the end of the first part.
+        // NVFP4 is sliced at whole block-scale tiles, as at the end of the first slice.
         let rows = if format == NVFP4 { 96..130 } else { 40..130 };
         table.add(format!("linear of {name} with low rank, some rows"), move |rig| {
             let (x, (all, host)) = layer(rig, 131);

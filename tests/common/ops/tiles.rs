@@ -1,23 +1,23 @@
-//! Which kernels a case can be run with: matrix ops have several, and tests run them with each that makes a difference.
+//! Which kernels a case can run with. Matrix ops have several, and tests run each one that makes a difference.
 
 use kiln::internals::backend::cuda::{Arch, GemmOperands, Kernel, KernelChoice, Tile};
 
-/// Attention has kernels of its own for some GPUs.
+/// Whether a case is of attention, which has its own kernels for some GPUs.
 pub fn is_attention(name: &str) -> bool {
     name.starts_with("attention")
 }
 
-/// Whether queries and keys are e4m3, in heads that there are kernels for.
+/// Whether queries and keys are e4m3, in heads that have kernels.
 pub fn is_fp8_attention(name: &str) -> bool {
     name.starts_with("attention of e4m3 ") && name.contains(" heads of 128 bf16 ")
 }
 
-/// Whether a case is of an op that multiplies matrices.
+/// Whether a case multiplies matrices.
 pub fn is_matrix_op(name: &str) -> bool {
     ["linear", "qkv", "attention", "conv"].iter().any(|op| name.starts_with(op))
 }
 
-/// What the GEMM of a case multiplies.
+/// The operands of a case's GEMM.
 fn operands(name: &str) -> GemmOperands {
     if name.starts_with("conv") {
         return GemmOperands::Conv3x3;
@@ -31,9 +31,9 @@ fn operands(name: &str) -> GemmOperands {
     named.into_iter().find(|(kind, _)| name.contains(kind)).map_or(GemmOperands::Bf16, |(_, operands)| operands)
 }
 
-/// Whether a kernel makes a difference to a case: those of persistent kernels are for GEMMs alone and each for its operands, and
-/// what takes the naive kernels is the same with every choice. The host computes the widths of the real models for longer than all
-/// the rest, so these run only with the tiles that a real model takes.
+/// Whether a kernel makes a difference to a case. Persistent kernels matter only to GEMMs of their own operands. A case that takes the
+/// naive kernels is the same with every choice. The host takes longer for the widths of the real models than for all the rest, so these
+/// cases run only with tiles that a real model takes.
 pub fn has_kernel(name: &str, kernel: Kernel) -> bool {
     let operands = operands(name);
     // Attention, and convolutions by portable kernels, have no GEMM tile.
@@ -49,9 +49,9 @@ pub fn has_kernel(name: &str, kernel: Kernel) -> bool {
     if is_attention(name) || operands == GemmOperands::Conv3x3 && own != operands {
         return once && !is_attention(name);
     }
-    // But for Hopper's, the kernels of bf16 take weights that a kernel before them has expanded.
+    // Except on Hopper, bf16 kernels take weights that an earlier kernel has expanded.
     let expanded = operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && arch != Arch::Sm90;
-    // Inputs of NVFP4 have no portable kernel but the naive one.
+    // NVFP4 inputs have no portable kernel other than the naive one.
     if own != operands && !expanded && !(once && operands == GemmOperands::Nvfp4) {
         return false;
     }
@@ -60,8 +60,8 @@ pub fn has_kernel(name: &str, kernel: Kernel) -> bool {
     is_matrix_op(name) && (once || on_tensor_cores(name)) && (!persistent || usual || !name.contains(" klein"))
 }
 
-/// f32 takes the naive kernels, and so do GEMMs whose rows are not aligned to 16 bytes. Attention with e4m3 has one kernel, whatever the
-/// tile.
+/// Whether a case runs on tensor cores. f32 and GEMMs whose rows are not aligned to 16 bytes take the naive kernels. e4m3 attention has one
+/// kernel, whatever the tile.
 fn on_tensor_cores(name: &str) -> bool {
     let words: Vec<&str> = name.split([' ', 'x', ',']).collect();
     // "linear 64x65x66 ..." or "linear 64x66, rows of 65 ...".
@@ -72,7 +72,7 @@ fn on_tensor_cores(name: &str) -> bool {
         && !(is_attention(name) && name.contains(" e4m3"))
 }
 
-/// Whether a case runs with a choice where every case runs with all kernels it has.
+/// Whether a case runs with this choice, in tests that run every case with all of its kernels.
 pub fn runs_with(choice: KernelChoice, name: &str) -> bool {
     match choice {
         KernelChoice::Best => !is_matrix_op(name) || is_attention(name),

@@ -1,5 +1,4 @@
-//! The pipeline with quantized weights against outputs recorded from the formulas of `tools/goldens/quantized.py`, on any
-//! backend.
+//! The pipeline with quantized weights, on any backend, against outputs recorded from the formulas of `tools/goldens/quantized.py`.
 
 use super::super::wrapped;
 use super::super::{Case, Goldens, cases, cpu, relative_l2, run, unit_image};
@@ -20,10 +19,10 @@ use std::f32::consts::LOG2_E;
 /// Makes a backend that has these quantized GEMMs and no others.
 pub type MakeWith<'a> = &'a dyn Fn(GemmFormats) -> Box<dyn Backend>;
 
-/// GEMMs of quantized weights by plain inputs only.
+/// Quantized weights with plain inputs only.
 pub const PLAIN_INPUTS: GemmFormats = GemmFormats { w8a8: false, w4a4: false, ..GemmFormats::ALL };
 
-/// A case and what was recorded of it.
+/// A case and its recorded values.
 pub struct Golden {
     recorded: &'static RecordedCase,
     model: &'static RecordedModel,
@@ -31,7 +30,7 @@ pub struct Golden {
 }
 
 impl Golden {
-    /// By the name of the model and of the case.
+    /// Finds a case by the names of its model and of itself, joined by a dot.
     pub fn named(name: &str) -> Self {
         Self::all().find(|golden| golden.name() == name).unwrap_or_else(|| panic!("no case `{name}`"))
     }
@@ -48,7 +47,7 @@ impl Golden {
         &self.recorded.name
     }
 
-    /// The model in files of Black Forest Labs and ComfyUI, in one precision and with attention as there, in bf16.
+    /// An engine of the model, from files of Black Forest Labs and ComfyUI, in one precision. Attention is in bf16, like theirs.
     fn engine(&self, backend: Box<dyn Backend>, precision: Precision) -> Engine {
         self.engine_with(backend, LoadOptions { precision, attention: AttentionFormat::Bf16, ..LoadOptions::DEFAULT })
     }
@@ -97,20 +96,20 @@ impl Golden {
         relative_l2(&every(3, CHANNELS, velocity), &goldens.f32(&format!("{}.{truth}.velocity", self.name())))
     }
 
-    /// The stages that are recorded.
+    /// The stages that have recorded outputs.
     fn stages(&self) -> &'static [&'static str] {
         let all = &["prompt_embeds", "velocity", "latents", "image"];
         if self.model.text_encoder.is_some() { all } else { &all[1..] }
     }
 
-    /// The error of ComfyUI's arithmetic in bf16, the smaller one of those with the timesteps rounded and exact.
+    /// The error of ComfyUI's arithmetic in bf16: the smaller one of rounded and exact timesteps.
     pub fn bf16_error(&self, kind: &str, stage: &str) -> f64 {
         let key = format!("{kind}.{stage}");
         self.recorded.bf16_relative_l2[&key].min(self.recorded.bf16_exact_time_relative_l2[&key])
     }
 
-    /// Holds a run in bf16 to the error of ComfyUI's arithmetic. `kind` says how that computes, and against which run both are
-    /// measured.
+    /// Checks a run in bf16 against the error of ComfyUI's arithmetic. `kind` names that arithmetic, and with it the run that both are
+    /// measured against.
     fn check_bf16(&self, record: &Record, kind: &str, goldens: &Goldens) {
         let truth = if kind == "quantized" { kind } else { "wide" };
         for stage in self.stages() {
@@ -132,10 +131,10 @@ fn pixels(record: &Record) -> Vec<f32> {
     every(7, 3 * record.width, &unit_image(&record.image))
 }
 
-/// Every stage in f32, where weights are expanded and activations are not quantized.
+/// Checks every stage in f32, where weights are expanded and activations are not quantized.
 pub fn f32_equals_the_expanded_model(make: MakeWith<'_>) {
     let goldens = Goldens::named("quantized.safetensors");
-    // A model whose activations are not quantized is the same as another one here.
+    // Models whose activations are not quantized duplicate others here.
     for golden in Golden::all().filter(|golden| golden.model.quantizes_activations) {
         let record = golden.run(&mut golden.engine(make(GemmFormats::ALL), Precision::F32));
         for stage in golden.stages() {
@@ -149,8 +148,8 @@ pub fn f32_equals_the_expanded_model(make: MakeWith<'_>) {
     }
 }
 
-/// Every stage in bf16, with the GEMMs that the files are made for: its error is at most 1.2 times that of ComfyUI's arithmetic
-/// in bf16, against both recorded runs.
+/// Checks every stage in bf16, with the GEMMs that the files are made for. The error against both recorded runs is at most 1.2 times the
+/// error of ComfyUI's arithmetic in bf16.
 pub fn bf16_is_as_close_as_comfyui(make: MakeWith<'_>) {
     let goldens = Goldens::named("quantized.safetensors");
     for golden in Golden::all() {
@@ -159,14 +158,14 @@ pub fn bf16_is_as_close_as_comfyui(make: MakeWith<'_>) {
         golden.check_bf16(&record, "wide", &goldens);
         if golden.model.quantizes_activations {
             golden.check_bf16(&record, "quantized", &goldens);
-            // That inputs are quantized at all shows in an error that expanded weights alone do not have.
+            // The error exceeds what expanded weights alone would give, so the inputs are really quantized.
             let error = golden.error(&record, "wide", "velocity", &goldens);
             assert!(error > 2.0 * golden.bf16_error("expanded", "velocity"), "{}: {error:.2e}", golden.name());
         }
     }
 }
 
-/// The CPU, which rounds the queries and keys of the transformer to e4m3, whatever they are stored in.
+/// A CPU backend that rounds the transformer's queries and keys to e4m3, however they are stored.
 fn rounding_heads() -> Box<dyn Backend> {
     let whole = LOG2_E / (HEAD_DIM as f32).sqrt();
     let round = |be: &mut Cpu, tensor: Tensor, factor: f32| {
@@ -177,7 +176,7 @@ fn rounding_heads() -> Box<dyn Backend> {
     };
     Box::new(wrapped::after_op(cpu(), move |_, op, be| {
         let Op::Qkv(streams) = op else { return Ok(()) };
-        // Queries have the whole factor of the scores here, which e4m3 divides between queries and keys.
+        // Queries carry the whole factor of the scores here. e4m3 divides it between queries and keys.
         for s in streams.iter().filter(|s| s.q_scale == whole) {
             s.q.map_or(Ok(()), |q| round(be, q, whole.sqrt() / whole))?;
             round(be, s.k, whole.sqrt())?;
@@ -186,9 +185,8 @@ fn rounding_heads() -> Box<dyn Backend> {
     }))
 }
 
-/// The default has queries and keys in e4m3 as well, which ComfyUI has not. Rounding them in the expanded model in f32, where
-/// nothing else is rounded, gives the error that is their own. It and that of ComfyUI's arithmetic do not depend on each other,
-/// so their squares add up.
+/// By default queries and keys are e4m3 as well; ComfyUI's are not. Their own error is measured by rounding them in the expanded f32 model,
+/// where nothing else is rounded. It is independent of the error of ComfyUI's arithmetic, so their squares add up.
 pub fn fp8_attention_adds_its_own_error(make: MakeWith<'_>) {
     let (goldens, golden) = (Goldens::named("quantized.safetensors"), Golden::named("fp8.odd"));
     let record = golden.run(&mut golden.engine_with(make(GemmFormats::ALL), LoadOptions::DEFAULT));
@@ -203,10 +201,10 @@ pub fn fp8_attention_adds_its_own_error(make: MakeWith<'_>) {
     }
 }
 
-/// The same on a backend without these GEMMs, where weights are expanded to bf16 and activations are as they are.
+/// Checks a backend without these GEMMs, where weights are expanded to bf16 and activations are not quantized.
 pub fn expanded_weights_are_as_close_as_comfyui(make: MakeWith<'_>) {
     let goldens = Goldens::named("quantized.safetensors");
-    // These two have all formats; the transformer of the mixed model is that of the FP8 model.
+    // These two have all formats. The mixed model has the transformer of the FP8 model.
     for golden in ["nvfp4.square", "mixed.square"].map(Golden::named) {
         let record = golden.run(&mut golden.engine(make(GemmFormats::NONE), Precision::Bf16));
         golden.check_bf16(&record, "expanded", &goldens);
