@@ -3,8 +3,8 @@
     cargo build --release --example kiln_peers      # in each of two working trees
     python3 bench/builds.py OLD.so NEW.so [--rows REGEX] [--pairs N] [--json FILE]
 
-Needs a GPU and PyTorch; rows and protocol are those of bench/peers (bursts, taking turns forwards and backwards). Results of both
-builds are compared to the bit.
+Needs a GPU and PyTorch. Rows and protocol come from bench/peers (bursts, alternating forwards and backwards). Results of both builds
+are compared to the bit.
 
 Exits 1 when a result differs, when a row fails, when a row that takes 50 us or more is slower by more than 1 %, when any row is slower
 by more than 3 %, or when the geometric mean of all rows is below 0.998 of the old speed.
@@ -40,7 +40,7 @@ def same_bits(a, b) -> bool:
 
 
 def loss(record: dict) -> float:
-    """By how much of its time the row became slower."""
+    """The share of its time by which the row became slower."""
     return 1 / record["speed"] - 1
 
 
@@ -49,7 +49,7 @@ def too_slow(record: dict) -> bool:
 
 
 def compare(row, old: Kiln, new: Kiln, stream, args) -> dict:
-    """The record of a row: times of both builds, the new one's speed over the old one's, and whether the results are the same."""
+    """The record of a row: both builds' times, the new build's speed over the old one's, and whether the results are equal."""
     operands = Operands("cuda")
     cases = [row.make(operands)]
     before = [bare(out).clone() for out in cases[0].outputs]
@@ -59,7 +59,7 @@ def compare(row, old: Kiln, new: Kiln, stream, args) -> dict:
     cases += [row.make(operands) for _ in range(sets - 1)]
     sides = [Side(name, [build.call(case) for case in cases], stream, True) for name, build in (("old", old), ("new", new))]
     times = {"old": [], "new": []}
-    # A row that looks slower is timed again, twice as long, before it counts: noise alone can look like a percent.
+    # A row that looks slower is timed again, twice as long, because noise alone can look like one percent.
     for pairs in (args.pairs, 2 * args.pairs):
         for side, values in burst(sides, pairs).items():
             times[side.name] += values

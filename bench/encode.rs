@@ -1,5 +1,5 @@
 //! Times the encoding of photo-like images: `cargo bench --bench encode -- [--threads N] [--sides 1024,2048] [--write FOLDER]`.
-//! With `--write` every image and its files are left in a folder, for `tools/check_encoding.py`.
+//! With `--write` the images and their encoded files go to a folder, for `tools/check_encoding.py`.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use clap::Parser;
@@ -18,7 +18,7 @@ struct Args {
     /// Sides of the square images.
     #[arg(long, value_name = "PIXELS", value_delimiter = ',', default_values_t = [1024, 2048])]
     sides: Vec<usize>,
-    /// Runs of each, of which the fastest and the median are printed.
+    /// Runs of each encoding; the fastest and the median are printed.
     #[arg(long, value_name = "N", default_value_t = 30)]
     runs: usize,
     /// Also write the pixels and the files to a new folder.

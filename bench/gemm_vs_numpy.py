@@ -20,7 +20,7 @@ import time
 FLOOR = 0.8
 ROWS, INNER, COLS = 1536, 3072, 3072
 FLOPS = 2 * ROWS * INNER * COLS
-# A pool that has just worked spins for a while before it sleeps; nobody's spinning may cost the other a core.
+# A thread pool spins for a while after its work. Without a pause, one side's spinning would cost the other a core.
 PAUSE_S = 0.1
 
 
@@ -42,7 +42,7 @@ def cpu_model() -> str:
 
 
 class Kiln:
-    """The bench binary, which times one GEMM for every line it is sent."""
+    """The bench binary, which times one GEMM for every line it reads."""
 
     def __init__(self, binary: str, threads: int):
         command = [binary, "--serve", "linear", "--threads", str(threads)]

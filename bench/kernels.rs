@@ -1,6 +1,6 @@
 //! Benchmarks the CPU ops at shapes of klein 4B: `cargo bench --bench kernels -- [FILTER] [--json FILE]`. `kiln bench --kernels`
-//! does the same, and also on a GPU; this program can alternate with another one (`--serve`). How runs are recorded is described
-//! in `bench/README.md`.
+//! does the same, and also on a GPU. This program can alternate with another one (`--serve`). `bench/README.md` describes how
+//! runs are recorded.
 #![allow(clippy::print_stdout)] // this program's output is its purpose
 
 use clap::Parser;
@@ -25,8 +25,8 @@ struct Args {
     /// Worker threads (0: one per core).
     #[arg(long, value_name = "N", default_value_t = 0)]
     threads: usize,
-    /// For every line on stdin, time one run of the first row with exactly this name and print its seconds. For comparisons that
-    /// alternate with another program.
+    /// For every line on stdin, time one run of the first row with exactly this name and print its seconds. Used by comparisons
+    /// that alternate with another program.
     #[arg(long, value_name = "ROW", conflicts_with_all = ["filter", "json"])]
     serve: Option<String>,
     /// Passed by `cargo bench` and ignored.

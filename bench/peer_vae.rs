@@ -1,5 +1,5 @@
-//! The VAE in the C library: a whole decoder and encoder in the caller's memory, so that `bench/vae.py` can time them beside
-//! those of diffusers. Weights and working memory lie at addresses that the caller gives, aligned to 1024 bytes.
+//! The VAE in the C library: a whole decoder and encoder, so that `bench/vae.py` can time them alongside diffusers' VAE. The
+//! caller passes the addresses of weights and working memory, aligned to 1024 bytes.
 
 use super::{Handle, Message, PeerTensor, guarded, wrong};
 use kiln::error::Result;
@@ -23,7 +23,7 @@ pub struct PeerVae {
     weight_bytes: u64,
 }
 
-/// Places the weights from `address` on, on a backend or in a dry run. Also returns their bytes.
+/// Places the weights from `address` on, on a backend or in a dry run. Also returns the weight bytes.
 fn place(
     be: &mut dyn Backend,
     weights: &Weights,
@@ -60,7 +60,7 @@ impl PeerVae {
     }
 }
 
-/// Opens a folder with the files of a VAE, as diffusers writes it. Null, and a message, if that fails.
+/// Opens a VAE folder as diffusers writes it. On failure the function returns null and writes a message.
 ///
 /// # Safety
 /// `folder` ends in a zero; `error` has room for `error_len` bytes.
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn kiln_peers_vae_open(
     guarded(Message { text: error, len: error_len }, body).unwrap_or(null_mut())
 }
 
-/// Closes. Null is allowed. What uses its weights has to be done.
+/// Closes a VAE. Null is allowed. All work that uses its weights must be done.
 ///
 /// # Safety
 /// The VAE came from [`kiln_peers_vae_open`] and is not used again.
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn kiln_peers_vae_close(vae: *mut PeerVae) {
     }
 }
 
-/// Bytes of the weights.
+/// Returns the bytes of the weights.
 ///
 /// # Safety
 /// The VAE came from [`kiln_peers_vae_open`].
@@ -101,11 +101,11 @@ pub unsafe extern "C" fn kiln_peers_vae_weight_bytes(vae: *const PeerVae) -> u64
     unsafe { vae.as_ref() }.map_or(0, |vae| vae.weight_bytes)
 }
 
-/// Uploads the weights to device memory at `address`. 0, or 1 and a message.
+/// Uploads the weights to device memory at `address`. Returns 0, or 1 with a message.
 ///
 /// # Safety
-/// The VAE and the handle came from their functions and are used by one thread; there is room for the weights at the address;
-/// `error` has room for `error_len` bytes.
+/// The VAE and the handle came from their functions and are used by one thread. The address has room for the weights, and `error`
+/// has room for `error_len` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kiln_peers_vae_load(
     vae: *mut PeerVae,
@@ -128,13 +128,13 @@ pub unsafe extern "C" fn kiln_peers_vae_load(
     i32::from(guarded(Message { text: error, len: error_len }, body).is_none())
 }
 
-/// Queues a whole decoder (`x` are normalized tokens `[tokens, 128]`, `out` is an image `[pixels, 3]`) or encoder (the other way
-/// round), f32 both, with working memory at `workspace`. Without a handle the ops are only checked. Bytes of working memory, or 0
-/// and a message.
+/// Queues a whole decoder (`x` are normalized tokens `[tokens, 128]`, `out` is an image `[pixels, 3]`) or encoder (the reverse),
+/// both f32, with working memory at `workspace`. Without a handle the ops are only checked. Returns the bytes of working memory,
+/// or 0 with a message.
 ///
 /// # Safety
-/// As for [`kiln_peers_vae_load`], which was called before if there is a handle; the tensors are in device memory that stays
-/// until the work is done.
+/// As for [`kiln_peers_vae_load`], which the caller has called if there is a handle. The tensors are in device memory that stays
+/// allocated until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kiln_peers_vae_run(
     vae: *const PeerVae,

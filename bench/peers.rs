@@ -1,13 +1,12 @@
-//! The GPU ops as a C library, so that `bench/peers` can time them beside PyTorch's in one process.
+//! The GPU ops as a C library, so that `bench/peers` can time them against PyTorch's in one process.
 //!
 //! They run through the program's own backend and launch code, in the GPU's primary context (as PyTorch does), on the caller's
 //! stream and the caller's memory. A call only queues work: it can be timed with events and captured in a graph.
 //!
-//! A call names an op and has a list of tensors and a list of numbers, in the order that [`CALLS`] states. A weight has the
-//! layout of the backend's own copy: that of a convolution is `[out, 3 * 3 * in]`, of an upsampling one `[out, 2 * 2 * 2 * 2 *
-//! in]` in phase form, the input channel running fastest. An e4m3 or e2m1 tensor has a factor. The weight of a linear layer may
-//! have scales besides, as a tensor of their own: in e4m3 one for each of its rows, instead of the factor; in e2m1, which is
-//! NVFP4, those of its blocks.
+//! A call names an op and passes a list of tensors and a list of numbers, in the order that [`CALLS`] states. Weights have the
+//! layout of the backend's own copy: a convolution weight is `[out, 3 * 3 * in]`, an upsampling one `[out, 2 * 2 * 2 * 2 * in]`
+//! in phase form, the input channel running fastest. An e4m3 or e2m1 tensor has a factor. The weight of a linear layer may have a
+//! separate scale tensor: row scales that replace the factor in e4m3, block scales in e2m1 (NVFP4).
 #![allow(unsafe_code)] // a C interface
 
 #[path = "peer_vae.rs"]
@@ -28,7 +27,7 @@ use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 
-/// Incremented whenever an old caller would break.
+/// Incremented whenever a change breaks old callers.
 const VERSION: u64 = 4;
 
 /// A matrix in the caller's memory. An address of zero means "not there".
@@ -41,27 +40,27 @@ pub struct PeerTensor {
     pub rows: u64,
     /// Elements in a row.
     pub cols: u64,
-    /// Elements from row to row.
+    /// Elements from one row to the next.
     pub stride: u64,
     /// 0 f32, 1 bf16, 2 f16, 3 u8, 4 e4m3, 5 e2m1.
     pub dtype: u32,
-    /// What e4m3 and e2m1 elements are multiplied by; not used for other types.
+    /// The factor of e4m3 and e2m1 elements; not used for other types.
     pub scale: f32,
 }
 
 /// Ops on one stream of one GPU.
 pub struct Handle {
     cuda: Cuda,
-    /// Launches of each kernel when they were last asked for.
+    /// Launches of each kernel when the caller last asked for them.
     launched: HashMap<&'static str, u64>,
 }
 
 /// The arguments of an op.
 struct Call {
     op: &'static str,
-    /// Its tensors; those in brackets are optional.
+    /// The tensor names; those in brackets are optional.
     tensors: &'static [&'static str],
-    /// Whether the list repeats, once for each stream.
+    /// Whether the tensor list repeats, once for each stream.
     repeats: bool,
     numbers: &'static [&'static str],
 }
@@ -79,18 +78,18 @@ const CALLS: &[Call] = &[
     call("silu", &["out", "x"], &[]),
     call("rms_norm", &["out", "x", "weight"], &["eps"]),
     streams("layer_norm_modulate", &["out", "x", "shift", "scale"], &["eps"]),
-    // Scales of an e4m3 weight are f32, one for each row, and replace the factor of the whole. Those of an e2m1 weight are e4m3,
-    // one for each block, in tiles.
+    // Scales of an e4m3 weight are f32 row scales that replace the tensor's factor. Scales of an e2m1 weight are e4m3 block
+    // scales, in tiles.
     streams("linear", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
     streams("linear_swiglu", &["out", "x", "weight", "[scales]", "[bias]"], &[]),
     streams("linear_gate_residual", &["into", "x", "weight", "[scales]", "[bias]", "[gate]"], &[]),
-    // Style 0 rotates neighboring elements, 1 those of the two halves of a head.
+    // Style 0 rotates neighboring elements, style 1 rotates elements of the two halves of a head.
     streams(
         "qkv",
         &["x", "weight", "[scales]", "norm q", "norm k", "rope table", "[q]", "k", "v", "[mlp]"],
         &["eps", "style", "q_scale", "k_scale"],
     ),
-    // The first pair is out and q, those after it are KV segments.
+    // The first pair is out and q, the following pairs are KV segments.
     streams("attention", &["out or k", "q or v"], &["head_dim", "causal", "scale", "bound"]),
     // Sampling 0 keeps the size, 1 doubles it, 2 halves it.
     call(
@@ -104,8 +103,8 @@ const CALLS: &[Call] = &[
     call("unpatchify", &["out", "x", "mean", "var"], &["eps", "width"]),
     call("euler", &["latents", "velocity"], &["dt"]),
     call("guidance", &["out", "cond", "uncond"], &["scale"]),
-    // Channels above zero: the overlap of two tiles beside each other, with pixels of so many channels; else of tiles above each
-    // other.
+    // Channels above zero: the overlap of two tiles side by side, with pixels of this many channels. Otherwise the tiles are
+    // stacked.
     call("blend", &["into", "from"], &["channels"]),
     call("non_finite", &["count", "x"], &[]),
     call("largest_magnitude", &["largest", "x"], &[]),
@@ -140,7 +139,7 @@ impl PeerTensor {
     }
 }
 
-/// The weight of a linear layer, with the scales of its rows or blocks if it has any.
+/// The weight of a linear layer, with row or block scales if it has any.
 fn weight(weight: Tensor, scales: Option<Tensor>) -> Result<Tensor> {
     let weight = Tensor { region: Region::Weights, ..weight };
     let Some(scales) = scales else { return Ok(weight) };
@@ -174,11 +173,11 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             return Err(wrong(format!("{name} needs `{role}`")));
         }
     }
-    // All tensors that are not in brackets are present.
+    // Every tensor that is not in brackets must be present.
     let there = |t: Option<Tensor>| t.ok_or_else(|| wrong(format!("{name} lacks a tensor")));
     let t = |i: usize| there(tensors[i]);
     let per_stream = || tensors.chunks_exact(width);
-    // The scales follow the weight. The layer's input is what its producer stored.
+    // The scales follow the weight. The layer's input has the format that its producer stored.
     let layers = |x: usize, at: usize, bias: Option<usize>| {
         let layer = |s: &[Option<Tensor>]| {
             let linear = Linear::new(weight(there(s[at])?, s[at + 1])?, bias.and_then(|i| s[i]));
@@ -228,7 +227,7 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
             let run = |s: &[Option<Tensor>]| Ok(KvSegment { k: there(s[0])?, v: there(s[1])? });
             let kv = per_stream().skip(1).map(run).collect::<Result<Vec<_>>>()?;
             let (causal, scale, bound) = (size(1) != 0, float(2), float(3));
-            // A scale of ln 2 stands for the softmax to base 2.
+            // A scale of ln 2 means softmax to base 2.
             let base2 = (scale * LOG2_E - 1.0).abs() <= f32::EPSILON;
             let softmax = if base2 { Softmax::Base2 { bound: bound * LOG2_E } } else { Softmax::Natural { scale } };
             then(Op::Attention { out: &[t(0)?], q: t(1)?, kv: &kv, head_dim: size(0), causal, softmax })
@@ -281,7 +280,7 @@ struct Message {
 }
 
 impl Message {
-    /// Writes as much of the text as there is room for.
+    /// Writes as much of the text as fits.
     fn write(self, text: &str) {
         if self.text.is_null() || self.len == 0 {
             return;
@@ -310,13 +309,13 @@ fn guarded<R>(message: Message, body: impl FnOnce() -> Result<R>) -> Option<R> {
     None
 }
 
-/// What a caller has to agree with: the version in the upper half, the size of a [`PeerTensor`] in the lower.
+/// The interface that a caller must match: the version in the upper half, the size of a [`PeerTensor`] in the lower.
 #[unsafe(no_mangle)]
 pub extern "C" fn kiln_peers_abi() -> u64 {
     VERSION << 32 | size_of::<PeerTensor>() as u64
 }
 
-/// Opens GPU `device` for work on `stream`. Null, and a message, if that fails. The handle belongs to the calling thread.
+/// Opens GPU `device` for work on `stream`. Returns null with a message on failure. The handle belongs to the calling thread.
 ///
 /// # Safety
 /// `error` has room for `error_len` bytes; the stream outlives the handle.
@@ -329,7 +328,7 @@ pub unsafe extern "C" fn kiln_peers_open(device: u32, stream: u64, error: *mut c
     guarded(Message { text: error, len: error_len }, open).unwrap_or(null_mut())
 }
 
-/// Waits for what was queued, and closes. Null is allowed.
+/// Waits for queued work and closes the handle. Null is allowed.
 ///
 /// # Safety
 /// The handle came from [`kiln_peers_open`] and is not used again.
@@ -345,8 +344,8 @@ pub unsafe extern "C" fn kiln_peers_close(handle: *mut Handle) {
     }
 }
 
-/// Writes the tiles that GEMMs can be told to take, one a line: its name, the kernel that computes it, and how it accumulates:
-/// `exact` or `fast` products of e4m3, `auto` if it is neither or there is one way only.
+/// Writes the tiles that a caller can choose for GEMMs, one per line: the tile's name, its kernel, and how it accumulates e4m3
+/// products: `exact` or `fast`. `auto` means neither, or that there is only one way.
 ///
 /// # Safety
 /// `text` has room for `len` bytes.
@@ -364,8 +363,8 @@ pub unsafe extern "C" fn kiln_peers_tiles(text: *mut c_char, len: usize) {
     Message { text, len }.write(&tiles.join("\n"));
 }
 
-/// Writes the kernels that were launched since this was last asked, one a line. A launch that is captured in a graph counts when
-/// it is captured.
+/// Writes the kernels launched since the last call, one per line. A launch that is captured in a graph counts when it is
+/// captured.
 ///
 /// # Safety
 /// The handle came from [`kiln_peers_open`]; `text` has room for `len` bytes.
@@ -381,8 +380,8 @@ pub unsafe extern "C" fn kiln_peers_kernels(handle: *mut Handle, text: *mut c_ch
     handle.launched = launched;
 }
 
-/// Chooses what the calls that follow compute with: how e4m3 GEMMs accumulate (0 as the program decides, 1 exact, 2 fast), and
-/// the tile of GEMMs that have it (null: the fastest). 0, or 1 and a message. Without a handle the choice is only checked.
+/// Sets how later calls compute: how e4m3 GEMMs accumulate (0 the program decides, 1 exact, 2 fast), and the tile of GEMMs that
+/// have it (null: the fastest). Returns 0, or 1 with a message. Without a handle the choice is only checked.
 ///
 /// # Safety
 /// The handle is null or came from [`kiln_peers_open`]; `tile` is null or ends in a zero; `error` has room for `error_len` bytes.
@@ -419,11 +418,11 @@ pub unsafe extern "C" fn kiln_peers_choose(
     i32::from(guarded(Message { text: error, len: error_len }, body).is_none())
 }
 
-/// Queues an op, or without a handle only checks that its operands fit each other. 0, or 1 and a message.
+/// Queues an op. Without a handle it only checks that the operands fit each other. Returns 0, or 1 with a message.
 ///
 /// # Safety
 /// `op` ends in a zero, `tensors` and `numbers` point at as many values as stated, `error` has room for `error_len` bytes. The
-/// addresses are those of device memory that stays until the work is done.
+/// addresses point into device memory that stays allocated until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kiln_peers_run(
     handle: *mut Handle,

@@ -7,11 +7,11 @@ OLD and NEW are kiln programs. CHECKPOINT is a folder that `tools/random_checkpo
 
     python tools/random_checkpoint.py CHECKPOINT --model 4b --format bf16 fp8 nvfp4 --encoder bf16 fp8 nvfp4
 
-Both builds hold the model in GPU memory at the same time and generate an image for each request in turn, every other round backwards, each
-with a new prompt and seed. With rest: half a second of rest before each image, so that the GPU's clock is high. Without rest: image after
-image, as many as fill --sustained seconds, after as long a stretch that does not count. A step is the median of the steps after an image's
-first one, which waits for what was queued before it. An image lasts from the request to the answer, with its PNG. Speed is the median of the
-ratios of neighbors; above one NEW is faster.
+Both builds hold the model in GPU memory at the same time. They generate an image for each request by turns, every other round backwards,
+each with a new prompt and seed. With rest: half a second of rest before each image, so that the GPU's clock is high. Without rest: as many
+images as fill --sustained seconds, after a stretch as long that does not count. A step is the median of an image's steps but the first,
+which waits for work queued before it. An image lasts from the request to the answer, with its PNG. Speed is the median of the ratios of
+neighbors; above one NEW is faster.
 
 Needs Python alone. Exits 1 when a program fails.
 """
@@ -27,7 +27,7 @@ from turns import REST_S, Kiln, burst, quartiles, ratio, requests
 
 WARM_UP = 3
 
-# The compared times of an image.
+# The times of an image that are compared.
 FIGURES = {
     "step": lambda image: statistics.median(image["steps"][1:] or image["steps"]),
     "image": lambda image: image["total"],
@@ -38,7 +38,7 @@ def measure(engines, args, asked) -> dict:
     """The images of both builds, with rest and without."""
     burst(engines, WARM_UP, 0.0, asked)
     rested = burst(engines, args.rounds, args.rest, asked)
-    # The clock falls until the power limit is met.
+    # The clock falls until it meets the power limit.
     pair_s = sum(statistics.median(image["total"] for image in images) for images in rested.values())
     rounds = max(3, round(args.sustained / pair_s))
     burst(engines, rounds, 0.0, asked)
@@ -46,7 +46,7 @@ def measure(engines, args, asked) -> dict:
 
 
 def row(shape, label, figure, found) -> str:
-    """A line of the table: median times of both builds and their ratio, with rest and without."""
+    """A line of the table: both builds' median times and their ratio, with rest and without."""
     text = f"{shape:<12}{label:<18}{figure:<7}"
     for images in found.values():
         old, new = ([FIGURES[figure](image) for image in images[side]] for side in ("old", "new"))
@@ -59,8 +59,8 @@ def row(shape, label, figure, found) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=pathlib.Path, metavar="CHECKPOINT", help="a model in the formats to compare")
-    parser.add_argument("old", metavar="OLD", help="the program that is compared with")
-    parser.add_argument("new", metavar="NEW", help="the program whose speed is asked for")
+    parser.add_argument("old", metavar="OLD", help="the program to compare with")
+    parser.add_argument("new", metavar="NEW", help="the program to measure")
     parser.add_argument("--sizes", nargs="+", default=["512x512", "1024x1024"], metavar="SIZE", help="default: 512x512 1024x1024")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="some of the checkpoint's formats: bf16, fp8, nvfp4 (default: all)")
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps of an image (default 4)")

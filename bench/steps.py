@@ -4,11 +4,11 @@
                            [--shapes 1024x1024 512x512 1024x1024+1 2048x2048+4:8] [--rounds N] [--json FILE]
     python3 bench/steps.py [--kiln PROGRAM] --checkpoint DIR
 
-A configuration is a label and arguments of `kiln bench`; `PROGRAM::ARGUMENTS` takes another program than --kiln. With --checkpoint there
-is one for every format of a model that the folder has, as `tools/random_checkpoint.py DIR --format bf16 fp8 nvfp4 --encoder bf16 fp8
-nvfp4` writes it: transformer and text encoder in bf16, in FP8 and in NVFP4, the last with either --nvfp4-math. A shape is WIDTHxHEIGHT, +N
-for N reference images of the same size, :N for another number of steps. The first configuration is what the others are compared with.
-One that fails is reported and the rest goes on. How times are taken is in bench/README.md.
+A configuration is a label and arguments of `kiln bench`; `PROGRAM::ARGUMENTS` runs another program than --kiln. --checkpoint makes one for
+every format that the folder has, as `tools/random_checkpoint.py DIR --format bf16 fp8 nvfp4 --encoder bf16 fp8 nvfp4` writes it:
+transformer and text encoder in bf16, in FP8, and in NVFP4 with either --nvfp4-math. A shape is WIDTHxHEIGHT, +N for N reference images of
+the same size, :N for another number of steps. The others are compared with the first configuration. A failure is reported and the rest
+goes on. bench/README.md describes how times are taken.
 
 Exits 1 when a run fails.
 """
@@ -29,9 +29,9 @@ import tempfile
 import time
 import zlib
 
-# Steps at the start of an image that count as a burst: as many as klein takes.
+# The first steps of an image, which count as a burst: as many as klein takes.
 BURST_STEPS = 4
-# How long an image has been denoised before its steps count as sustained.
+# Seconds of denoising an image before its steps count as sustained.
 SETTLED_S = 1.5
 
 
@@ -98,7 +98,7 @@ def image(path: pathlib.Path, width: int, height: int) -> None:
 
 
 def command(config: Configuration, shape: Shape, folder: pathlib.Path, args) -> list:
-    """Quiet, so that what is on stderr is an error or a note."""
+    """The command of a run. It is quiet, so that stderr holds only errors and notes."""
     flags = ["--width", str(shape.width), "--height", str(shape.height), "--steps", str(shape.steps), "--runs", str(args.runs)]
     for i in range(shape.references):
         reference = folder / f"{shape.width}x{shape.height}-{i}.png"
@@ -109,13 +109,13 @@ def command(config: Configuration, shape: Shape, folder: pathlib.Path, args) -> 
 
 
 def settled(steps: list) -> list:
-    """The steps of an image that begin after the clock had time to fall; none of a short one."""
+    """The steps of an image that begin after the clock had time to fall. A short image has none."""
     begun = itertools.accumulate(steps, initial=0.0)
     return [seconds for seconds, at in zip(steps, begun) if at >= SETTLED_S]
 
 
 def measure(config: Configuration, shape: Shape, folder: pathlib.Path, args) -> dict:
-    """One run: what kiln reports, and the steps of its warm images."""
+    """One run: kiln's report, and the steps of its warm images."""
     record = {"label": config.label, "shape": shape.name, "arguments": config.arguments}
     try:
         done = subprocess.run(command(config, shape, folder, args), capture_output=True, text=True, timeout=args.timeout)
@@ -130,7 +130,7 @@ def measure(config: Configuration, shape: Shape, folder: pathlib.Path, args) -> 
     except (ValueError, KeyError) as error:
         return record | {"failed": f"its report cannot be read: {error!r}"}
     record |= {"report": report, "notes": done.stderr.strip()}
-    # The first step of an image waits for what was queued before it.
+    # An image's first step waits for work queued before it.
     return record | {
         "burst_s": [seconds for steps in images for seconds in steps[1:BURST_STEPS]] or images[0],
         "sustained_s": [seconds for steps in images for seconds in settled(steps)],
@@ -151,14 +151,14 @@ def line(record: dict) -> str:
 
 
 def medians(records: list, shape: str, label: str, key: str) -> list:
-    """The median step of each round, None where there is none."""
+    """The median step of each round, None for a round that has none."""
     of = [r for r in records if r["shape"] == shape and r["label"] == label]
     return [statistics.median(r[key]) if r.get(key) else None for r in of]
 
 
 def summary(records: list, shapes: list, labels: list) -> list:
-    """For each shape and configuration: the median of its rounds, its speed over the first one's of the same round, and the most
-    memory that a round took."""
+    """For each shape and configuration: the median of its rounds, its speed over the first configuration's in the same round, and the most
+    memory of a round."""
     lines = [f"{'median step, ms':<18} {'':<16} {'burst':>9} {'speed':>7} {'sustained':>9} {'speed':>7} {'GB':>7}"]
     for shape in shapes:
         for label in labels:
@@ -206,7 +206,7 @@ def main() -> int:
     print(f"{'shape':<18} {'configuration':<16} {'burst ms':>9} {'sust. ms':>9} {'total s':>9} {'GB':>7}", flush=True)
     out = open(args.json, "w") if args.json else None
     with tempfile.TemporaryDirectory() as folder:
-        # A round has every shape, so that each has a figure before the second round begins; every other one goes backwards.
+        # Each round has every shape, so that all have a figure before the second round begins. Every other round goes backwards.
         for i in range(args.rounds):
             for each in args.shapes:
                 for config in args.configurations if i % 2 == 0 else reversed(args.configurations):

@@ -36,7 +36,7 @@ class Kiln:
         return json.loads(line)
 
     def image(self, seed, prompt):
-        """Times of the stages and of the steps, and the time between request and answer."""
+        """Times of the stages and of the steps, and the time from request to answer."""
         start = time.perf_counter()
         self.process.stdin.write(f"{seed} {prompt}\n")
         self.process.stdin.flush()
@@ -66,7 +66,7 @@ def quartiles(values: list) -> tuple:
 
 
 def ratio(above: list, below: list) -> float:
-    """Median of the ratios of neighbors. Sides with unequal numbers of times have no neighbors."""
+    """Median of the ratios of neighbors. Sides with different numbers of times have no neighbors."""
     if len(above) != len(below):
         return statistics.median(above) / statistics.median(below)
     return statistics.median(a / b for a, b in zip(above, below))

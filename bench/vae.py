@@ -4,12 +4,11 @@
     python3 bench/vae.py [--rows REGEX] [--quick] [--compile MODE] [--json FILE]
     python3 bench/vae.py --check [--rows REGEX] [--json FILE]
 
-Times decoding and encoding at several sizes, also with the decoder of the small VAE; diffusers runs compiled and as it is, in bf16, with
-channels last. With --check nothing is timed: the error of kiln's results against diffusers in fp32 is compared with that of diffusers in
-bf16. Needs a GPU, PyTorch and diffusers; with --dry neither GPU nor time is needed, and only shapes are checked. The protocol is in
-bench/README.md.
+Times decoding and encoding at several sizes, also with the small decoder; diffusers runs compiled and eager, in bf16, with channels
+last. With --check nothing is timed: the errors of kiln and of diffusers in bf16, both against diffusers in fp32, are compared. Needs a
+GPU, PyTorch and diffusers; with --dry it needs neither GPU nor time, and only shapes are checked. The protocol is in bench/README.md.
 
-Exits 1 when a row fails, and with --check when an error is above 1.2 times that of diffusers in bf16.
+Exits 1 when a row fails, and with --check when an error is above 1.2 times diffusers' error in bf16.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from turns import quartiles, ratio
 from goldens.model import latent_statistics  # isort: skip
 from random_checkpoint import HEADS, REAL_VAE, write_json, write_weights  # isort: skip
 
-# Channels of the levels, finest first: klein's, and those of the VAE with the small decoder.
+# Channels of the levels, finest first: klein's VAE, and the VAE with the small decoder.
 CONFIGS = {"klein": REAL_VAE, "small": REAL_VAE | dict(decoder_block_out_channels=[96, 192, 384, 384])}
 ALLOWED = 1.2
 MODES = ("max-autotune-no-cudagraphs", "default", "none")
@@ -70,7 +69,7 @@ TIMED = [
 CHECKED = [
     *(Row(encode, *size) for encode in (False, True) for size in ((1024, 1024), (1360, 768), (144, 208))),
     Row(False, 2048, 2048),
-    # Beyond 2^31 elements, in a buffer and in a product of attention.
+    # More than 2^31 elements, in a buffer and in a product of attention.
     Row(False, 4096, 2304),
     Row(False, 1024, 1024, "small"),
     Row(False, 144, 208, "small"),
@@ -84,26 +83,26 @@ CHECKED = [
 
 
 def write_vae(folder: pathlib.Path, config: dict, device: str) -> None:
-    """A folder as diffusers writes it, with random weights that keep activations at a usual size."""
+    """Writes a folder as diffusers does, with random weights that keep activations at a usual size."""
     write_json(folder / "config.json", HEADS["vae"] | config)
     with ThreadPoolExecutor(8 if device == "cuda" else os.cpu_count()) as pool:
         write_weights(folder, "vae", config, device, pool)
 
 
 def latents_of(vae, tokens, row: Row):
-    """What the pipeline gives to the decoder."""
+    """The decoder's input in the pipeline."""
     mean, deviation = latent_statistics(vae)
     tokens = tokens.to(vae.dtype).T.reshape(1, -1, row.height // 16, row.width // 16)
     return Flux2KleinPipeline._unpatchify_latents(tokens * deviation + mean)
 
 
 def image_of(vae, pixels, row: Row):
-    """What the pipeline gives to the encoder."""
+    """The encoder's input in the pipeline."""
     return pixels.to(vae.dtype).view(1, row.height, row.width, 3).permute(0, 3, 1, 2)
 
 
 def result(vae, x, row: Row):
-    """The result of diffusers, in the shape of kiln's."""
+    """diffusers' result, in the shape of kiln's."""
     if not row.encode:
         return vae.decode(latents_of(vae, x, row)).sample[0].permute(1, 2, 0).reshape(-1, 3).float()
     mean, deviation = latent_statistics(vae)
@@ -112,7 +111,7 @@ def result(vae, x, row: Row):
 
 
 def operands(row: Row, device: str, seed: int = 1) -> tuple:
-    """Output and input: normalized tokens, and the pixels of an image that has slopes, edges and some noise."""
+    """Output and input: normalized tokens, and pixels of an image with slopes, edges and some noise."""
     tokens, pixels = (row.tokens, 128), (row.width * row.height, 3)
     if device == "meta":
         x = torch.empty(pixels if row.encode else tokens, device=device)
@@ -159,7 +158,7 @@ class Models:
 
 
 def compiled(vae, mode: str):
-    """Decoder and encoder compiled, for the sizes that they meet."""
+    """Compiles decoder and encoder for the sizes of the rows."""
     torch._dynamo.reset()
     options = {} if mode == "default" else {"mode": mode}
     vae.decoder = torch.compile(vae.decoder, dynamic=False, **options)
@@ -171,7 +170,7 @@ def compiled(vae, mode: str):
 
 
 def time_row(row: Row, models: Models, stream, args) -> dict:
-    """Kiln, diffusers compiled, and diffusers as it is."""
+    """Times kiln, compiled diffusers, and eager diffusers."""
     record = {"row": row.name, "size": row.size}
     ours = models.ours(row.vae, row.tiling)
     sets = [operands(row, "cuda", seed) for seed in range(FEWEST_SETS)]
@@ -212,7 +211,7 @@ def time_line(record: dict, text: str) -> str:
 
 
 def errors(found, expected) -> tuple:
-    """Norm of the difference over the norm of what was expected, and the largest difference over the largest value."""
+    """Norm of the difference over the norm of the expected values, and the largest difference over the largest value."""
     difference, expected = found.double() - expected.double(), expected.double()
     return float(difference.norm() / expected.norm()), float(difference.abs().max() / expected.abs().max())
 
@@ -221,7 +220,7 @@ def check_row(row: Row, models: Models) -> dict:
     out, x = operands(row, "cuda")
     exact = result(models.theirs(row.vae, torch.float32, row.tiling), x, row)
     theirs = errors(result(models.theirs(row.vae, torch.bfloat16, row.tiling), x, row), exact)
-    out.fill_(float("nan"))  # what is not written shows
+    out.fill_(float("nan"))  # unwritten elements show
     models.ours(row.vae, row.tiling).call(row.encode, out, x, (row.width, row.height))()
     ours = errors(out, exact)
     ratios = [a / b for a, b in zip(ours, theirs)]
@@ -237,7 +236,7 @@ def check_line(record: dict, text: str) -> str:
 
 
 def dry(rows: list, kiln: Kiln) -> int:
-    """kiln checks the ops of every row and tells their working memory, diffusers the shapes; nothing is computed."""
+    """kiln checks the ops of every row and reports their working memory, diffusers checks the shapes. Nothing is computed."""
     with tempfile.TemporaryDirectory() as folder:
         models = Models(pathlib.Path(folder), kiln, "cpu")
         for row in rows:
@@ -257,9 +256,9 @@ def dry(rows: list, kiln: Kiln) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = session.parser(__doc__, "name size")
-    parser.add_argument("--check", action="store_true", help="compare errors with those of diffusers in bf16, and time nothing")
+    parser.add_argument("--check", action="store_true", help="compare errors with diffusers' in bf16, and time nothing")
     parser.add_argument("--compile", choices=MODES, default=MODES[0], help=f"how diffusers is compiled (default {MODES[0]})")
-    parser.add_argument("--graphs", action="store_true", help="capture kiln's short rows in CUDA graphs, which the program does not")
+    parser.add_argument("--graphs", action="store_true", help="capture kiln's short rows in CUDA graphs, unlike the program")
     args = parser.parse_args()
     rows = TIMED + CHECKED if args.dry else CHECKED if args.check else TIMED
     return session.checked(parser, args, list(dict.fromkeys(rows)), lambda row: f"{row.name} {row.size}")

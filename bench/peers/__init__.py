@@ -4,10 +4,10 @@
     python3 bench/peers [--check] [--rows REGEX] [--quick] [--json FILE]
     python3 bench/peers --tiles [--rows REGEX] [--json FILE]
 
-Needs a GPU and PyTorch; with --dry neither runs, and only the shapes of all rows are checked. With --tiles, every tile of kiln's GEMM
-kernels is timed at the shapes of GEMMs with quantized weights instead. The protocol is in bench/README.md.
+Needs a GPU and PyTorch. With --dry it needs neither and only checks the shapes of all rows. With --tiles it times every tile of
+kiln's GEMM kernels at the shapes of GEMMs with quantized weights instead. The protocol is in bench/README.md.
 
-Rows run in a process of their own, which is started again behind a row that hangs or breaks the device.
+Rows run in a worker process, which is restarted after a row that hangs or breaks the device.
 
 Exits 1 when a memory-bound row that moves 32 MB or more runs at less than 0.80 of the speed of a copy of as many bytes, when
 a result is wrong (--check), or when a row fails.
@@ -16,5 +16,5 @@ a result is wrong (--check), or when a row fails.
 import pathlib
 import sys
 
-# The formulas of quantized weights and the random VAE are in the tools.
+# The tools folder has the formulas of quantized weights and the random VAE.
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tools"))

@@ -24,11 +24,11 @@ from peers.tiles import tile_line, tile_summary, time_tiles
 from peers.timing import Side, beat, burst, sets_of, sustained
 
 ROWS = rows.ROWS + rows_fp8.ROWS + rows_mixed.ROWS
-# Relative error allowed where a case does not state that of its arithmetic, by the type of the result.
+# Relative error allowed where a case states no error of its arithmetic, by the type of the result.
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 1e-5, torch.uint8: 1e-3}
-# Relative error of rounding to bf16, of values all over a binade.
+# Relative error of rounding to bf16, for values spread over a binade.
 BF16_ROUNDING = 1.66e-3
-# A worker that gives no sign for so long hangs; one that ends with this status has lost the device.
+# A worker that is silent for this long hangs; one that exits with this status has lost the device.
 PATIENCE_S, DEVICE_LOST = 90, 70
 
 
@@ -36,14 +36,14 @@ PATIENCE_S, DEVICE_LOST = 90, 70
 
 
 def errors(found: tuple, expected: tuple) -> list:
-    """Of each result: the norm of the difference over the norm of what was expected. NaN if there is one."""
+    """For each result, the norm of the difference over the norm of the expected values. NaN if the result has one."""
     pairs = [(f.double().reshape(e.shape), e.double()) for f, e in zip(found, expected)]
     return [float((f - e).norm() / e.norm()) for f, e in pairs]
 
 
 def limits(case: Case, expected: tuple) -> list:
-    """Of each result: twice the error of its arithmetic and of one rounding to bf16 or f32. A result in e4m3 is held to that of bf16
-    before it is rounded, or else the rounding would hide more than all the rest."""
+    """For each result, twice the sum of the error of its arithmetic and of one rounding to bf16 or f32. An e4m3 result gets the
+    limit of bf16 before it is rounded; otherwise rounding to e4m3 would hide all other errors."""
     if case.arithmetic is None:
         return [TOLERANCE[case.outputs[0].dtype]] * len(expected)
     rounded = [out.store(e) if isinstance(out, Scaled) else e.to(out.dtype) for out, e in zip(case.outputs, expected)]
@@ -55,7 +55,7 @@ def limits(case: Case, expected: tuple) -> list:
 
 
 def blank(out) -> None:
-    """Fills an output with NaN, or with a number if its type has none: what is not written shows."""
+    """Fills an output with NaN, or with a number if its type has no NaN, so that unwritten elements show."""
     if isinstance(out, Scaled):
         out.codes.view(torch.uint8).fill_(0x7F)
     else:
@@ -63,11 +63,11 @@ def blank(out) -> None:
 
 
 def check(case: Case, kiln: Kiln) -> dict:
-    """Largest relative errors of kiln's results, in every way it has, and of the peer's, and whether they are small enough."""
+    """Compares kiln's results, in every way it computes them, and the peer's with the reference; returns the largest errors."""
     expected = case.reference()
     within = limits(case, expected)
     theirs = max(errors(case.peer(), expected))
-    # A comparison with something else would be worth nothing, so the peer has to be right as well. NaN is never small.
+    # The peer has to be right as well, because a comparison with another function would be worth nothing. NaN is never small.
     found, right = {}, theirs <= max(case.peer_tolerance, *within)
     for name, each in {"kiln": case, **ours_of(case)}.items():
         if each is not case:
@@ -86,12 +86,12 @@ def check(case: Case, kiln: Kiln) -> dict:
 
 
 def ours_of(case: Case) -> dict:
-    """The ways of a case that are ops of kiln's, but the first."""
+    """A case's further ways to compute its result with kiln's ops."""
     return {name: other for name, other in case.others.items() if isinstance(other, Case)}
 
 
 def copies(total: int, sets: int) -> list:
-    """Copies that read and write `total` bytes together."""
+    """Copies that read and write `total` bytes in all."""
     pairs = []
     for _ in range(sets):
         source = torch.randn(max(1, total // 8), device="cuda")
@@ -100,7 +100,7 @@ def copies(total: int, sets: int) -> list:
 
 
 def keeping(peers: list) -> list:
-    """The peers' calls. Results are kept until the next round, so that their memory is as cold as ours."""
+    """The peers' calls. Their results are kept until the next round, so that their memory is as cold as kiln's."""
     results = [None] * len(peers)
 
     def call(i):
@@ -122,7 +122,7 @@ class Trial:
             self.record |= check(first, kiln)
         if args.check_only:
             return
-        # Together more than the L2 holds twice, so that each finds its operands gone.
+        # All sets together exceed twice the L2, so that each call finds its operands gone from it.
         sets = sets_of(first.bytes, args.cold)
         self.cases += [row.make(operands) for _ in range(sets - 1)]
         kiln.kernels()
@@ -140,7 +140,7 @@ class Trial:
 
 
 def sizes_of(rows: list) -> list:
-    """Rows bound by memory that move as much as each other (to three digits) are one list; all others are alone."""
+    """Memory-bound rows that move equally many bytes (to three digits) form one list; every other row is a list of its own."""
     lists = {}
     for i, row in enumerate(rows):
         case = row.make(Operands("meta"))
@@ -157,7 +157,7 @@ def failure(row, error) -> dict:
 
 
 def run_size(rows: list, kiln: Kiln, stream, args) -> list:
-    """The records of rows that have one ceiling."""
+    """The records of rows that share a ceiling."""
     trials, records = [], []
     for row in rows:
         try:
@@ -172,9 +172,9 @@ def run_size(rows: list, kiln: Kiln, stream, args) -> list:
     if not first["flops"]:
         moves = copies(first["bytes"], first["sets"])
         copied.append(Side("copy", moves, stream, args.graphs))
-        if args.graphs and large:  # a graph may copy in another way than a stream; the faster one is the ceiling
+        if args.graphs and large:  # a graph may copy differently than a stream; the faster copy is the ceiling
             copied.append(Side("copy without graph", moves, stream, False))
-    # A copy between any two rows: it is the same for all, and known better the more of them there are.
+    # A copy runs between any two rows. All rows share this ceiling, and more copies make it more accurate.
     times = burst([side for trial in trials for side in trial.sides + copied], args.pairs)
     medians = {side: statistics.median(values) for side, values in times.items()}
     ceiling = min(copied, key=medians.get, default=None)
@@ -183,7 +183,7 @@ def run_size(rows: list, kiln: Kiln, stream, args) -> list:
         sides = trial.sides + copied
         trial.record |= {"burst_s": {s.name: times[s] for s in sides}, "after_burst": state}
         trial.record |= {"ceiling": ceiling and ceiling.name, "ceiling_s": ceiling and medians[ceiling]}
-        # A row bound by its launch has nothing to sustain.
+        # A launch-bound row has nothing to sustain.
         if args.sustain > 0 and (first["flops"] or large):
             lasting = trial.sides + ([ceiling] if ceiling else [])
             trial.record["sustained_s"] = sustained(lasting, args.sustain, medians)
@@ -199,7 +199,7 @@ def title(row) -> str:
 
 
 def dry(rows: list, kiln: Kiln) -> int:
-    """Operands without memory: the library checks how ours fit each other, PyTorch how its own do."""
+    """Checks shapes without memory: the library checks kiln's operands, PyTorch its own."""
     for row in rows:
         case = row.make(Operands("meta"))
         for each in (case, *ours_of(case).values()):
@@ -227,14 +227,14 @@ def arguments() -> argparse.Namespace:
 
 
 def lists_of(args) -> list:
-    """The lists of rows that are run together, in order."""
+    """The lists of rows that run together, in order."""
     if args.tiles:
         return [[row] for row in args.rows if row.format in ("W8A8", *rows_mixed.QUANTIZE)]
     return sizes_of(args.rows)
 
 
 def work(args) -> int:
-    """Runs the lists of rows from one on, and appends their records to a file."""
+    """Runs the lists of rows, starting with one, and appends their records to a file."""
     records_file = pathlib.Path(args.json)
     timing.heartbeat = records_file
     kiln = Kiln(args.library)
@@ -266,7 +266,7 @@ def work(args) -> int:
 
 
 def supervise(args) -> list:
-    """Runs all rows in a worker, and in another one behind a row that hangs or ends it. The records of all rows."""
+    """Runs all rows in a worker, with a new worker after a row that hangs or ends it. Returns the records of all rows."""
     with tempfile.TemporaryDirectory() as folder:
         records_file = pathlib.Path(args.json or pathlib.Path(folder) / "records.jsonl")
         records_file.write_text("")

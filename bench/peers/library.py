@@ -29,7 +29,7 @@ ACCUMULATE = {"auto": 0, "exact": 1, "fast": 2}
 
 
 class Kiln:
-    """The ops of bench/peers.rs. Before `open` they are only checked."""
+    """The ops of bench/peers.rs. Until `open` they only check their operands."""
 
     def __init__(self, path: str):
         self.library = ctypes.CDLL(str(path))
@@ -64,7 +64,7 @@ class Kiln:
             raise SystemExit(f"error: {self.text.value.decode()}")
 
     def expect(self, found):
-        """What was found, or else an error with what the library says."""
+        """Returns `found`, or raises an error with the library's message."""
         if not found:
             raise RuntimeError(f"kiln: {self.text.value.decode()}")
         return found
@@ -74,12 +74,12 @@ class Kiln:
         self.handle = None
 
     def tiles(self) -> list:
-        """The tiles that a case can be told to take: name, kernel, and how it accumulates (auto where there is one way)."""
+        """The tiles that a case can choose: name, kernel, and how it accumulates (auto where there is only one way)."""
         self.library.kiln_peers_tiles(self.text, len(self.text))
         return [tuple(each.split()) for each in self.text.value.decode().splitlines()]
 
     def kernels(self) -> list:
-        """The kernels that were launched since this was last asked."""
+        """The kernels launched since the last call."""
         self.text.value = b""
         self.library.kiln_peers_kernels(self.handle, self.text, len(self.text))
         return self.text.value.decode().splitlines()
@@ -87,7 +87,7 @@ class Kiln:
     def address(self, tensor) -> int:
         if not tensor.is_meta:
             return tensor.data_ptr()
-        # Shapes without memory: a place far from all others for each storage.
+        # Shapes without memory: each storage gets an address far from all others.
         storage = tensor.untyped_storage()._cdata
         base = self.invented.setdefault(storage, (len(self.invented) + 1) << 40)
         return base + tensor.storage_offset() * tensor.element_size()
@@ -106,7 +106,7 @@ class Kiln:
         return PeerTensor(self.address(tensor), rows, packed * cols, packed * tensor.stride(0), dtype, scale)
 
     def call(self, case: Case, tile: str | None = None):
-        """A function that queues the case's op, on this tile where one is named."""
+        """A function that queues the case's op, on `tile` if one is named."""
         name, tensors = case.op.encode(), (PeerTensor * len(case.tensors))(*map(self.describe, case.tensors))
         numbers = (ctypes.c_double * len(case.numbers))(*case.numbers)
         choose, run, handle, text = self.library.kiln_peers_choose, self.library.kiln_peers_run, self.handle, self.text
@@ -121,7 +121,7 @@ class Kiln:
 
 
 class KilnVae:
-    """A whole VAE of a folder, on the stream of an open `Kiln`; on one that is not open its ops are only checked."""
+    """The whole VAE of a folder, on the stream of an open `Kiln`. If that is not open, the VAE only checks its ops."""
 
     ALIGN = 1024
 
@@ -151,15 +151,15 @@ class KilnVae:
         return self.kiln.expect(run(self.vae, handle, int(encode), tensors, *size, at, text, len(text)))
 
     def bytes(self, encode: bool, out, x, size: tuple) -> int:
-        """Working memory besides the operands, by a dry run."""
+        """Bytes of working memory in addition to the operands, by a dry run."""
         return self.run(None, encode, out, x, size, 0)
 
     def call(self, encode: bool, out, x, size: tuple):
-        """A function that decodes tokens [tokens, 128] to an image [pixels, 3], or encodes the other way round; f32 both."""
+        """A function that decodes tokens [tokens, 128] to an image [pixels, 3], or encodes in reverse; both are f32."""
         need = self.bytes(encode, out, x, size)
         if self.workspace is None or self.workspace.numel() < need + self.ALIGN:
-            self.workspace = None  # given back first
+            self.workspace = None  # freed first
             self.workspace = self.memory(need)
         at = self.aligned(self.workspace)
-        # The workspace may be replaced by a larger one; what was queued on it keeps it until then.
+        # A larger workspace may replace this one. Work queued on it keeps it alive until then.
         return lambda memory=self.workspace: self.run(self.kiln.handle, encode, out, x, size, at)

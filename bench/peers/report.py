@@ -1,4 +1,4 @@
-"""Lines and sums of records, for display."""
+"""Formats records as lines and summaries, for display."""
 
 import re
 import statistics
@@ -69,14 +69,14 @@ def below(record: dict) -> bool:
 
 
 def gemms(format: str, rows: str = "(?!1x)") -> str:
-    """Plain GEMMs with one scale at most. A single row of activations is bound by memory."""
+    """Plain GEMMs with at most one scale. GEMMs of one activation row are left out because they are memory-bound."""
     return rf"linear {format} {rows}(?!.*row scales)"
 
 
-# Convolutions of 128 channels or more, which follow an upsampling or do not.
+# Convolutions of 128 channels or more, without upsampling and with it.
 CONV, UPSAMPLING = r"conv bf16 (?!.*, 3 to)(?!.*, up)", r"conv bf16 (?!.*, 3 to).*, up"
 
-# What is summed up: a name, the rows it is about by name, format and shape, whose time is above and whose below the line.
+# Summary groups: a name, a pattern of the rows' name, format and shape, and the sides whose times are divided.
 GROUPS = [
     ("bf16 GEMMs, x torch", gemms("bf16"), "torch", "kiln"),
     ("W8A8 GEMMs, fast x torch fast", gemms("W8A8"), "torch", "kiln"),
@@ -101,7 +101,7 @@ GROUPS = [
 
 
 def summary(records: list) -> list:
-    """For each group the geometric mean, for no single row is all of it, and the least."""
+    """For each group its geometric mean and its smallest ratio, because no single row represents it."""
     lines = []
     for name, pattern, above, below_line in GROUPS:
         text, count = [], 0

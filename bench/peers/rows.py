@@ -1,8 +1,8 @@
-"""What is compared: one row per op and size of FLUX.2 [klein], with PyTorch's way of doing the same.
+"""The compared rows: one per op and size of FLUX.2 [klein], with PyTorch's way to do the same.
 
-A row makes operand sets. Each names kiln's op with its tensors and numbers (in the order `peers.rs` states), a `peer` that does
-the same with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with. Rows of FP8 are in
-`rows_fp8.py`, those of quantized weights by bf16 inputs in `rows_mixed.py`.
+A row makes operand sets. Each names kiln's op with its tensors and numbers (in the order `peers.rs` states), a `peer` that does the same
+with PyTorch, and a `reference` in f64 (convolutions in f32) that both results are compared with. `rows_fp8.py` has the rows of FP8,
+`rows_mixed.py` those with quantized weights and bf16 inputs.
 """
 
 import inspect
@@ -17,17 +17,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 BF16, F32 = torch.bfloat16, torch.float32
 EPS = 1e-6
 HEAD_DIM = 128
-# Relative error of a sum of products of which one factor was rounded to bf16.
+# Relative error of a sum of products when one factor of each was rounded to bf16.
 BF16_ACTIVATIONS = 1.66e-3
-# Factors of results in e4m3: of a SwiGLU of normal values, which are up to about 30, and of modulated norms.
+# Factors of e4m3 results: SwiGLU of normal values, up to about 30, and modulated norms.
 HIDDEN_SCALE, NORMED_SCALE = 0.1, 0.02
-# What does not fit here is read from memory again when it is read twice.
+# A larger tensor does not stay in the cache, so a second read comes from memory.
 CACHE = 60_000_000
 
 
 @dataclass
 class Scaled:
-    """e4m3 elements, and the factor of them all."""
+    """e4m3 elements and their common factor."""
 
     codes: torch.Tensor
     scale: float
@@ -36,16 +36,16 @@ class Scaled:
         return self.codes.float().double() * self.scale
 
     def round(self, multiples):
-        """These multiples of the factor in the same format."""
+        """Rounds these multiples of the factor to the same format."""
         return Scaled(multiples.clamp_(-448, 448).to(self.codes.dtype), self.scale)
 
     def store(self, values):
-        """These values in the same format."""
+        """Stores these values in the same format."""
         return self.round(values.float() / self.scale)
 
 
 def store(out, values):
-    """These values in the format of a result."""
+    """Stores these values in the format of a result."""
     return out.store(values) if isinstance(out, Scaled) else values
 
 
@@ -61,10 +61,10 @@ class Case:
     op: str
     tensors: list
     numbers: list
-    outputs: list  # those of `tensors` that are written
+    outputs: list  # the tensors that are written
     peer: Callable[[], tuple]
     reference: Callable[[], tuple]
-    others: dict = field(default_factory=dict)  # by name: more ways to do the same, or its GEMM alone; a case is an op of kiln's
+    others: dict = field(default_factory=dict)  # by name: more ways to do the same, or the GEMM alone; cases are kiln's ops
     in_place: bool = False  # outputs are read, too
     bytes: int = 0  # what has to be read and written; 0: every operand once, outputs that are read twice
     flops: int = 0  # 0: bound by memory
@@ -78,7 +78,7 @@ class Case:
             self.bytes = sum(size_of(t) for t in self.tensors + updated if t is not None)
 
     def own_results(self) -> tuple:
-        """Tensors and outputs with copies of what is updated in place: each side has a result of its own."""
+        """Tensors and outputs with copies of those updated in place, so that each side has a result of its own."""
         if not self.in_place:
             return self.tensors, self.outputs
         own = {id(out): out.clone() for out in self.outputs}
@@ -95,7 +95,7 @@ class Row:
 
 def row(shape, name=None):
     """Turns a function that makes a case from operands and sizes into one that makes a row from sizes. `shape` and `name` are texts with
-    the sizes, or functions of the sizes; without a name the row is called as the function is."""
+    the sizes, or functions of the sizes. Without a name the row takes the function's name."""
 
     def decorate(case):
         sizes_of = inspect.signature(case)
@@ -116,7 +116,7 @@ def many(streams: tuple) -> str:
 
 
 class Operands:
-    """Makes tensors of random values. On the device `meta` they have shapes only."""
+    """Makes tensors of random values. On the `meta` device they only have shapes."""
 
     def __init__(self, device: str, seed: int = 1):
         self.device = device
@@ -185,14 +185,14 @@ def rms_norm(m, rows: int, cols: int):
 
 @row(lambda streams, cols: f"{many(streams)}x{cols}", "layer_norm_modulate")
 def layer_norm(m, streams: tuple, cols: int):
-    """The peer's scale and shift are its norm's weight and bias: one kernel, the best PyTorch has. For e4m3 it converts its result."""
+    """The peer's norm gets scale and shift as weight and bias: one kernel, PyTorch's fastest. For e4m3 it converts its result."""
     tensors, outputs, weights = [], [], []
     for rows in streams:
         out, x = m.result(rows, cols, NORMED_SCALE), m.normal(rows, cols)
         shift, scale = m.normal(1, cols), m.normal(1, cols, scale=0.2)
         tensors += [out, x, shift, scale]
         outputs.append(out)
-        # The factor of the result is in weight and bias already.
+        # Weight and bias already contain the result's factor.
         factor = out.scale if isinstance(out, Scaled) else 1.0
         weights.append((x, ((1 + scale) / factor).view(-1), (shift / factor).view(-1)))
     xs, shifts, scales = tensors[1::4], tensors[2::4], tensors[3::4]
@@ -210,8 +210,8 @@ def layer_norm(m, streams: tuple, cols: int):
 
 @row(lambda side, channels, given: f"{side}x{side}, {channels}" + (", stats given" if given else ""))
 def group_norm(m, side: int, channels: int, given: bool):
-    """With `given` the statistics are there (the convolution before makes them) and the peer is told scale and shift. Without,
-    they come first, so x is read twice where no cache holds it; the peer has its image channels first, where it is faster."""
+    """With `given` the convolution before has computed the statistics, and the peer gets scale and shift. Otherwise they come first, so x
+    is read twice if no cache holds it. The peer's image has channels first, which is faster for it."""
     groups = 32
     x, out = m.normal(side * side, channels, mean=0.3), m.empty(side * side, channels)
     weight, bias = m.vector(channels, 1.0), m.vector(channels)
@@ -331,7 +331,7 @@ def linear_swiglu(m, rows: int, cols: int, inner: int):
 
 @row("{rows}x{cols}x{inner}")
 def linear_gate_residual(m, rows: int, cols: int, inner: int, gated: bool = True):
-    """The text encoder's have no gate."""
+    """A linear layer with a gated residual. The text encoder's layers have no gate."""
     x, w, into = m.input(rows, inner), m.weight(cols, inner), m.normal(rows, cols)
     gate = m.normal(1, cols, scale=0.2) if gated else None
     product, theirs = m.product(x, w), into.clone()
@@ -346,7 +346,7 @@ def linear_gate_residual(m, rows: int, cols: int, inner: int, gated: bool = True
 
 
 def rotate(x, cos, sin, half_split: bool):
-    """RoPE of x [rows, heads, head_dim] by the angles of its row: pairs are halves, or neighbors."""
+    """RoPE of x [rows, heads, head_dim] by the angles of each row. Pairs are halves of a head, or neighbors."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     a, b = x.chunk(2, -1) if half_split else (x[..., 0::2], x[..., 1::2])
     rotated = a * cos - b * sin, a * sin + b * cos
@@ -372,7 +372,7 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
             x, w, table = m.normal(rows, inner), m.weight(sum(sizes), inner), m.rope_table(rows)
             norm_q, norm_k = m.vector(HEAD_DIM, 1.0), m.vector(HEAD_DIM, 1.0)
             q, k, v = m.empty(rows, q_cols), m.empty(rows, kv_cols), m.empty(rows, kv_cols)
-            # A slice of a wider buffer that also takes the attention's result, as in a single block.
+            # A slice of a wider buffer that also holds the attention's result, as in a single block.
             hidden = m.empty(rows, q_cols + mlp)[:, q_cols:] if mlp else None
             tensors += [x, w, None, norm_q, norm_k, table, q, k, v, hidden]
             outputs += [q, k, v] + ([hidden] if mlp else [])
@@ -393,7 +393,7 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
 
         theirs = []
         for x, w, norm_q, norm_k, table in parts:
-            # In the types and ways models use: complex numbers for neighbors, bf16 cosines and sines for halves.
+            # Types as models use them: complex numbers for neighbors, bf16 cosines and sines for halves.
             angles = table.to(BF16).chunk(2, -1) if half_split else torch.complex(*table.chunk(2, -1)).unsqueeze(1)
             theirs.append((x, w, norm_q.view(-1).to(BF16), norm_k.view(-1).to(BF16), angles))
 
@@ -427,7 +427,7 @@ def qkv(streams: tuple, inner: int, heads: int, kv_heads: int, mlp: int = 0, hal
 def attention_f64(q, k, v, heads: int, head_dim: int, scale: float, causal: bool = False):
     results, tokens = [], q.shape[0]
     heads_per_key = q.shape[1] // k.shape[1]
-    for head in range(heads):  # one after the other, some rows at a time: the scores of all are too many
+    for head in range(heads):  # one by one, some rows at a time: all scores together are too large
         own, shared = (slice(i * head_dim, (i + 1) * head_dim) for i in (head, head // heads_per_key))
         parts = []
         for first in range(0, tokens, 8192):
@@ -442,7 +442,7 @@ def attention_f64(q, k, v, heads: int, head_dim: int, scale: float, causal: bool
 def attention(
     tokens: int, heads: int, kv_heads: int, head_dim: int = HEAD_DIM, causal: bool = False, keys: int = 0, bounded: bool = False
 ) -> Row:
-    """`bounded`: queries and keys are normalized and scores are exponents of two, as in the transformer, and the op is told so."""
+    """`bounded`: queries and keys are normalized and scores are exponents of two, as in the transformer. kiln's op gets this bound."""
     keys = keys or tokens
 
     def make(m):
@@ -494,8 +494,8 @@ def phase_form(filters):
 
 
 def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool = False) -> Row:
-    """`more` adds a residual and asks for the statistics of the next norm, which the peer leaves to that norm. PyTorch adds the bias in a
-    kernel of its own, so there is its convolution without one as well; beside an upsampling there is that of an image that was upsampled
+    """`more` adds a residual and computes the statistics of the next norm, which the peer leaves to that norm. PyTorch adds the bias in a
+    separate kernel, so its convolution without bias is a peer too. Upsampling rows also have a convolution of an image that was upsampled
     before. These are the harder peers."""
     out_side = {"same": side, "up": 2 * side, "down": side // 2}[sampling]
 
@@ -504,7 +504,7 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
         w, bias = m.weight(to, 9 * channels), m.vector(to)
         residual = m.normal(out_side * out_side, to) if more else None
         stats = m.empty(32, 2, F32) if more else None
-        # The same memory as PyTorch sees it: channels last.
+        # PyTorch's view of this memory: channels last.
         image = x.view(1, side, side, channels).permute(0, 3, 1, 2)
         filters = w.view(to, 3, 3, channels).permute(0, 3, 1, 2)
         beside = residual.view(1, out_side, out_side, to).permute(0, 3, 1, 2) if more else None
@@ -529,7 +529,7 @@ def conv(side: int, channels: int, to: int, sampling: str = "same", more: bool =
 
         peer = lambda: (result(image, filters, short, beside),)
         numbers = [side, side, {"same": 0, "up": 1, "down": 2}[sampling]]
-        # Of nine taps behind an upsampling four are left, which are rounded after they are summed.
+        # Behind an upsampling four of nine taps are left, which are rounded after they are summed.
         flops = 2 * out_side * out_side * to * (4 if sampling == "up" else 9) * channels
         ours = phase_form(w.view(to, 3, 3, channels)) if sampling == "up" else w
         outputs = [out] + ([stats] if more else [])
@@ -574,8 +574,8 @@ def norm_conv(m, side: int, channels: int, to: int):
 
 # ------------------------------------------------------------------------------------------------------------------------ sizes
 
-# As in the transformer at 1024x1024, with one and four references, at 2048x2048 and at as many tokens as there may be; with a running
-# maximum; and in the text encoder.
+# Attention of the transformer at 1024x1024, with one and four references, at 2048x2048 and at the most tokens there may be; with a running
+# maximum; and of the text encoder.
 ATTENTION = [
     *(attention(tokens, 24, 24, bounded=True) for tokens in (4608, 8704, 16_896, 20_992, 52_000)),
     *(attention(tokens, 32, 32, bounded=True) for tokens in (4608, 52_000)),
@@ -583,8 +583,8 @@ ATTENTION = [
     *(attention(512, 32, 8, causal=True, keys=keys) for keys in (512, 26)),
 ]
 
-# GEMMs of double and single blocks of both models, of the text encoder, and of single blocks with 2048x2048, a reference, and as many
-# tokens as there may be.
+# GEMMs of double and single blocks of both models, of the text encoder, and of single blocks at 2048x2048, with a reference, and with the
+# most tokens there may be.
 BLOCK_GEMMS = [
     *((4096, cols, inner) for cols, inner in ((9216, 3072), (18_432, 3072), (3072, 9216), (3072, 3072))),
     *((rows, cols, inner) for rows in (4608, 16_896, 20_992, 52_000) for cols, inner in ((27_648, 3072), (3072, 12_288))),
@@ -592,8 +592,8 @@ BLOCK_GEMMS = [
 ]
 ENCODER_GEMMS = [(512, cols, inner) for cols, inner in ((6144, 2560), (19_456, 2560), (2560, 4096), (2560, 9728))]
 
-# The VAE's: levels of the decoder at 1024x1024, the coarsest at 256x256 and 512x512 and the finest at 2048x2048 as well, between levels, the
-# encoder's first, and its input; and the finest of the small decoder.
+# Convolutions of the VAE: decoder levels at 1024x1024, the coarsest level also at 256x256 and 512x512 and the finest at 2048x2048; between
+# levels; the encoder's first layer and its input; and the small decoder's finest level.
 CONVOLUTIONS = [
     *(conv(side, 512, 512) for side in (32, 64, 128, 256, 512)),
     conv(512, 512, 256),

@@ -1,8 +1,8 @@
 """The rows with e4m3 inputs or results: W8A8 GEMMs, ops that store e4m3, attention with e4m3 queries and keys.
 
-The peer of a W8A8 GEMM is `torch._scaled_mm` with fast accumulation (`torch`) and without (`slow`); kiln accumulates `fast`, and
-`exact` beside it. Both multiply the same codes by the same scales, and references take the codes as they are: what quantization
-costs is not measured here.
+The peer of a W8A8 GEMM is `torch._scaled_mm` with fast accumulation (`torch`) and without (`slow`). kiln accumulates `fast`, and also
+`exact`. Both sides multiply the same codes by the same scales, and the references decode these codes, so the rows do not measure the
+cost of quantization.
 """
 
 import math
@@ -16,26 +16,26 @@ from peers.rows import BF16, BLOCK_GEMMS, ENCODER_GEMMS, EPS, F32, HEAD_DIM, HID
 from peers.rows import Case, Operands, Row, Scaled, attention_f64, gemm_f64, many, rms, rotate, row, store, swiglu
 
 E4M3 = torch.float8_e4m3fn
-# Standard normal values reach the largest code but rarely saturate. No power of two, so that a factor that is left out shows.
+# Standard normal values reach the largest code but rarely saturate. Not powers of two, so that a missing factor shows.
 INPUT_SCALE, WEIGHT_SCALE = 0.0131, 0.0127
-# Of results of attention.
+# The factor of attention's results.
 ATTENDED_SCALE = 0.005
 # The factor of queries and of keys: their product is log2(e) / sqrt(head_dim), so that scores are exponents of two.
 HEAD_SCALE = math.sqrt(math.log2(math.e) / math.sqrt(HEAD_DIM))
 # Relative error of attention from rounding probabilities to bf16 and scores to thirteen places, by a simulation of both.
 ATTENTION_ERROR = 1.7e-3
-# How far PyTorch's attention may be off, whose queries and keys are not rounded to e4m3: that moves scores by 0.026 sqrt(2) of their
-# size, which is one (base e) here, and results by as much.
+# How far PyTorch's attention may be off. It does not round queries and keys to e4m3, which moves scores by 0.026 sqrt(2) of their
+# size, here one (base e), and results by as much.
 ATTENTION_PEER = 6e-2
 
 
 def fast_sums(inner: int) -> float:
-    """Relative error of sums that the tensor cores keep thirteen places of, over all of K: a random walk, 0.0025 at 12288."""
+    """Relative error of sums over all of K of which tensor cores keep thirteen places: a random walk, 0.0025 at 12288."""
     return 0.0025 * math.sqrt(inner / 12_288)
 
 
 class Product:
-    """PyTorch's x W^T in bf16; `row_scales` replace the scale of the weight."""
+    """PyTorch's x W^T in bf16. `row_scales` replace the weight's scale."""
 
     def __init__(self, m, x: Scaled, w: Scaled, row_scales=None):
         self.operands, self.inner = (x.codes, w.codes.t()), x.codes.shape[1]
@@ -78,7 +78,7 @@ class Fp8Operands(Operands):
 
 
 def w8a8(row: Row) -> Row:
-    """A row with inputs and weights in e4m3: with fast accumulation, and with exact accumulation as well."""
+    """A row with e4m3 inputs and weights: with fast accumulation, and also with exact accumulation."""
 
     def make(m):
         operands = Fp8Operands(m)
@@ -117,14 +117,14 @@ def qkv(streams: tuple, inner: int, heads: int, mlp: int = 0) -> Row:
             x, w, table = m.input(rows, inner), m.weight(sum(sizes), inner), m.rope_table(rows)
             norm_q, norm_k = m.vector(HEAD_DIM, 1.0), m.vector(HEAD_DIM, 1.0)
             q, k, v = m.result(rows, width, 1.0), m.result(rows, width, 1.0), m.empty(rows, width)
-            # A slice of a wider buffer that also takes the attention's result, as in a single block.
+            # A slice of a wider buffer that also holds the attention's result, as in a single block.
             hidden = Scaled(m.empty(rows, width + mlp, E4M3)[:, width:], HIDDEN_SCALE) if mlp else None
             tensors += [x, w, None, norm_q, norm_k, table, q, k, v, hidden]
             outputs += [q, k, v] + ([hidden] if mlp else [])
             parts.append((x, w, norm_q, norm_k, table, m.product(x, w)))
 
         def finish(y, norm_q, norm_k, table):
-            """What follows the product, in its type."""
+            """The epilogue of the product, in its type."""
             q, k, v, hidden = y.split(sizes, -1)
             cos, sin = table.to(y.dtype).chunk(2, -1)
             normed = lambda t, w: rms(t.unflatten(-1, (-1, HEAD_DIM)), w.to(y.dtype).view(-1)) * HEAD_SCALE
@@ -157,8 +157,8 @@ def to_e4m3(row: Row) -> Row:
 
 
 def attention(tokens: int, heads: int) -> Row:
-    """As in the transformer: queries and keys normalized, scores exponents of two, the result in e4m3. Beside it the same with a
-    result in bf16 (`to bf16`), kiln's attention in bf16 (`bf16`), and PyTorch's in bf16."""
+    """Attention as in the transformer: normalized queries and keys, scores exponents of two, the result in e4m3. Its peers are kiln's
+    ops with a bf16 result (`to bf16`) and in bf16 throughout (`bf16`), and PyTorch's attention in bf16."""
     width = heads * HEAD_DIM
 
     def make(m):
@@ -174,7 +174,7 @@ def attention(tokens: int, heads: int) -> Row:
         operands, scale = (batch(plain_q), batch(plain_k), batch(v)), math.log(2)
         peer = lambda: (F.scaled_dot_product_attention(*operands, scale=scale).squeeze(0).transpose(0, 1),)
         in_f64 = lambda q, k: lambda: (attention_f64(q, k, v, heads, HEAD_DIM, scale),)
-        # A score is at most the product of two lengths. Rounding to e4m3 makes a length longer by at most a sixteenth.
+        # A score is at most the product of two lengths. Rounding to e4m3 increases a length by at most a sixteenth.
         bound = 1.02 * HEAD_DIM**0.5
         numbers = lambda bound: [HEAD_DIM, 0, scale, bound]
         reference = in_f64(q.codes.to(BF16), k.codes.to(BF16))  # exactly, their factor is one
@@ -192,7 +192,7 @@ def attention(tokens: int, heads: int) -> Row:
 # ----------------------------------------------------------------------------------------------------------------------- sizes
 
 # The GEMMs of the BF16 rows; ops of a double and a single block of both models; attention at 512x512, 1024x1024, with a reference, at
-# 2048x2048 and at as many tokens as there may be.
+# 2048x2048 and with the most tokens there may be.
 W8A8 = [
     *(bf16.linear(*shape) for shape in BLOCK_GEMMS + ENCODER_GEMMS),
     linear_by_row(4608, 27_648, 3072),

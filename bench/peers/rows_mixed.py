@@ -1,8 +1,8 @@
 """The rows with quantized weights and bf16 inputs: W8A16 (e4m3) and W4A16 (NVFP4) GEMMs.
 
-Each is a row of `rows.py` whose weights are quantized. They are expanded to bf16 beforehand for PyTorch (`torch`) and for kiln's
-own bf16 GEMM (`bf16`), which all take turns. Scales of tensors are powers of two, so that bf16 holds the expanded weights exactly, and
-one reference is right for all sides.
+Each is a row of `rows.py` with quantized weights. PyTorch (`torch`) and kiln's own bf16 GEMM (`bf16`) get weights that were expanded
+to bf16 beforehand. All sides take turns. Tensor scales are powers of two, so that bf16 holds the expanded weights exactly and one
+reference is right for all sides.
 """
 
 import math
@@ -14,13 +14,13 @@ from quantized import E2M1_MAX, E4M3_MAX, from_nvfp4, to_fp8, to_nvfp4
 from peers import rows
 from peers.rows import BF16, ENCODER_GEMMS, F32, Operands, Row, Scaled
 
-# Standard deviations of a weight that its largest code stands for at least; what is beyond saturates.
+# How many standard deviations of a weight its largest code stands for at least; larger values saturate.
 RANGE = 5.5
 
 
 @dataclass
 class Nvfp4(Scaled):
-    """e2m1 elements, two to a byte, with a factor of every sixteen in a row besides that of all."""
+    """e2m1 elements, two to a byte, with a block scale for every sixteen in a row and a tensor scale."""
 
     block_scales: torch.Tensor  # e4m3, in tiles
 
@@ -43,7 +43,7 @@ QUANTIZE = {"W8A16": to_w8, "W4A16": to_w4}
 
 
 class Expanding(Operands):
-    """Operands of a bf16 row. Its weights are those that quantized ones are expanded to."""
+    """Operands of a bf16 row. Its weights are the expansions of quantized weights."""
 
     def __init__(self, operands: Operands, format: str):
         self.device, self.generator, self.format = operands.device, operands.generator, format
@@ -69,14 +69,14 @@ class Expanding(Operands):
 
 
 def mixed(row: Row, format: str) -> Row:
-    """A bf16 row with quantized weights; the row itself is beside it."""
+    """A bf16 row with quantized weights. The bf16 row itself is one of its peers."""
 
     def make(m):
         operands = Expanding(m, format)
         bf16 = replace(row.make(operands), arithmetic=0.0)
         tensors, outputs = bf16.own_results()
         others = {"bf16": replace(bf16, others={})} | {name: way for name, way in bf16.others.items() if name == "product"}
-        # The bytes are counted again.
+        # With zero, `bytes` is computed again.
         return replace(bf16, tensors=operands.replaced(tensors), outputs=outputs, others=others, bytes=0)
 
     return Row(row.name, f"{row.shape} {format}", make, format)
@@ -91,8 +91,8 @@ ENCODER = [
     rows.linear_swiglu(512, 9728, 2560),
     rows.linear_gate_residual(512, 2560, 9728, gated=False),
 ]
-# Single blocks of both models: both layers, the first of all epilogues; and a few hundred rows of the smaller one, as its text stream
-# and small images have them.
+# Single blocks of both models: both layers, the first with all epilogues; and a few hundred rows of the smaller model, as in its text
+# stream and in small images.
 BLOCKS = [
     *((4608, cols, inner) for cols, inner in ((27_648, 3072), (3072, 12_288), (36_864, 4096), (4096, 16_384))),
     *((512, cols, inner) for cols, inner in ((27_648, 3072), (3072, 12_288))),

@@ -1,4 +1,4 @@
-"""What `bench/peers`, `builds.py` and `vae.py` have in common: arguments, the device, and records that are shown and written."""
+"""Shared by `bench/peers`, `builds.py` and `vae.py`: arguments, the device, and records that are shown and written."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from peers.timing import FEWEST_PAIRS
 
 
 def parser(description: str, what: str = "name shape", library: bool = True) -> argparse.ArgumentParser:
-    """The arguments of all. --rows is about this of a row."""
+    """The arguments that all programs share. --rows matches this text of a row."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if library:
         parser.add_argument("--library", default=LIBRARY, help="libkiln_peers.so (default: what cargo builds in release)")
@@ -28,7 +28,7 @@ def parser(description: str, what: str = "name shape", library: bool = True) -> 
 
 
 def checked(parser: argparse.ArgumentParser, args: argparse.Namespace, rows: list, text) -> argparse.Namespace:
-    """The arguments with the rows that --rows names by their text."""
+    """The arguments, with the rows whose text matches --rows."""
     if getattr(args, "quick", False):
         args.pairs, args.sustain = FEWEST_PAIRS, 0.0
     if args.pairs < FEWEST_PAIRS:
@@ -55,12 +55,12 @@ def about_device() -> dict:
 
 
 def cold_bytes() -> int:
-    """Twice what the L2 holds."""
+    """Twice the size of the L2, and at least 128 MiB."""
     return 2 * max(getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0), 64 << 20)
 
 
 def exact_references() -> None:
-    """fp32 means fp32."""
+    """Makes fp32 products exact fp32, without TF32."""
     for place in (torch.backends.cuda.matmul, torch.backends.cudnn):
         place.allow_tf32 = False
 
@@ -71,7 +71,7 @@ def show(pairs: dict) -> None:
 
 @contextlib.contextmanager
 def opened(*libraries):
-    """The libraries on a stream of PyTorch's, on which everything then runs. Not the default stream, which cannot be captured."""
+    """The libraries on a stream of PyTorch's, on which everything runs. Not the default stream, which cannot be captured."""
     stream = torch.cuda.Stream()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.cuda.stream(stream))
@@ -84,13 +84,13 @@ def opened(*libraries):
 
 @contextlib.contextmanager
 def records(path, mode: str = "w"):
-    """A function that writes a record as a line of JSON, if there is a path."""
+    """A function that writes each record as a line of JSON if there is a path."""
     with open(path, mode) if path else contextlib.nullcontext() as out:
         yield lambda record: out and print(json.dumps(record), file=out, flush=True)
 
 
 def free(stream) -> None:
-    """Graphs and tensors of the last rows."""
+    """Frees the graphs and tensors of the last rows."""
     gc.collect()
     stream.synchronize()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The sweep of --tiles: every tile of the GEMM kernels at a row's shape, from which costs in kernels/kernels.def are set."""
+"""The sweep of --tiles: times every tile of the GEMM kernels at a row's shape, to set the costs in kernels/kernels.def."""
 
 import re
 import statistics
@@ -7,7 +7,7 @@ from dataclasses import replace
 from peers.rows import Operands, bare
 from peers.timing import Side, burst, sets_of
 
-# Tiles are compared by time a multiply-accumulate only where there are many of them: the last wave says nothing about a tile.
+# Tiles are compared by time per multiply-accumulate only if there are many. With few, the last wave dominates.
 MANY_TILES = 1000
 
 
@@ -17,26 +17,26 @@ def area(tile: str) -> tuple:
 
 
 def padded(tile: str, extent: tuple) -> tuple:
-    """Tiles that cover a GEMM of these rows, columns and K, and the multiply-accumulates in them."""
+    """The tiles that cover a GEMM of these rows, columns and K, and the multiply-accumulates in them."""
     (rows, cols), (m, n, k) = area(tile), extent
     tiles = -(-m // rows) * -(-n // cols)
     return tiles, tiles * rows * cols * k
 
 
 def extent_of(case) -> tuple:
-    """M, N and K of all streams together."""
+    """M of all streams together, N and K."""
     x, w = (bare(t) for t in case.tensors[case.op != "qkv" :][:2])
     inner, cols = x.shape[1], w.shape[0]
     return case.flops // (2 * cols * inner), cols, inner
 
 
 def time_tiles(row, kiln, stream, args) -> dict:
-    """The burst times of the row with every tile that can compute it, by accumulation and tile, in turns; `best` is kiln's choice."""
+    """Burst times of the row with every tile that can compute it, by accumulation and tile, alternating; `best` is kiln's choice."""
     operands = Operands("cuda")
     cases = [row.make(operands)]
     cases += [row.make(operands) for _ in range(sets_of(cases[0].bytes, args.cold) - 1)]
     sides, chosen = [], {}
-    # Only products of e4m3 can be accumulated in two ways.
+    # Only e4m3 products can accumulate in two ways.
     ways = ("fast", "exact") if row.format == "W8A8" else ("auto",)
     best = [("best", None, accumulate) for accumulate in ways]
     for tile, kernel, accumulate in best + [each for each in kiln.tiles() if each[2] in ways]:
@@ -46,7 +46,7 @@ def time_tiles(row, kiln, stream, args) -> dict:
         launched = kiln.kernels()
         if kernel is None:
             chosen[accumulate] = launched
-        # A tile that cannot compute the op leaves the choice to kiln.
+        # If a tile cannot compute the op, kiln chooses another tile.
         if kernel is None or kernel in launched:
             sides.append(Side(f"{accumulate} {tile}", calls, stream, args.graphs))
     times = burst(sides, args.pairs)
@@ -55,7 +55,7 @@ def time_tiles(row, kiln, stream, args) -> dict:
 
 
 def tile_line(record: dict) -> str:
-    """The time with each tile, its rate, and its time over the fastest."""
+    """Each tile's time, its rate, and its time over the fastest tile's."""
     medians = {name: statistics.median(values) for name, values in record["tiles_s"].items()}
     lines = [f"{record['row']} {record['shape']}"]
     for accumulate, kernels in record["chosen"].items():
@@ -69,8 +69,8 @@ def tile_line(record: dict) -> str:
 
 
 def tile_summary(records: list) -> list:
-    """For each tile: its time a multiply-accumulate, padding counted, in percent of the least; for kiln's choice: how far it is from
-    the fastest tile."""
+    """Each tile's time per multiply-accumulate, padding counted, in percent of the least. For kiln's choice, its time over the
+    fastest tile's."""
     lines, costs, behind = [], {}, {}
     for record in records:
         medians = {name: statistics.median(values) for name, values in record["tiles_s"].items()}

@@ -1,4 +1,4 @@
-"""How kernels are timed: in bursts and sustained, sides taking turns. The protocol is in bench/README.md."""
+"""Times kernels in bursts and sustained, with alternating sides. The protocol is in bench/README.md."""
 
 import itertools
 import math
@@ -8,14 +8,14 @@ import time
 import torch
 
 FEWEST_PAIRS, FEWEST_SETS, MOST_SETS = 15, 3, 160
-# Between samples, so that they run at high clocks.
+# Pause between samples, so that each runs at a high clock.
 PAUSE_S = 0.03
-# A call that takes longer is a sample by itself. Shorter ones are captured in a CUDA graph that goes through all sets, as often as it
-# takes for its start not to count.
+# A call that takes longer is a sample by itself. Shorter calls are captured in a CUDA graph that goes through all sets, often enough
+# for its launch not to matter.
 SLOW_S, SAMPLE_S = 0.005, 0.0005
-# Clock ticks for which the GPU is kept busy before a sample, so that all its work is queued when it starts.
+# Clock ticks that keep the GPU busy before a sample, so that the whole sample is queued when it starts.
 HEAD_START = 400_000
-# A file that is touched whenever something has been timed, so that whoever waits knows that nothing hangs.
+# A file that is touched after every measurement. It shows the supervisor that the worker does not hang.
 heartbeat: pathlib.Path | None = None
 
 
@@ -30,7 +30,7 @@ def sets_of(total: int, cold: int) -> int:
 
 
 class Side:
-    """One way of doing a row's work: a call for each operand set."""
+    """One way to do a row's work: a call for each operand set."""
 
     def __init__(self, name: str, calls: list, stream, graphs: bool):
         self.name, self.graph = name, None
@@ -74,7 +74,7 @@ class Side:
 
 
 def burst(order: list, pairs: int) -> dict:
-    """Every side once a round for each time it is named, with pauses, forwards and backwards in turn."""
+    """Runs every side once per round for each time it is listed, with pauses, forwards and backwards alternately."""
     times = {side: [] for side in order}
     for i in range(pairs):
         for side in order if i % 2 == 0 else reversed(order):
@@ -85,11 +85,11 @@ def burst(order: list, pairs: int) -> dict:
 
 
 def sustained(sides: list, seconds: float, per_call: dict) -> dict:
-    """Every side without a pause for half the time, then again in the opposite order. The first third of each stretch does not
-    count: the clock falls until the power limit is met."""
+    """Runs every side without a pause for half the time, then again in the opposite order. The first third of each stretch does not
+    count, because the clock falls until it meets the power limit."""
     times = {side.name: [] for side in sides}
     for side in sides + sides[::-1]:
-        # Events about every 10 ms, a few of them ahead of the GPU.
+        # An event about every 10 ms; the host stays a few of them ahead of the GPU.
         repeats = max(1, round(0.01 / (per_call[side] * side.count)))
         marks = [torch.cuda.Event(enable_timing=True)]
         marks[0].record()
