@@ -1,7 +1,7 @@
 //! GEMMs `out = epilogue(x W^T + b)`: on tensor cores where operands allow it, by the naive kernel elsewhere.
 //!
-//! A launch computes up to two GEMMs, those of the two streams of a double block. Each may have several parts: ranges of the weight's
-//! rows whose results go to different outputs through different epilogues, as in the fused projection of queries, keys, values and MLP.
+//! A launch computes up to two GEMMs, one for each stream of a double block. Each may have several parts: ranges of weight rows whose
+//! results go to different outputs through different epilogues, as in the fused projection of queries, keys, values and MLP.
 
 use super::abi::{self, KlGemmRows, KlGemmStream, KlMat, KlOutputRange, KlTensorMap};
 use super::arch::Arch;
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, Tensor};
 use std::ops::Range;
 
-/// The tiles that are not those of convolutions.
+/// All tiles except the convolution tiles.
 fn gemm_tiles() -> impl Iterator<Item = &'static Tile> {
     Tile::ALL.iter().filter(|tile| tile.operands != GemmOperands::Conv3x3)
 }
@@ -43,7 +43,7 @@ pub struct EpilogueGemm {
 }
 
 impl EpilogueGemm {
-    /// One GEMM for each matrix of the weight if there is a residual, which kernels read through one tensor map.
+    /// Splits a GEMM with a residual into one for each matrix of the weight: kernels read the residual through one tensor map.
     fn by_residual(self, lora: LoraMats) -> Vec<(Self, LoraMats)> {
         let Self { out, x, w, epilogue, gate } = self;
         let parts = w.weight.parts();
@@ -61,7 +61,7 @@ impl EpilogueGemm {
         parts.iter().map(of_rows).collect()
     }
 
-    /// All of its columns.
+    /// All columns, as one part.
     fn part(&self) -> OutputRange {
         OutputRange { out: self.out, epilogue: self.epilogue, extra: self.gate, scale: 1.0, rows: 0..self.out.cols }
     }
@@ -88,25 +88,25 @@ pub const NO_STREAM: KlGemmStream = KlGemmStream {
     eps: 0.0,
 };
 
-/// Rows of the weight that a part takes.
+/// How many weight rows a part has.
 fn weight_rows(part: &KlOutputRange) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { 2 * part.out.cols } else { part.out.cols }
 }
 
-/// Columns of the boxes in which a persistent kernel stores a tile of so many columns: the largest power of two that divides them,
-/// up to what a box can have.
+/// Columns of a box, in which a persistent kernel stores a tile of `cols` columns: the largest power of two that divides them, up to the
+/// columns that a box can have.
 pub const fn store_cols(tile: Tile, cols: u32, dtype: u32) -> u32 {
     let most = box_cols(dtype);
     let most = if matches!(tile.arch, Arch::Sm120) { most * abi::KL_SM120_BOX_COLS / abi::KL_SM90_BOX_COLS } else { most };
     1 << (cols | most).trailing_zeros()
 }
 
-/// Columns of a tile that are stored: with SwiGLU one half.
+/// How many of a tile's columns are stored: half of them with SwiGLU.
 const fn stored_cols(part: &KlOutputRange, block_n: u32) -> u32 {
     if part.epilogue == abi::KL_SWIGLU { block_n / 2 } else { block_n }
 }
 
-/// Whether the persistent kernels can compute a stream with this tile: results that TMA can store, and whole heads.
+/// Whether the persistent kernels can compute a stream with this tile. TMA must be able to store the results, and heads must be whole.
 fn fits_tma(stream: &KlGemmStream, tile: Tile) -> bool {
     if tile.operands == GemmOperands::Nvfp4 && !has_whole_scale_tiles(stream, tile) {
         return false;
@@ -123,7 +123,7 @@ fn fits_tma(stream: &KlGemmStream, tile: Tile) -> bool {
         };
         fits && match part.out.dtype {
             abi::KL_E4M3 => stored.is_multiple_of(32) && is_async_copyable(&part.out, abi::KL_E4M3),
-            // Of SwiGLU alone, in whole words of scales.
+            // Only SwiGLU stores e2m1, in whole words of scales.
             abi::KL_E2M1 => {
                 let whole = part.out.cols.is_multiple_of(abi::KL_SCALE_TILE_COLS) && part.out.stride.is_multiple_of(32);
                 tile.arch == Arch::Sm120 && part.epilogue == abi::KL_SWIGLU && whole && part.out.data.is_multiple_of(16)
@@ -133,8 +133,8 @@ fn fits_tma(stream: &KlGemmStream, tile: Tile) -> bool {
     })
 }
 
-/// Whether k-blocks are whole tiles of block scales, and the rows of every half of a tile begin with a half of one. TMA asks for rows
-/// at multiples of sixteen bytes besides.
+/// Whether k-blocks are whole block-scale tiles, and the rows of each half of a GEMM tile begin at half a scale tile. TMA also needs rows
+/// at multiples of sixteen bytes.
 fn has_whole_scale_tiles(stream: &KlGemmStream, tile: Tile) -> bool {
     let aligned = |m: &KlMat| m.stride.is_multiple_of(32);
     let halves = |part: &KlOutputRange| part.w.iter().all(|rows| rows.first.is_multiple_of(abi::KL_SCALE_TILE_ROWS / 2));
@@ -144,8 +144,8 @@ fn has_whole_scale_tiles(stream: &KlGemmStream, tile: Tile) -> bool {
         && stream.part.iter().all(halves)
 }
 
-/// Whether the portable kernels can compute a stream: no results of e2m1, and gates and ups that are no farther apart than 32 bits
-/// can say, when quantized ones are expanded.
+/// Whether the portable kernels can compute a stream. They do not store e2m1, and after expansion gate and up rows must be close enough for
+/// a 32-bit offset.
 fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
     let (expansion, _) = cx.memory.op_scratch();
     let expands = operands(stream) == GemmOperands::MixedInput;
@@ -158,14 +158,14 @@ fn fits_mma(cx: &OpContext, stream: &KlGemmStream) -> bool {
     })
 }
 
-/// Whether a tile's kernel computes GEMMs of these operands. But for Hopper, those of bf16 take weights that were expanded before.
+/// Whether a tile's kernel computes GEMMs of these operands. Mixed-input GEMMs run on bf16 kernels, after expansion, except on Hopper.
 fn multiplies(tile: Tile, operands: GemmOperands) -> bool {
     let own = tile.operands;
     own == operands || operands == GemmOperands::MixedInput && own == GemmOperands::Bf16 && tile.arch != Arch::Sm90
 }
 
-/// Takes as many streams to a launch as a kernel does: on tensor cores where `stream` has the parameters of all of them and there
-/// is a kernel for what they multiply, else by `fallback`.
+/// Launches as many streams at a time as a kernel takes. They run on tensor cores if `stream` returns the parameters of all of them and a
+/// kernel takes their operands, otherwise by `fallback`.
 fn in_launches<T>(
     cx: &OpContext,
     all: &[T],
@@ -185,7 +185,7 @@ fn in_launches<T>(
     Ok(())
 }
 
-/// GEMMs with one part each.
+/// GEMMs that have one part each.
 pub fn linear(cx: &OpContext, op: &'static str, gemms: impl Iterator<Item = EpilogueGemm>) -> Result<()> {
     let gemms: Vec<_> = gemms.collect();
     let loras = lora::reduce(cx, op, gemms.iter().map(|gemm| (gemm.x, &gemm.w)))?;
@@ -200,7 +200,7 @@ fn unsupported(op: &'static str, layer: &Linear) -> Error {
     Error::Op { op, what: format!("{layer:?} cannot be multiplied on the GPU") }
 }
 
-/// The matrices of a layer's weight. For inputs of NVFP4 there are only kernels with weights of it.
+/// The matrices of a layer's weight. Inputs of NVFP4 have kernels only with NVFP4 weights.
 struct Matrices {
     mats: Vec<KlMat>,
 }
@@ -214,8 +214,8 @@ impl Matrices {
         Ok(Self { mats: layer.weight.parts().iter().map(|&part| cx.mat(part, op)).collect::<Result<_>>()? })
     }
 
-    /// Whether tensor cores multiply them by these inputs: both of e4m3 or of e2m1, or inputs of bf16 by weights of bf16, e4m3 and
-    /// e2m1.
+    /// Whether tensor cores multiply the matrices by these inputs. Inputs and weights are both e4m3 or both e2m1, or the inputs are bf16
+    /// and the weights bf16, e4m3 or e2m1.
     fn are_multiplied_by(&self, x: &KlMat) -> bool {
         let copyable = |m: &KlMat, types: &[u32]| types.contains(&m.dtype) && is_async_copyable(m, m.dtype);
         let mixed = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
@@ -223,7 +223,7 @@ impl Matrices {
         copyable(x, &mixed) && self.mats.iter().all(|w| copyable(w, weights))
     }
 
-    /// The first rows of a range, as far as one matrix has them.
+    /// The leading rows of a range that lie in one matrix, and their number.
     fn first_of(&self, range: Range<usize>, x: &KlMat) -> (KlGemmRows, usize) {
         let (mut start, mut matrix) = (0, 0);
         let rows = |matrix: usize| self.mats[matrix].rows as usize;
@@ -240,8 +240,7 @@ impl Matrices {
     }
 }
 
-/// Columns of the output of a layer: rows of its weight that go through one epilogue. With SwiGLU `rows` are gate rows, and as
-/// many up rows follow them.
+/// Output columns of a layer whose weight rows go through one epilogue. With SwiGLU `rows` are gate rows, and as many up rows follow them.
 struct OutputRange {
     out: Tensor,
     epilogue: u32,
@@ -250,8 +249,8 @@ struct OutputRange {
     rows: Range<usize>,
 }
 
-/// The parts with the matrices that they take rows of: those of several matrices in turn are several parts. One with a gate has
-/// rows of one matrix only.
+/// Splits parts so that each takes rows of one matrix, and pairs them with these rows. `None` if the gate rows or the up rows of a part
+/// span several matrices.
 fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<OutputRange>) -> Option<Vec<(OutputRange, [KlGemmRows; 2])>> {
     let mut split = Vec::new();
     for part in parts {
@@ -276,7 +275,7 @@ fn split_parts(w: &Matrices, x: &KlMat, parts: Vec<OutputRange>) -> Option<Vec<(
     Some(split)
 }
 
-/// The parameters of parts on tensor cores, if there are not too many of them: what all epilogues have in common.
+/// The tensor-core parameters that all epilogues have in common, if there are not too many parts.
 fn stream_of(
     cx: &OpContext,
     op: &'static str,
@@ -296,10 +295,10 @@ fn stream_of(
     for (to, (part, rows)) in stream.part.iter_mut().zip(parts) {
         let (out, extra) = (cx.mat(part.out, op)?, cx.mat_if(part.extra, op)?);
         *to = KlOutputRange { out, extra, w: rows, epilogue: part.epilogue, first_col: part.rows.start as u32, ..NO_PART };
-        // The scale of an output of e4m3 goes into a factor that the epilogue has anyway.
+        // The scale of an e4m3 output goes into a factor that the epilogue has anyway.
         match part.epilogue {
             abi::KL_QK_NORM_ROPE => to.scale = part.scale / out.scale,
-            // That of an output of e2m1 is one of the scales of its blocks.
+            // The scale of an e2m1 output is part of its block scales.
             abi::KL_SWIGLU if out.dtype == abi::KL_E2M1 => {}
             abi::KL_SWIGLU => to.scale = out.scale.recip(),
             _ if [abi::KL_E4M3, abi::KL_E2M1].contains(&out.dtype) => return Ok(None),
@@ -319,7 +318,7 @@ fn linear_stream(cx: &OpContext, op: &'static str, gemm: &EpilogueGemm, lora: &L
     Ok(stream_of(cx, op, x, &w, lora, vec![gemm.part()])?.map(|stream| KlGemmStream { bias, ..stream }))
 }
 
-/// A part of a layer by the naive kernel, a launch for each matrix of the weight.
+/// Computes a part of a layer by the naive kernel, with a launch for each matrix of the weight.
 fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, lora: &LoraMats, part: OutputRange) -> Result<()> {
     let (x, w) = (cx.mat(x, op)?, Matrices::new(cx, op, layer)?);
     for (part, rows) in split_parts(&w, &x, vec![part]).ok_or_else(|| unsupported(op, layer))? {
@@ -331,7 +330,7 @@ fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, lora:
             bias: cx.mat_if(bias, op)?,
             gate: cx.mat_if(part.extra, op)?,
             down_out: lora.down_out,
-            // With SwiGLU as many up rows follow.
+            // With SwiGLU as many up rows follow the gate rows.
             up: [0, if part.epilogue == abi::KL_SWIGLU { part.rows.len() } else { 0 }]
                 .map(|row| lora.up_from(part.rows.start + row)),
             saturated: cx.memory.saturated(),
@@ -344,7 +343,7 @@ fn naive_gemm(cx: &OpContext, op: &'static str, x: Tensor, layer: &Linear, lora:
     Ok(())
 }
 
-/// Selects a tile and a schedule for a grouped GEMM on tensor cores, if there is a kernel for what it multiplies.
+/// Selects a tile and a schedule for a grouped GEMM on tensor cores, if a kernel takes its operands.
 fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
     let shape = |s: &KlGemmStream| GemmShape { m: s.x.rows, parts: s.part.iter().map(weight_rows).collect() };
     let shapes: Vec<GemmShape> = streams.iter().map(shape).collect();
@@ -363,7 +362,7 @@ fn plan(cx: &OpContext, streams: &[KlGemmStream]) -> Option<GemmPlan> {
     match cx.choice {
         KernelChoice::Only(kernel) if Tile::of(kernel).is_some_and(fits) => Some(gemm.forced(Tile::of(kernel)?, cx.sms)),
         _ => gemm.plan(cx.sms, |tile| {
-            // Only sums of FP8 products have to be promoted.
+            // Only FP8 sums have to be promoted.
             let longest = cx.accumulate.longest_sum(k as usize);
             let is_short = |sum: u32| sum.min(k) as usize <= longest;
             fits(tile) && (operands != GemmOperands::Fp8 || is_short(tile.longest_sum.unwrap_or(k)))
@@ -411,9 +410,9 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
         saturated: cx.memory.saturated(),
         unused: [0; _],
     };
-    // Two elements of e2m1 are one column of a map.
+    // A column of a tensor map is two e2m1 elements.
     let k_cols = if operands(&stream[0]) == GemmOperands::Nvfp4 { block_k / 2 } else { block_k };
-    // Each CTA of a cluster loads one half of what it multicasts. B is loaded in halves in any case.
+    // Each CTA of a cluster loads half of what it multicasts. B is always loaded in halves.
     let a_rows = if mode == ClusterMode::MulticastA { block_m / abi::KL_SM90_CLUSTER } else { block_m };
     for (i, s) in stream.iter().enumerate().take(streams.len()) {
         p.x[i] = cx.tensor_map(&s.x, [k_cols, a_rows])?;
@@ -439,13 +438,13 @@ fn launch(cx: &OpContext, streams: &[KlGemmStream], plan: GemmPlan) -> Result<()
 }
 
 /// The fused projection of attention inputs. On tensor cores it is one launch, whose epilogue normalizes and rotates queries and keys
-/// before they are stored; elsewhere it is one GEMM for each output and a pass over the heads. The epilogue always normalizes, so heads
-/// without a norm are rotated by such a pass as well.
+/// before they are stored. Elsewhere it is one GEMM for each output and a pass over the heads. The fused epilogue always normalizes, so
+/// heads without a norm are also rotated by such a pass.
 pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) -> Result<()> {
     let loras = lora::reduce(cx, op, streams.iter().map(|s| (s.x, s.w)))?;
     let streams: Vec<_> = streams.iter().zip(loras).collect();
     for group in streams.chunk_by(|a, b| a.0.norm.is_some() == b.0.norm.is_some()) {
-        // Whatever is refused is refused before a launch.
+        // Operands are checked before the first launch.
         let without_norm = group.iter().filter(|(s, _)| s.norm.is_none()).map(|(s, _)| heads_of(cx, op, s));
         let rotated = without_norm.collect::<Result<Vec<_>>>()?;
         in_launches(cx, group, |(s, lora)| projection_stream(cx, op, s, lora), |group| projection_in_passes(cx, op, group))?;
@@ -454,7 +453,7 @@ pub fn projection(cx: &OpContext, op: &'static str, streams: &[Projection<'_>]) 
     Ok(())
 }
 
-/// The outputs of a projection with their rows of the weight; queries and keys may have norms.
+/// The outputs of a projection with their weight rows. Queries and keys may have norms.
 fn projection_parts(s: &Projection<'_>) -> Vec<OutputRange> {
     let norms = (s.norm.map(|norm| norm.q), s.norm.map(|norm| norm.k));
     let heads = if s.norm.is_some() { abi::KL_QK_NORM_ROPE } else { abi::KL_STORE };
@@ -490,7 +489,7 @@ fn projection_stream(cx: &OpContext, op: &'static str, s: &Projection<'_>, lora:
     Ok(stream.map(|stream| KlGemmStream { table, rope, eps, ..stream }))
 }
 
-/// The projection by naive GEMMs, then the norm and rotation of queries and keys in place: in bf16 these are rounded once more.
+/// The projection by naive GEMMs, then a norm and rotation pass over queries and keys in place, which rounds bf16 values once more.
 fn projection_in_passes(cx: &OpContext, op: &'static str, streams: &[(&Projection<'_>, LoraMats)]) -> Result<()> {
     let normed = streams.iter().filter(|(s, _)| s.norm.is_some());
     let heads = normed.map(|(s, _)| heads_of(cx, op, s)).collect::<Result<Vec<_>>>()?;

@@ -1,5 +1,5 @@
-//! Ops that are gone through before any of them runs, so that a kernel that is missing is noticed then and not in the middle of an image, and
-//! kernels are not loaded while others run.
+//! Loads all kernels of a job before its first op runs. A missing kernel is noticed then and not in the middle of an image, and no kernel
+//! is loaded while others run.
 
 use super::Cuda;
 use crate::backend::{Backend, GemmFormats, Op, Role, StepKey};
@@ -11,7 +11,7 @@ use std::ops::Range;
 /// A GPU on which nothing runs: ops only find their kernels.
 pub struct KernelPreload<'a> {
     cuda: &'a mut Cuda,
-    /// Steps that have been gone through. The next one with the same key has the same ops.
+    /// Steps that have been gone through. A later step with the same key would have the same ops, and is skipped.
     steps: HashSet<StepKey>,
 }
 

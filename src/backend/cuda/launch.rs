@@ -1,4 +1,4 @@
-//! The kernel table, from `kernels/kernels.def`, and the one function that launches kernels.
+//! The kernel table from `kernels/kernels.def`, and the one function that launches kernels.
 #![allow(unsafe_code)]
 
 use super::abi;
@@ -44,7 +44,7 @@ impl Kernel {
         self.row().symbol
     }
 
-    /// The file of `kernels/entry/` that has it, without its extension.
+    /// The file in `kernels/entry/` that has the kernel, without its extension.
     pub const fn file(self) -> &'static str {
         self.row().file
     }
@@ -54,22 +54,22 @@ impl Kernel {
         self.row().cluster.unwrap_or(1)
     }
 
-    /// Bytes of dynamic shared memory that a CTA has.
+    /// Bytes of dynamic shared memory of a CTA.
     pub(super) const fn shared(self) -> u32 {
         self.row().shared
     }
 
-    /// Rows and columns of the tile that a CTA computes; zero if it is no instantiation of a template for tiles.
+    /// Rows and columns of the tile that a CTA computes. Zero for kernels that are not instantiated from a tile template.
     pub(super) const fn tile(self) -> [u32; 2] {
         self.row().tile
     }
 
-    /// The GPUs that it is for.
+    /// The GPUs that the kernel is for.
     pub const fn arch(self) -> Arch {
         self.row().arch
     }
 
-    /// Whether it was written without a GPU to run it on: it is chosen after a self-test on the GPU at hand.
+    /// Whether the kernel was written without a GPU to run it on. It may be chosen after a self-test on this GPU has passed.
     pub const fn is_gated(self) -> bool {
         self.arch().is_gated()
     }
@@ -80,37 +80,37 @@ pub type Images<'a> = &'a dyn Fn(&'static str) -> Result<Cow<'static, [u8]>>;
 
 /// A file of kernels that this GPU can run.
 struct KernelFile {
-    /// One of the program itself is not copied.
+    /// Borrowed if it is part of the program.
     image: Cow<'static, [u8]>,
-    /// Once one of its kernels was needed.
+    /// Loaded once one of the file's kernels is needed.
     module: Cell<Option<Module>>,
 }
 
 /// The kernels of this GPU and the stream they run on. A file is loaded when the first of its kernels is needed: klein in bf16 needs half
-/// of them.
+/// of the files.
 pub struct Kernels {
-    /// Times them, if a trace was being recorded when they were opened.
+    /// Times the kernels, if a trace was being recorded when they were opened.
     timeline: Option<Timeline>,
     driver: Rc<dyn Driver>,
-    /// In the order of [`Kernel::ALL`].
+    /// Kernel files by name, in the order of [`Kernel::ALL`].
     files: Vec<(&'static str, KernelFile)>,
-    /// The function of each of [`Kernel::ALL`], once it was needed.
+    /// The function of each kernel in [`Kernel::ALL`], once it is needed.
     functions: Vec<Cell<Option<Function>>>,
     maps: RefCell<HashMap<MapSpec, abi::KlTensorMap>>,
-    /// Launches of each kernel, by its place in [`Kernel::ALL`].
+    /// How often each kernel was launched, by its place in [`Kernel::ALL`].
     launched: Vec<Cell<u64>>,
     /// Whether gated kernels may be chosen.
     gate_open: bool,
-    /// Whether launches only find their kernels.
+    /// Whether launches only load their kernels.
     preloading: Cell<bool>,
     stream: Stream,
-    /// The hash of launches, while they are hashed.
+    /// The hash of launches so far, while they are hashed.
     hash: Cell<Option<u64>>,
 }
 
 impl Kernels {
-    /// Finds the files for this GPU. All files for the same architectures are compiled for the same ones of those that a build is for, so the
-    /// first of them is loaded to tell whether this GPU has them.
+    /// Finds the files for this GPU. All files of an architecture are compiled for the same GPUs, so only the first one is loaded to learn
+    /// whether this GPU is among them.
     pub fn open(driver: Rc<dyn Driver>, images: Images<'_>, stream: Stream) -> Result<Self> {
         let _span = trace::span("open kernels");
         let capability = driver.device().capability;
@@ -140,7 +140,7 @@ impl Kernels {
                 Ok(KernelFile { image, module: Cell::new(module) })
             });
             match file {
-                // The file was built for other GPUs only; every op has a kernel that runs anywhere.
+                // The file was built for other GPUs only. Every op has a kernel that runs anywhere.
                 Err(Error::NoGpu { .. }) if arch != Arch::Portable => _ = built.insert(arch, false),
                 file => {
                     kernels.files.push((name, file?));
@@ -151,7 +151,7 @@ impl Kernels {
         Ok(kernels)
     }
 
-    /// A kernel that can be launched, whose file is loaded if none of its kernels was needed before.
+    /// The function of a kernel. Loads the kernel's file if none of its kernels was needed before.
     fn function(&self, kernel: Kernel) -> Result<Function> {
         let found = &self.functions[kernel as usize];
         if let Some(function) = found.get() {
@@ -174,43 +174,43 @@ impl Kernels {
     /// The file of a kernel, if this GPU can run it.
     fn file(&self, kernel: Kernel) -> Option<(&'static str, &KernelFile)> {
         let &Row { file: name, shared, .. } = kernel.row();
-        // Large tiles are for GPUs with enough shared memory; every op has a kernel that runs anywhere.
+        // Large tiles need GPUs with enough shared memory. Every op has a kernel that runs anywhere.
         let fits = shared <= self.driver.device().shared;
         self.files.iter().find(|(file, _)| fits && *file == name).map(|(file, found)| (*file, found))
     }
 
-    /// A hash of the images for this GPU: another build has another one. They are megabytes, which nobody but a self-test reads, so
-    /// this is not computed before it is asked for.
+    /// A hash of the kernel images for this GPU, which identifies the build. Only self-tests need it, so its megabytes are hashed on
+    /// demand.
     pub fn fingerprint(&self) -> u64 {
         self.files.iter().fold(0, |state, (_, file)| hash(state, &file.image))
     }
 
-    /// Whether a kernel may be chosen here.
+    /// Whether a kernel may be chosen on this GPU.
     pub fn has(&self, kernel: Kernel) -> bool {
         self.can_run(kernel) && (self.gate_open || !kernel.is_gated())
     }
 
-    /// Whether a kernel can be launched here.
+    /// Whether a kernel can be launched on this GPU.
     pub fn can_run(&self, kernel: Kernel) -> bool {
         self.file(kernel).is_some()
     }
 
-    /// Allows kernels to be chosen that were never run on hardware by those who wrote them, or forbids it, which is the default.
+    /// Allows or forbids gated kernels, which their authors never ran on hardware. They are forbidden by default.
     pub fn enable_gated(&mut self, enabled: bool) {
         self.gate_open = enabled;
     }
 
-    /// From now on launches only find their kernels, or are launches again.
+    /// Sets whether launches only load their kernels from now on.
     pub fn set_preloading(&self, preloading: bool) {
         self.preloading.set(preloading);
     }
 
-    /// From now on launches are hashed.
+    /// Starts hashing launches.
     pub fn begin_hash(&self) {
         self.hash.set(Some(0));
     }
 
-    /// The hash of what was launched since [`Self::begin_hash`]: kernels, grids and parameters, in their order.
+    /// The hash of all launches since [`Self::begin_hash`]: kernels, grids and parameters, in order.
     pub fn end_hash(&self) -> u64 {
         self.hash.take().unwrap_or_default()
     }
@@ -234,7 +234,7 @@ impl Kernels {
         }
         let launched = &self.launched[kernel as usize];
         launched.set(launched.get() + 1);
-        // The time of a kernel that begins inside of another would be that of neither.
+        // Kernels that overlap cannot be timed one by one.
         let overlap = cluster.is_some() && self.timeline.is_none();
         let launch = Launch { function, grid, threads, shared, cluster: kernel.cluster(), overlap };
         let queue = || {
@@ -249,13 +249,13 @@ impl Kernels {
         }
     }
 
-    /// When the kernels ran, if they are traced.
+    /// The times of the kernels, if they are traced.
     pub fn timeline(&self) -> Option<&Timeline> {
         self.timeline.as_ref()
     }
 
-    /// A tensor map, encoded once. It depends on nothing but its description, so the cache never becomes stale; addresses are fixed,
-    /// so after one step all maps are in it.
+    /// A tensor map, encoded once. It depends only on its description, so the cache never becomes stale. Addresses are fixed, so after one
+    /// step the cache holds all maps.
     pub fn tensor_map(&self, spec: MapSpec) -> Result<abi::KlTensorMap> {
         if let Some(map) = self.maps.borrow().get(&spec) {
             return Ok(*map);
@@ -265,7 +265,7 @@ impl Kernels {
         Ok(map)
     }
 
-    /// How often each kernel that can be launched here was launched or captured.
+    /// How often each kernel that this GPU can run was launched or captured.
     pub fn launched(&self) -> impl Iterator<Item = (Kernel, u64)> {
         Kernel::ALL.iter().copied().zip(self.launched.iter().map(Cell::get)).filter(|(kernel, _)| self.has(*kernel))
     }
@@ -339,7 +339,7 @@ mod tests {
         assert_eq!([plain, hopper], [(1, None), (2, Some(2))]);
     }
 
-    /// What rows do not state: threads and dynamic shared memory. The emulator compares both with what templates compute.
+    /// Threads and dynamic shared memory, which rows do not state. The emulator compares both with what templates compute.
     #[test]
     fn threads_and_shared_memory_follow_from_the_row() {
         for (kernel, threads, shared) in [

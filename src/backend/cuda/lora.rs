@@ -1,5 +1,5 @@
-//! LoRA branches. A layer with weight `W + up down` is `x W^T + (x down^T) up^T`: the first product, which has few columns, is computed before
-//! the GEMM, into memory that belongs to no tensor, and the GEMM adds the second one before its epilogue.
+//! LoRA branches. A layer with weight `W + up down` is `x W^T + (x down^T) up^T`. A kernel computes `x down^T`, which has few columns, into
+//! scratch before the GEMM. The GEMM adds the second product before its epilogue.
 
 use super::abi::{self, KlMat, KlReduction};
 use super::context::{KernelChoice, OpContext};
@@ -9,12 +9,12 @@ use crate::backend::{Linear, LoraBranch};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-/// The kernels of the first product, the fastest first.
+/// The kernels of `x down^T`, the fastest first.
 pub fn kernels() -> [Kernel; 2] {
     [Kernel::LoraDown, Kernel::NaiveGemm]
 }
 
-/// The LoRA branch of a layer as GEMMs take it: the first product, and the second matrix. Both are absent if the layer has none.
+/// A layer's LoRA branch as GEMMs take it: `x down^T` and `up`. Both are absent if the layer has no branch.
 #[derive(Clone, Copy)]
 pub struct LoraMats {
     pub down_out: KlMat,
@@ -24,26 +24,26 @@ pub struct LoraMats {
 impl LoraMats {
     pub const NONE: Self = Self { down_out: NONE, up: NONE };
 
-    /// Whether the layer has one.
+    /// Whether the layer has a LoRA branch.
     pub const fn exists(&self) -> bool {
         self.down_out.data != 0
     }
 
-    /// Whether tensor cores multiply it.
+    /// Whether tensor cores can multiply the branch. True without a branch.
     pub fn is_multiplied(&self) -> bool {
         let step = abi::KL_LORA_DOWN_STEP;
         let fits = |m: &KlMat| is_async_copyable(m, abi::KL_BF16) && m.cols.is_multiple_of(step);
         !self.exists() || fits(&self.down_out) && fits(&self.up)
     }
 
-    /// The second matrix from row `first` on.
+    /// `up` from row `first` on.
     pub fn up_from(&self, first: usize) -> KlMat {
         let offset = bytes(first as u64 * self.up.stride, self.up.dtype);
         if self.exists() { KlMat { data: self.up.data + offset, rows: self.up.rows - first as u32, ..self.up } } else { NONE }
     }
 }
 
-/// Computes the first products of the layers of an op that have a LoRA branch.
+/// Computes `x down^T` for the layers that have a LoRA branch.
 pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item = (Tensor, &'a Linear)>) -> Result<Vec<LoraMats>> {
     let layers: Vec<(Tensor, Option<LoraBranch>)> = layers.map(|(x, layer)| (x, layer.lora)).collect();
     let sizes = layers.iter().map(|(x, lora)| lora.map_or(0, |lora| lora.down_out_bytes(*x)));
@@ -66,7 +66,7 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
         loras.push(LoraMats { down_out, up: cx.mat(lora.up, op)? });
         reductions.push(KlReduction { out: down_out, x: x_mat, down });
     }
-    // Streams of one kernel share a launch.
+    // Streams that use the same kernel share a launch.
     for group in reductions.chunk_by(|a, b| is_multiplied(cx, a) == is_multiplied(cx, b)) {
         if is_multiplied(cx, &group[0]) {
             group.chunks(abi::KL_STREAMS as usize).try_for_each(|streams| launch(cx, streams))?;
@@ -77,7 +77,7 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
     Ok(loras)
 }
 
-/// Whether tensor cores compute it.
+/// Whether tensor cores compute `x down^T`.
 fn is_multiplied(cx: &OpContext, KlReduction { out, x, down }: &KlReduction) -> bool {
     let types = [abi::KL_BF16, abi::KL_E4M3, abi::KL_E2M1];
     cx.choice != KernelChoice::Naive

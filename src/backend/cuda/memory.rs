@@ -1,5 +1,5 @@
-//! Device memory: one allocation for the weights and one for working memory, which ends in the backend's own scratch; and where a tensor
-//! lies in them.
+//! Device memory: allocations for weights, cached results, adapters and working memory, which ends in the backend's own scratch. Also finds
+//! the address of a tensor.
 
 use super::abi::{self, KlMat};
 use super::driver::{Driver, Rows};
@@ -27,7 +27,7 @@ impl Allocation {
         Ok(Self { driver: driver.clone(), address, bytes })
     }
 
-    /// Allocates anew. What was there is freed first, and gone.
+    /// Frees the old memory with its contents, then allocates.
     fn replace(&mut self, bytes: u64) -> Result<()> {
         let driver = self.driver.clone();
         *self = Self::empty(&driver);
@@ -44,8 +44,8 @@ impl Drop for Allocation {
     }
 }
 
-/// Sizes of the scratch that belongs to no op. In this order: the counters of reductions and the count of saturated values,
-/// partial results of reductions, the flags of Stream-K workers, the counters of expansion, and the partials of Stream-K workers.
+/// Sizes of the backend's own scratch, in this order: the reduction counters and the count of saturated values, the reduction partials, the
+/// Stream-K flags, the expansion counters, and the Stream-K partials.
 #[derive(Clone, Copy)]
 struct Scratch {
     sms: u64,
@@ -56,16 +56,16 @@ impl Scratch {
     const COUNTERS: u64 = 2 * size_of::<u32>() as u64;
     const REDUCTION_PARTIALS: u64 = abi::KL_PARTIALS as u64 * abi::KL_GROUPS as u64 * 16;
 
-    /// Bytes of the counters of expansion: a flag for each column tile and 256 of K of the largest layers that there are, several times.
+    /// Bytes of the expansion counters: several times a flag for each column tile and 256 of K, of the largest layers that exist.
     const EXPANSION_COUNTERS: u64 = 1 << 20;
 
-    /// The 32-bit flags of all tiles that run at once, with the tile of which this is most.
+    /// The 32-bit Stream-K flags of all tiles that run at once, for the tile that needs the most.
     fn stream_k_flags(self) -> u64 {
         let per_sm = Tile::ALL.iter().map(|tile| tile.flags_per_sm());
         (self.sms * u64::from(per_sm.max().unwrap_or(0)) * 4).next_multiple_of(ALIGN)
     }
 
-    /// One f32 for each element of all tiles that run at once, with the tile of which this is most.
+    /// One f32 for each element of all tiles that run at once, for the tile that needs the most.
     fn stream_k_partials(self) -> u64 {
         let per_sm = Tile::ALL.iter().map(|tile| tile.block_m * tile.block_n * tile.ctas_per_sm);
         self.sms * u64::from(per_sm.max().unwrap_or(0)) * 4
@@ -80,27 +80,27 @@ impl Scratch {
 pub struct Memory {
     weights: Allocation,
     arena: Allocation,
-    /// For results that outlive a run.
+    /// Memory for results that outlive a run.
     kept: Allocation,
-    /// For what adapters compute beside weights.
+    /// Memory for LoRA branches.
     adapters: Allocation,
-    /// For what ops have no tensors for, where working memory has no room for it.
+    /// Memory for op scratch that does not fit into working memory.
     spare: Allocation,
-    /// Address and bytes of the memory for that of the present op: weights that are expanded when they are multiplied, from its beginning on,
-    /// and products of low rank, up to its end.
+    /// Address and bytes of the current op's scratch. Weights that are expanded before their GEMM lie at its beginning, products `x down^T`
+    /// of LoRA branches at its end.
     op_scratch: (u64, u64),
     /// Address at which working memory begins.
     base: u64,
-    /// Bytes of it that ops may use.
+    /// Bytes of working memory that ops may use.
     working: u64,
-    /// Address at which the scratch begins; zero until working memory is reserved.
+    /// Address at which the backend's own scratch begins. Zero until working memory is reserved.
     scratch: u64,
     layout: Scratch,
     driver: Rc<dyn Driver>,
 }
 
 impl Memory {
-    /// No memory yet.
+    /// Creates the struct without allocating.
     pub fn new(driver: Rc<dyn Driver>) -> Self {
         Self {
             weights: Allocation::empty(&driver),
@@ -117,7 +117,7 @@ impl Memory {
         }
     }
 
-    /// Allocates `bytes` of a region. What was there is gone.
+    /// Allocates `bytes` of a region. Its old contents are lost.
     pub fn reserve(&mut self, region: Region, bytes: u64) -> Result<()> {
         match region {
             Region::Arena => self.reserve_working(bytes),
@@ -127,63 +127,63 @@ impl Memory {
         }
     }
 
-    /// Bytes of the weights' allocation.
+    /// Bytes of the allocation for weights.
     pub fn weight_bytes(&self) -> u64 {
         self.weights.bytes
     }
 
-    /// Allocates `bytes` of working memory and the scratch, unless there are as many already: then both stay where they are, and so
-    /// does all that images of several sizes have captured.
+    /// Allocates `bytes` of working memory and the scratch, unless the allocation is large enough already. Then both keep their addresses,
+    /// so graphs captured for other image sizes stay valid.
     fn reserve_working(&mut self, bytes: u64) -> Result<()> {
         let (working, scratch) = (bytes.next_multiple_of(ALIGN), self.layout.bytes().next_multiple_of(ALIGN));
         if self.arena.bytes < working + scratch {
             (self.working, self.scratch) = (0, 0);
             self.arena.replace(working + scratch)?;
         }
-        // The scratch is the end of the allocation: its place does not depend on the image.
+        // Scratch lies at the end of the allocation, so its address does not depend on the image.
         (self.base, self.working) = (self.arena.address, working);
         self.scratch = self.base + self.arena.bytes - scratch;
         Ok(())
     }
 
-    /// Places so many bytes that an op has no tensors for behind the working memory that is in use, at the end of all of it; or, if there is no
-    /// room, in memory of their own. False if that is too small: then it has to be [allocated](Self::reserve_spare).
+    /// Places the scratch of an op at the end of working memory, if there is room behind the part in use, or else in the spare memory.
+    /// False if that is too small and has to be [allocated](Self::reserve_spare).
     pub fn place_op_scratch(&mut self, live: u64, bytes: u64) -> bool {
-        // With addresses for offsets nobody knows where working memory ends.
+        // If offsets are addresses, the end of working memory is unknown.
         let has_room = self.working != u64::MAX && live.next_multiple_of(ALIGN) + bytes <= self.working;
         let own = self.spare.address;
         self.op_scratch = if has_room { (self.base + self.working - bytes, bytes) } else { (own, self.spare.bytes) };
         has_room || bytes <= self.spare.bytes
     }
 
-    /// Allocates memory of its own for that. What was there is gone.
+    /// Allocates the spare memory. Its old contents are lost.
     pub fn reserve_spare(&mut self, bytes: u64) -> Result<()> {
         self.spare.replace(bytes)
     }
 
-    /// Address and bytes of the memory for what the present op has no tensors for.
+    /// Address and bytes of the current op's scratch.
     pub fn op_scratch(&self) -> (u64, u64) {
         self.op_scratch
     }
 
-    /// Address of the counters of expansion.
+    /// Address of the expansion counters.
     pub fn expansion_counters(&self) -> u64 {
         self.stream_k_flags() + self.layout.stream_k_flags()
     }
 
-    /// Bytes of these counters.
+    /// Bytes of the expansion counters.
     pub fn expansion_counter_bytes(&self) -> u64 {
         Scratch::EXPANSION_COUNTERS
     }
 
-    /// From now on the offset of a tensor is its address, be it a weight or not.
+    /// Makes the offset of every tensor its address, in all regions.
     pub fn use_addresses(&mut self) {
         (self.base, self.working) = (0, u64::MAX);
         self.weights = Allocation::empty(&self.driver);
         self.weights.bytes = u64::MAX;
     }
 
-    /// Where a range of working memory lies, as far as it exists: address and bytes.
+    /// Address and bytes of the part of a working-memory range that exists.
     pub fn working_range(&self, range: Range<u64>) -> Option<(u64, u64)> {
         let end = range.end.min(self.working);
         (end > range.start).then(|| (self.base + range.start, end - range.start))
@@ -198,7 +198,7 @@ impl Memory {
             return Err(Error::Op { op, what: format!("{tensor:?} lies outside its memory or is misaligned") });
         }
         let (width, pitch) = (bytes(tensor.cols), bytes(tensor.stride));
-        // Rows without gaps are one long row.
+        // Rows without gaps count as one long row.
         let width = if pitch == width || tensor.rows <= 1 { width * tensor.rows as u64 } else { width };
         Ok(Rows { address: base + tensor.offset, pitch: pitch.max(width), width })
     }
@@ -223,7 +223,7 @@ impl Memory {
         })
     }
 
-    /// The same for an operand that need not be there.
+    /// An optional tensor as kernels take it.
     pub fn mat_if(&self, t: Option<Tensor>, op: &'static str) -> Result<KlMat> {
         t.map_or(Ok(NONE), |t| self.mat(t, op))
     }
@@ -238,7 +238,7 @@ impl Memory {
         }
     }
 
-    /// Address of the scales that a tensor has for its rows or blocks; zero if it has none.
+    /// Address of a tensor's row or block scales. Zero if it has none.
     pub fn scales(&self, t: Tensor) -> u64 {
         let (base, _) = self.region(t.region);
         match t.scaling {
@@ -257,17 +257,17 @@ impl Memory {
         self.scratch
     }
 
-    /// Address of the count of values that did not fit the range of an FP8 tensor. It follows the counters of KlCount.
+    /// Address of the count of values that did not fit their FP8 tensor. It follows the counters of KlCount.
     pub fn saturated(&self) -> u64 {
         self.scratch + Scratch::COUNTERS
     }
 
-    /// Whether there is a scratch, which is allocated with working memory.
+    /// Whether scratch exists. It is allocated with working memory.
     pub fn has_scratch(&self) -> bool {
         self.scratch != 0
     }
 
-    /// Address of the partial results of reductions.
+    /// Address of the reduction partials.
     pub fn reduction_partials(&self) -> u64 {
         self.scratch + ALIGN
     }
@@ -277,7 +277,7 @@ impl Memory {
         self.reduction_partials() + Scratch::REDUCTION_PARTIALS
     }
 
-    /// Bytes of these flags.
+    /// Bytes of the Stream-K flags.
     pub fn stream_k_flag_bytes(&self) -> u64 {
         self.layout.stream_k_flags()
     }
@@ -287,7 +287,7 @@ impl Memory {
         self.expansion_counters() + Scratch::EXPANSION_COUNTERS
     }
 
-    /// Bytes of these partials.
+    /// Bytes of the Stream-K partials.
     pub fn stream_k_partial_bytes(&self) -> u64 {
         self.layout.stream_k_partials()
     }

@@ -1,4 +1,4 @@
-//! Norms: over the rows of activations, over the heads of queries and keys, and over the channel groups of an image. Bound by memory
+//! Norms over rows of activations, over heads of queries and keys, and over the channel groups of an image. All are bound by memory
 //! bandwidth.
 
 use super::abi::{self, KlMat};
@@ -9,12 +9,12 @@ use crate::backend::{GroupNorm, Modulated, RopeStyle};
 use crate::error::{Error, Result};
 use crate::tensor::DType;
 
-/// The kernels of an RMS norm. The last takes any number of columns, of any dtype at any address.
+/// The RMS norm kernels. The last takes any number of columns, any dtype and any address.
 pub fn rms_norms() -> Vec<Kernel> {
     [templates::RMS_NORM, &[Kernel::RmsNormAny]].concat()
 }
 
-/// The kernels of a modulated layer norm. The last takes any number of columns, of any dtype at any address.
+/// The kernels of a modulated layer norm. The last takes any number of columns, any dtype and any address.
 pub fn layer_norms() -> Vec<Kernel> {
     [templates::LAYER_NORM, templates::LAYER_NORM_E4M3, templates::LAYER_NORM_E2M1, &[Kernel::LayerNormAny]].concat()
 }
@@ -22,7 +22,7 @@ pub fn layer_norms() -> Vec<Kernel> {
 /// The kernels of a group norm.
 pub const GROUP_NORMS: [Kernel; 4] = [Kernel::GroupStats8, Kernel::GroupNorm8, Kernel::GroupStatsAny, Kernel::GroupNormAny];
 
-/// The kernel for rows of so many columns, and how many rows a CTA takes: the narrowest that keeps them in registers, or `any`.
+/// The kernel for rows of this many columns, and the rows that a CTA takes: the narrowest kernel that keeps rows in registers, or `any`.
 fn row_norm(cols: u32, vectorizable: bool, kernels: &[Kernel], any: Kernel) -> (Kernel, u32) {
     let fitting = kernels.iter().find(|kernel| vectorizable && cols <= kernel.tile()[1]);
     fitting.map_or((any, 1), |kernel| (*kernel, abi::KL_NORM_ROWS))
@@ -32,7 +32,7 @@ fn rms_norm_kernel(cols: u32, vectorizable: bool) -> (Kernel, u32) {
     row_norm(cols, vectorizable, templates::RMS_NORM, Kernel::RmsNormAny)
 }
 
-/// The same for results of that type.
+/// The layer norm kernel for rows of this many columns and results of this type, and the rows that a CTA takes.
 fn layer_norm_kernel(cols: u32, vectorizable: bool, result: DType) -> (Kernel, u32) {
     let kernels = match result {
         DType::E4m3 => templates::LAYER_NORM_E4M3,
@@ -42,7 +42,7 @@ fn layer_norm_kernel(cols: u32, vectorizable: bool, result: DType) -> (Kernel, u
     row_norm(cols, vectorizable, kernels, Kernel::LayerNormAny)
 }
 
-/// RMS norm of every row. Results of e4m3 and e2m1 are rare enough for the kernel that takes anything.
+/// RMS norm of every row. Results in e4m3 and e2m1 are rare, so they use the kernel that takes anything.
 pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -> Result<()> {
     let p = abi::KlRmsNorm { out, x, weight, saturated: cx.memory.saturated(), eps, unused: 0 };
     let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16)) && is_vectorizable(&weight, abi::KL_F32);
@@ -50,7 +50,7 @@ pub fn rms_norm(cx: &OpContext, out: KlMat, x: KlMat, weight: KlMat, eps: f32) -
     cx.kernels.launch(kernel, [x.rows.div_ceil(rows), 1, 1], &p)
 }
 
-/// Layer norm of every row with AdaLN modulation, as many streams with results of one type to a launch as a kernel takes.
+/// Layer norm of every row with AdaLN modulation. A launch takes as many streams with results of one type as the kernel allows.
 pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulated], eps: f32) -> Result<()> {
     const ABSENT: abi::KlModulated = abi::KlModulated { out: NONE, x: NONE, shift: NONE, scale: NONE };
     let (mat, saturated) = (|t| cx.mat(t, op), cx.memory.saturated());
@@ -74,7 +74,7 @@ pub fn layer_norm_modulate(cx: &OpContext, op: &'static str, streams: &[Modulate
     Ok(())
 }
 
-/// Heads of one matrix of queries or keys, and what [`qk_norm_rope`] needs to know of them.
+/// The heads of one query or key matrix, with the parameters of [`qk_norm_rope`].
 pub struct QkHeads {
     /// The matrix, its norm weight, its rotations and its scale.
     pub heads: abi::KlQkHeads,
@@ -94,7 +94,7 @@ pub const fn rope_code(style: RopeStyle) -> u32 {
     }
 }
 
-/// RMS norm and rotation of all heads of queries and keys, in place.
+/// RMS norm and rotation of all query and key heads, in place.
 pub fn qk_norm_rope(cx: &OpContext, op: &'static str, parts: &[QkHeads]) -> Result<()> {
     let Some(&QkHeads { head_dim, style, eps, .. }) = parts.first() else { return Ok(()) };
     if parts.iter().any(|part| (part.head_dim, part.style, part.eps) != (head_dim, style, eps)) {
@@ -115,7 +115,7 @@ pub fn qk_norm_rope(cx: &OpContext, op: &'static str, parts: &[QkHeads]) -> Resu
     cx.kernels.launch(Kernel::QkNormRope, grid, &p)
 }
 
-/// Iterations of a group kernel over the pixels of `x` if there were only one CTA, which takes as many pixels at once as it has threads.
+/// Iterations that a single CTA of a group kernel would need for the pixels of `x`. In each it takes the pixels that its threads cover.
 fn group_iterations(x: &KlMat, vectorizable: bool) -> u32 {
     let threads_per_pixel = if vectorizable { x.cols / VECTOR } else { x.cols };
     x.rows.div_ceil((abi::KL_GROUP_THREADS / threads_per_pixel.max(1)).max(1))
@@ -128,7 +128,7 @@ fn check_groups(op: &'static str, groups: u32) -> Result<()> {
     Ok(())
 }
 
-/// Group norm, from statistics where the producer of `x` computed them.
+/// Group norm. Uses the statistics that the producer of `x` computed, if it did.
 pub fn group_norm(
     cx: &OpContext,
     op: &'static str,
@@ -158,7 +158,7 @@ pub fn group_norm(
     };
     let vectorizable = [out, x].iter().all(|m| is_vectorizable(m, abi::KL_BF16))
         && [p.weight, p.bias].iter().all(|m| is_vectorizable(m, abi::KL_F32));
-    // No more CTAs than run at once, since each begins by reading the statistics.
+    // CTAs begin by reading the statistics, so no more are launched than run at once.
     let ctas = group_iterations(&x, vectorizable).div_ceil(ITERATIONS).min(CTAS_PER_SM * cx.sms);
     cx.kernels.launch(if vectorizable { Kernel::GroupNorm8 } else { Kernel::GroupNormAny }, [ctas, 1, 1], &p)
 }
@@ -172,10 +172,10 @@ pub fn group_stats(cx: &OpContext, op: &'static str, x: KlMat, stats: KlMat) -> 
     cx.kernels.launch(Kernel::GroupStatsFinish, [1, 1, 1], &p)
 }
 
-/// The moments that the statistics are combined from, and how many CTAs computed some. That depends on the shape and the GPU alone, so
-/// the order of the additions is always the same.
+/// Computes the moments that the statistics are combined from, and returns how many CTAs did. The number depends only on the shape and the
+/// GPU, so the order of the additions is always the same.
 fn group_partials(cx: &OpContext, x: KlMat, groups: u32) -> Result<u32> {
-    /// CTAs for each SM. They are few, since whoever combines the moments reads those of all of them.
+    /// CTAs for each SM. They are few, since the combining kernel reads the moments of all of them.
     const CTAS_PER_SM: u32 = 2;
     /// Fewest iterations for which a CTA is worth starting.
     const ITERATIONS: u32 = 8;
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn row_norms_fit_their_rows() {
         let rms = |cols| rms_norm_kernel(cols, true);
-        // Each takes what is too wide for the one before it: only then does a thread lack no more than its last vector.
+        // Each kernel takes rows too wide for the one before it: only then does a thread lack no more than its last vector.
         assert_eq!([8, 1024, 1032, 2560].map(|cols| rms(cols).0), [0, 0, 1, 2].map(|i| rms_norms()[i]));
         assert_eq!([3072, 4096, 4104, 6144, 6152, 8192].map(|cols| rms(cols).0), [2, 3, 4, 4, 5, 5].map(|i| rms_norms()[i]));
         assert_eq!(rms(8200), (Kernel::RmsNormAny, 1));

@@ -1,5 +1,5 @@
-//! Kernel parameters: the forms that matrices take in `abi.h`, what kernels ask of their addresses and strides, and the grids of
-//! kernels that have no tiles to select.
+//! Kernel parameters: matrices in the form of `abi.h`, the addresses and strides that kernels need, and the grids of kernels without
+//! selectable tiles.
 
 use super::abi::{self, KlGemmStream, KlMat, KlTensorMap};
 use super::driver::{MapSpec, Swizzle};
@@ -10,23 +10,23 @@ use crate::tensor::{DType, nvfp4};
 pub const VECTOR: u32 = 8;
 /// Rows and columns are 32-bit numbers in the kernels.
 pub const SIDE_LIMIT: usize = u32::MAX as usize;
-/// CUDA numbers the CTAs along y and z by sixteen bits.
+/// CUDA counts CTAs along y and z in sixteen bits.
 const GRID_LIMIT: u32 = 65_535;
 
-/// Kernels find block scales where tensors have them.
+/// Kernels expect block scales where tensors have them.
 const _: () = assert!(
     abi::KL_SCALE_TILE_ROWS as usize == nvfp4::TILE_ROWS
         && abi::KL_SCALE_TILE_COLS as usize == nvfp4::TILE_COLS
         && abi::KL_SCALE_TILE_BYTES as usize == nvfp4::TILE_BYTES
 );
 
-/// A matrix that is not there.
+/// An absent matrix.
 pub const NONE: KlMat = KlMat { data: 0, scales: 0, stride: 0, rows: 0, cols: 0, dtype: 0, scale: 1.0 };
 
-/// A tensor map that is not there.
+/// An absent tensor map.
 pub const NO_MAP: KlTensorMap = KlTensorMap { opaque: [0; 16] };
 
-/// The code of dtypes that `abi.h` has none for, and no kernel takes: such operands are refused.
+/// The code of dtypes that have none in `abi.h`. Operands with such dtypes are refused.
 pub const NO_CODE: u32 = u32::MAX;
 
 /// The code of a dtype in `abi.h`.
@@ -59,7 +59,7 @@ pub const fn bytes(elements: u64, dtype: u32) -> u64 {
     elements * bits(dtype) / 8
 }
 
-/// What the tensor-core kernels of a stream multiply.
+/// The operand types of a stream's tensor-core kernels.
 pub fn operands(stream: &KlGemmStream) -> GemmOperands {
     let e4m3 = |m: &KlMat| m.dtype == abi::KL_E4M3;
     let codes = |m: &KlMat| e4m3(m) || m.dtype == abi::KL_E2M1;
@@ -74,12 +74,12 @@ pub fn operands(stream: &KlGemmStream) -> GemmOperands {
     }
 }
 
-/// K of a grouped GEMM: the largest of its streams.
+/// K of a grouped GEMM: the largest K of its streams.
 pub fn k_of(streams: &[KlGemmStream]) -> u32 {
     streams.iter().map(|s| s.x.cols).max().unwrap_or(0)
 }
 
-/// Matrices of one shape as one long row each, if all are contiguous.
+/// Turns matrices of one shape into one long row each, if all are contiguous.
 pub fn flatten<const N: usize>(mut mats: [KlMat; N]) -> [KlMat; N] {
     let contiguous =
         |m: &KlMat| (m.rows <= 1 || m.stride == u64::from(m.cols)) && u64::from(m.rows) * u64::from(m.cols) <= SIDE_LIMIT as u64;
@@ -96,16 +96,15 @@ pub fn is_pair_aligned(m: &KlMat) -> bool {
     m.data.is_multiple_of(bytes(2, m.dtype)) && m.stride.is_multiple_of(2)
 }
 
-/// Whether rows of that type can be loaded and stored [`VECTOR`] values at a time, of which an instruction takes up to sixteen
-/// bytes.
+/// Whether rows of this type can be loaded and stored [`VECTOR`] values at a time, with up to sixteen bytes for each instruction.
 pub fn is_vectorizable(m: &KlMat, dtype: u32) -> bool {
     let access = bytes(u64::from(VECTOR), dtype).min(16);
     let rows = m.rows <= 1 || bytes(m.stride, dtype).is_multiple_of(access);
     m.dtype == dtype && m.data.is_multiple_of(access) && rows && m.cols.is_multiple_of(VECTOR)
 }
 
-/// Whether `cp.async` and TMA can copy an operand of a tensor-core kernel: of that type, sixteen bytes at a time, from 32-bit
-/// offsets. Of e2m1, which is expanded on the way, it is a block of sixteen elements at a time.
+/// Whether `cp.async` and TMA can copy a tensor-core operand of this type, sixteen bytes at a time, from 32-bit offsets. Operands in e2m1,
+/// which kernels expand on the way, are copied one block of sixteen elements at a time.
 pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
     let elements = if dtype == abi::KL_E2M1 { nvfp4::BLOCK as u64 } else { 16 * 8 / bits(dtype) };
     m.dtype == dtype
@@ -117,12 +116,12 @@ pub fn is_async_copyable(m: &KlMat, dtype: u32) -> bool {
         && u64::from(m.rows) * m.stride <= u64::from(u32::MAX)
 }
 
-/// Most columns of a TMA box: the 128 bytes that the swizzle allows.
+/// The most columns of a TMA box. The swizzle allows 128 bytes.
 pub const fn box_cols(dtype: u32) -> u32 {
     abi::KL_SM90_BOX_COLS * (bits(abi::KL_BF16) / bits(dtype)) as u32
 }
 
-/// How TMA copies boxes of so many columns and rows between a matrix of bf16 or e4m3 and shared memory. Two columns of e2m1 are one.
+/// How TMA copies boxes of this many columns and rows between shared memory and a bf16 or e4m3 matrix. Two e2m1 columns count as one.
 pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
     if m.dtype == abi::KL_E2M1 {
         return map_spec(&KlMat { dtype: abi::KL_E4M3, cols: m.cols / 2, stride: m.stride / 2, ..*m }, tile);
@@ -132,7 +131,7 @@ pub fn map_spec(m: &KlMat, tile: [u32; 2]) -> MapSpec {
     MapSpec { address: m.data, dtype, size, pitch, tile: [tile[0], tile[1], 1], swizzle: swizzle(dtype, tile[0]) }
 }
 
-/// The swizzle of boxes of so many columns.
+/// The swizzle for boxes of this many columns.
 fn swizzle(dtype: DType, cols: u32) -> Swizzle {
     match dtype.bytes(cols as usize) {
         128 => Swizzle::Bytes128,
@@ -141,19 +140,18 @@ fn swizzle(dtype: DType, cols: u32) -> Swizzle {
     }
 }
 
-/// Pixels of an image of bf16: all of them, or every second one of every second line.
+/// Pixels of a bf16 image: all of them, or every second one of every second line.
 #[derive(Clone, Copy)]
 pub struct Pixels {
     /// Columns and lines of the whole image.
     pub size: [u32; 2],
-    /// From one pixel to the next, and from one line to the next.
+    /// Distance from one pixel to the next, and from one line to the next.
     pub step: u32,
     /// The first column and line.
     pub first: [u32; 2],
 }
 
-/// How TMA copies boxes of so many channels, columns and lines between an image of bf16, of which a row of `m` is a pixel, and shared
-/// memory.
+/// How TMA copies boxes of this many channels, columns and lines between shared memory and a bf16 image. Each row of `m` is a pixel.
 pub fn image_map_spec(m: &KlMat, Pixels { size: [width, height], step, first: [x, y] }: Pixels, tile: [u32; 3]) -> MapSpec {
     let (pixel, line) = (bytes(m.stride, abi::KL_BF16), bytes(m.stride * u64::from(width), abi::KL_BF16));
     let count = |size: u32, first: u32| u64::from((size - first).div_ceil(step));
@@ -190,7 +188,7 @@ mod tests {
         assert!(is_vectorizable(&KlMat { stride: 3076, dtype: abi::KL_F32, ..m }, abi::KL_F32));
         assert!(!bf16(KlMat { data: m.data + 8, ..m }) && !bf16(KlMat { cols: 3068, ..m }));
         assert!(!bf16(KlMat { dtype: abi::KL_F32, ..m }));
-        // Eight values of e4m3 are eight bytes.
+        // Eight e4m3 values take eight bytes.
         let e4m3 = |m: KlMat| is_vectorizable(&KlMat { dtype: abi::KL_E4M3, ..m }, abi::KL_E4M3);
         assert!(e4m3(m) && e4m3(KlMat { data: m.data + 8, stride: 3080, ..m }));
         assert!(!e4m3(KlMat { data: m.data + 4, ..m }) && !e4m3(KlMat { stride: 3076, ..m }) && !e4m3(KlMat { cols: 3068, ..m }));

@@ -1,4 +1,4 @@
-//! Ops whose every value depends on few others: element-wise functions and permutations. Bound by memory bandwidth.
+//! Ops in which every value depends on few others: element-wise functions and permutations. All are bound by memory bandwidth.
 
 use super::abi::{self, KlMat};
 use super::context::OpContext;
@@ -7,13 +7,13 @@ use super::params::{flatten, pointwise_grid};
 use crate::backend::{LatentStats, Seam};
 use crate::error::Result;
 
-/// One of the functions of `kl_map`, value by value.
+/// Applies a function of `kl_map` to every value.
 pub fn map(cx: &OpContext, function: u32, out: KlMat, x: KlMat) -> Result<()> {
     let [out, x] = flatten([out, x]);
     cx.kernels.launch(Kernel::Map, pointwise_grid(&out), &abi::KlMap { out, x, function, unused: 0 })
 }
 
-/// Latents to tokens, or back: `kernel` is one of the two.
+/// Turns latents into tokens, or back, depending on `kernel`.
 pub fn patchify(cx: &OpContext, kernel: Kernel, tokens: KlMat, pixels: KlMat, stats: &LatentStats, width: usize) -> Result<()> {
     let (mean, var) = (cx.mat(stats.mean, "patchify")?, cx.mat(stats.var, "patchify")?);
     let p = abi::KlPatch { tokens, pixels, mean, var, width: width as u32, eps: stats.eps };
@@ -32,7 +32,7 @@ pub fn guidance(cx: &OpContext, out: KlMat, cond: KlMat, uncond: KlMat, scale: f
     cx.kernels.launch(Kernel::Guidance, pointwise_grid(&out), &abi::KlGuidance { out, cond, uncond, scale, unused: 0 })
 }
 
-/// The overlap of two tiles of an image. Not flattened: the weights depend on rows and columns.
+/// Blends the overlap of two image tiles. The matrices are not flattened: weights depend on rows and columns.
 pub fn blend(cx: &OpContext, into: KlMat, from: KlMat, seam: Seam) -> Result<()> {
     let (channels, steps) = match seam {
         Seam::Top => (0, into.rows),
@@ -41,14 +41,14 @@ pub fn blend(cx: &OpContext, into: KlMat, from: KlMat, seam: Seam) -> Result<()>
     cx.kernels.launch(Kernel::Blend, pointwise_grid(&into), &abi::KlBlend { into, from, channels, steps })
 }
 
-/// How many values are not finite.
+/// Counts the values that are not finite.
 pub fn non_finite(cx: &OpContext, count: KlMat, x: KlMat) -> Result<()> {
     let [x] = flatten([x]);
     let p = abi::KlCount { count, x, words: cx.memory.counters() };
     cx.kernels.launch(Kernel::CountNonFinite, reduction_grid(cx, &x), &p)
 }
 
-/// The largest magnitude, also of what was found before.
+/// The largest magnitude of `x` and an earlier result.
 pub fn largest_magnitude(cx: &OpContext, largest: KlMat, x: KlMat) -> Result<()> {
     let [x] = flatten([x]);
     cx.kernels.launch(Kernel::LargestMagnitude, reduction_grid(cx, &x), &abi::KlLargest { largest, x })
@@ -58,7 +58,7 @@ pub fn largest_magnitude(cx: &OpContext, largest: KlMat, x: KlMat) -> Result<()>
 fn reduction_grid(cx: &OpContext, x: &KlMat) -> [u32; 3] {
     /// CTAs that are resident on an SM at the same time.
     const CTAS_PER_SM: u32 = 8;
-    // No more CTAs than run at once, and at least one batch of loads for each thread.
+    // No more CTAs than run at once, and enough work for a batch of loads per thread.
     let most = CTAS_PER_SM * cx.sms;
     let value_bytes = if x.dtype == abi::KL_F32 { 4 } else { 2 };
     let batch_bytes = abi::KL_POINTWISE_THREADS * abi::KL_REDUCTION_BATCH * 16;
@@ -66,7 +66,7 @@ fn reduction_grid(cx: &OpContext, x: &KlMat) -> [u32; 3] {
     [columns, x.rows.clamp(1, most.div_ceil(columns)), 1]
 }
 
-/// Values within -1..1 as bytes.
+/// Converts values within -1..1 to bytes.
 pub fn pixels(cx: &OpContext, out: KlMat, x: KlMat) -> Result<()> {
     let [out, x] = flatten([out, x]);
     cx.kernels.launch(Kernel::Pixels, pointwise_grid(&out), &abi::KlPixels { out, x })

@@ -1,5 +1,4 @@
-//! Which tile and which schedule a GEMM takes, from its shape and the number of SMs alone. Everything here is pure: no GPU is needed to
-//! test it.
+//! Chooses a GEMM's tile and schedule from nothing but its shape and the number of SMs. Everything here is pure: tests need no GPU.
 //!
 //! A plan is a [`Tile`] and a Stream-K [`Schedule`]. The cost of every candidate is estimated from what was measured (bench/LOG.md),
 //! and the cheapest is taken.
@@ -12,29 +11,28 @@ pub use tile::{ClusterMode, GemmOperands, Tile};
 
 use super::abi;
 
-/// Costs are counted in percent of the time that the Hopper tile of 256x192 in bf16 takes for one multiply-accumulate, on one SM.
+/// The unit of costs: percent of the time that the Hopper tile of 256x192 in bf16 takes for one multiply-accumulate, on one SM.
 const PERCENT: u64 = 100;
 
-/// What the reduction of a split-K tile through distributed shared memory takes, as the extra K that would take as long.
+/// Cost of reducing a split-K tile through distributed shared memory, as the extra K that would take as long.
 const SPLIT_K_REDUCTION_K: u64 = 100;
 
-/// What the start of a cluster that is not persistent takes while its SM waits, as the extra K that would take as long.
+/// Cost of starting a cluster that is not persistent while its SM waits, as the extra K that would take as long.
 const CLUSTER_START_K: u64 = 600;
 
-/// What adding one worker's partials to a tile of a persistent kernel takes, as the extra K that would take as long.
+/// Cost of adding one worker's partials to a tile of a persistent kernel, as the extra K that would take as long.
 const PERSISTENT_FIXUP_K: u64 = 1500;
 
-/// What adding one worker's partials to a tile of the portable kernel takes: as long as this K at this relative cost, for a tile with
-/// so many more rows.
+/// Cost of adding one worker's partials to a tile of the portable kernel: as long as this K at this relative cost, for a tile with that
+/// many more rows.
 const MMA_FIXUP_K: u64 = 64;
 const MMA_FIXUP_COST: u64 = 420;
 const MMA_FIXUP_ROWS: u32 = 128;
 
-/// Rows of A that clusters walk before they go on to the next columns: as many as stay in the L2 cache while all columns pass.
+/// Rows of A that clusters walk before they go on to the next columns. This many stay in the L2 cache while all columns pass.
 const GROUP_ROWS: u32 = 3072;
 
-/// A GEMM's output: its M, and the N of each of its parts, which are ranges of columns with an epilogue of their own. N counts rows of
-/// the weight.
+/// A GEMM's output: its M, and the N of each part. A part is a range of columns with its own epilogue. N counts weight rows.
 #[derive(Clone, Debug)]
 pub struct GemmShape {
     /// Rows.
@@ -51,7 +49,7 @@ impl GemmShape {
     }
 }
 
-/// What a launch computes a grouped GEMM with.
+/// How a launch computes a grouped GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmPlan {
     /// The tile.
@@ -60,12 +58,12 @@ pub struct GemmPlan {
     pub schedule: Schedule,
 }
 
-/// Row tiles that clusters walk before they go on to the next columns (`GROUP_M` in other libraries), of an output of so many rows and
-/// columns of tiles.
+/// Row tiles that clusters walk before they go on to the next columns (`GROUP_M` in other libraries), for an output of this many row and
+/// column tiles.
 pub fn group_m(tile: Tile, row_tiles: u32, col_tiles: u32, sms: u32) -> u32 {
-    /// With this many rows of tiles, what all clusters compute at the same time is about as high as it is wide.
+    /// With this many row tiles, the area that all clusters compute at the same time is about square.
     const SQUARE: u32 = 6;
-    /// Waves from which on the order of the tiles matters.
+    /// The fewest waves for which the order of tiles matters.
     const MANY_WAVES: u32 = 4;
     let slots = tile.slots(sms);
     let rows_per_wave = slots / col_tiles.max(1);
@@ -77,20 +75,19 @@ pub fn group_m(tile: Tile, row_tiles: u32, col_tiles: u32, sms: u32) -> u32 {
     }
     let Tile { block_m, cluster, .. } = tile;
     let unit_rows = block_m * if cluster == Some(ClusterMode::MulticastB) { abi::KL_SM90_CLUSTER } else { 1 };
-    // The groups have nearly the same size.
+    // The groups have nearly equal sizes.
     let groups = row_tiles.div_ceil(GROUP_ROWS / unit_rows).max(1);
     row_tiles.div_ceil(groups).max(1)
 }
 
-/// The GEMMs of one launch. Only those of the same K are scheduled by Stream-K, since shares are counted in k-blocks, of which all tiles
-/// must have the same number.
+/// The GEMMs of one launch. Stream-K only schedules GEMMs of the same K: it shares k-blocks, of which all tiles must have the same number.
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedGemm<'a> {
-    /// The output of each.
+    /// The output of each GEMM.
     pub shapes: &'a [GemmShape],
     /// The largest K.
     pub k: u32,
-    /// Whether all have it.
+    /// Whether all GEMMs have this K.
     pub same_k: bool,
 }
 
@@ -99,7 +96,7 @@ impl GroupedGemm<'_> {
         self.shapes.iter().map(|shape| shape.tiles(tile)).sum()
     }
 
-    /// The plans with a tile: data-parallel, and Stream-K if that is possible.
+    /// The candidate plans with a tile: data-parallel, and Stream-K if possible.
     fn plans(&self, tile: Tile, sms: u32) -> [GemmPlan; 2] {
         let (tiles, k_blocks, slots) = (self.tiles(tile), self.k.div_ceil(tile.block_k), tile.slots(sms));
         let data_parallel = Schedule::data_parallel(tiles);
@@ -112,7 +109,7 @@ impl GroupedGemm<'_> {
         [if tile.is_persistent() { data_parallel } else { shared }, shared].map(|schedule| GemmPlan { tile, schedule })
     }
 
-    /// What a plan costs, to compare it with others.
+    /// The cost of a plan, to compare it with other plans.
     pub fn cost(&self, GemmPlan { tile, schedule: Schedule { full_tiles, workers } }: GemmPlan, sms: u32) -> u64 {
         let Tile { block_m, block_n, ctas_per_sm, relative_cost, .. } = tile;
         let (tiles, slots) = (self.tiles(tile), tile.slots(sms));
@@ -128,7 +125,7 @@ impl GroupedGemm<'_> {
             let (reduction, start) = (SPLIT_K_REDUCTION_K * area * PERCENT, CLUSTER_START_K * area * PERCENT);
             return waves * (full_tile / 2 + reduction) + waves.saturating_sub(1) * start;
         }
-        // Partials are added up once for each part of a tile but the last.
+        // Partials are added up once for every part of a tile except the last.
         let shared = tiles - full_tiles;
         let parts = u64::from(workers / shared.max(1));
         let fixup = if tile.is_persistent() {
@@ -139,16 +136,16 @@ impl GroupedGemm<'_> {
         u64::from(full_tiles) * full_tile / u64::from(slots) + u64::from(shared) * full_tile / u64::from(workers) + fixup
     }
 
-    /// The plan that keeps the SMs busy for the least time, among the tiles that `fits` accepts; none if it accepts none.
+    /// The plan that keeps the SMs busy for the least time, among the tiles that `fits` accepts. `None` if it accepts none.
     pub fn plan(&self, sms: u32, fits: impl Fn(Tile) -> bool) -> Option<GemmPlan> {
-        // Of two plans that cost the same the first is taken: that with the smaller persistent tile, or with the larger portable one.
+        // Of plans with the same cost the first is taken, which has the smaller persistent tile or the larger portable one.
         let (persistent, mma): (Vec<_>, Vec<_>) =
             Tile::ALL.iter().copied().filter(|&tile| fits(tile)).partition(|tile| tile.is_persistent());
         let plans = persistent.into_iter().rev().chain(mma).flat_map(|tile| self.plans(tile, sms));
         plans.min_by_key(|&plan| self.cost(plan, sms))
     }
 
-    /// The plan with a given tile, with Stream-K wherever that is possible: tests force tiles to see that both work.
+    /// The plan with a given tile, with Stream-K wherever possible: tests force tiles to check both.
     pub fn forced(&self, tile: Tile, sms: u32) -> GemmPlan {
         self.plans(tile, sms)[1]
     }
@@ -188,13 +185,13 @@ mod tests {
         // Modulations have a handful of rows.
         assert_eq!(portable(&[shape(5, &[18432])], 3072), GemmBf16Sm80_64x128);
         assert_eq!(portable(&[], 0), GemmBf16Sm80_256x128);
-        // Without enough shared memory for the large tile.
+        // A GPU without enough shared memory for the large tile.
         let small = |tile: Tile| !tile.is_persistent() && tile.kernel != GemmBf16Sm80_256x128;
         assert_eq!(plan(&[shape(4608, &[27648])], 3072, 128, small).tile.kernel, GemmBf16Sm80_128x128);
         assert_eq!(GroupedGemm { shapes: &[shape(4608, &[27648])], k: 3072, same_k: true }.plan(0, |_| false), None);
     }
 
-    /// These are the plans that the sweep of bench/LOG.md found to be best, or as good as the best.
+    /// The plans that the sweep of bench/LOG.md found to be the best, or as good as the best.
     #[test]
     fn hopper_takes_the_plan_that_was_measured_to_be_fastest() {
         let all = |m, n, k| plan(&[shape(m, &[n])], k, 132, |_| true);
@@ -230,7 +227,7 @@ mod tests {
         assert_eq!(all(4608, 128, 3072).tile.kernel, GemmBf16Sm90_128x160);
     }
 
-    /// Few pixels are divided into small tiles, so that all SMs have some.
+    /// A small image gets small tiles, so that every SM has work.
     #[test]
     fn convolutions_of_small_images_take_small_tiles() {
         let tile = |side: u32, channels: u32| {

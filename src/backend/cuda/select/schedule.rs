@@ -1,8 +1,8 @@
 //! Schedules of tiles over the SMs: Stream-K in its hybrid form (Osama et al. 2023, "Stream-K: Work-centric Parallel Decomposition for
-//! Dense Matrix-Matrix Multiplication on the GPU"). Most tiles are computed by one CTA each. The k-blocks of the rest, which would leave
-//! the last wave partly empty, are divided evenly among workers, and whoever finishes a tile adds up the partials of the others.
+//! Dense Matrix-Matrix Multiplication on the GPU"). One CTA computes most tiles alone. The k-blocks of the rest, which would leave the last
+//! wave partly empty, are divided evenly among workers. The worker that finishes a tile adds up the partials of the others.
 
-/// How tiles are distributed: the first `full_tiles` go to one CTA each, the k-blocks of the others are shared by `workers`.
+/// How tiles are distributed: the first `full_tiles` go to one CTA each, and `workers` share the k-blocks of the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// Tiles that one CTA computes from the first k-block to the last.
@@ -17,14 +17,14 @@ impl Schedule {
         Self { full_tiles: tiles, workers: 0 }
     }
 
-    /// Clusters to launch where they are persistent: the workers, or as many as run at once and loop over the tiles.
+    /// How many persistent clusters to launch: the workers, or as many as run at once and loop over the tiles.
     pub fn persistent_clusters(self, tiles: u32, slots: u32) -> u32 {
         if self.workers > 0 { self.workers } else { tiles.min(slots) }
     }
 }
 
-/// Schedules `tiles` of `k_blocks` each over as many CTAs as run at once. Rather than leave the last wave partly empty, the tiles of the
-/// last two waves are shared.
+/// Schedules `tiles` of `k_blocks` each over as many CTAs as run at once. If the last wave would be partly empty, workers share the tiles
+/// of the last two waves.
 pub fn stream_k(tiles: u32, k_blocks: u32, slots: u32) -> Schedule {
     /// With fewer k-blocks a worker takes longer to start than to compute.
     const MIN_K_BLOCKS_PER_WORKER: u64 = 4;
@@ -39,7 +39,7 @@ pub fn stream_k(tiles: u32, k_blocks: u32, slots: u32) -> Schedule {
     }
 }
 
-/// The same for persistent clusters: either all of them are workers or none is, and where there are fewer tiles than clusters each tile
+/// Schedules tiles over persistent clusters. Either all of them are workers or none is. If there are fewer tiles than clusters, each tile
 /// is divided into equal parts.
 pub fn persistent_stream_k(tiles: u32, k_blocks: u32, slots: u32) -> Schedule {
     if tiles == 0 {
@@ -63,7 +63,7 @@ mod tests {
         assert_eq!(stream_k(264, 48, 132), Schedule::data_parallel(264));
         assert_eq!(stream_k(40, 2, 132), Schedule::data_parallel(40));
         assert_eq!(stream_k(0, 48, 132), Schedule::data_parallel(0));
-        // Three waves and a quarter: the tiles of the first two are computed as they are.
+        // Three waves and a quarter: the tiles of the first two are not shared.
         assert_eq!(stream_k(432, 48, 132), Schedule { full_tiles: 264, workers: 132 });
         assert_eq!(stream_k(40, 152, 132), Schedule { full_tiles: 0, workers: 132 });
         // Every worker has at least four k-blocks.
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn all_persistent_clusters_are_workers_or_none_is() {
-        // Fewer tiles than clusters: each in as many equal parts.
+        // Fewer tiles than clusters: every tile has the same number of equal parts.
         assert_eq!(persistent_stream_k(32, 152, 66), Schedule { full_tiles: 0, workers: 64 });
         assert_eq!(persistent_stream_k(20, 152, 66), Schedule { full_tiles: 0, workers: 60 });
         assert_eq!(persistent_stream_k(1, 3, 66), Schedule { full_tiles: 0, workers: 3 });
