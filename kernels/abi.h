@@ -21,11 +21,11 @@
 #define KL_SCALE_TILE_COLS 64u
 #define KL_SCALE_TILE_BYTES 512u
 
-/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. Elements of KL_E4M3 stand for `scale` times their value.
- * Those of KL_E2M1 stand for `scale` times their value times the scale of their block of sixteen columns; two of them share a byte, the
- * even column in the high nibble. `scales`, if present, are one f32 more for every row or, of KL_E2M1, the e4m3 scales of its blocks. These
- * are in tiles of KL_SCALE_TILE_BYTES for 128 rows by four blocks, along the columns of all `stride` elements first; a tile has the four of
- * rows r, r + 32, r + 64 and r + 96 in sixteen bytes. An absent matrix has a `data` of zero. */
+/* A matrix: `rows` rows of `cols` elements, `stride` elements from row to row. A KL_E4M3 element stands for `scale` times its value. A
+ * KL_E2M1 element stands for `scale` times its value times the scale of its block of sixteen columns; two elements share a byte, the
+ * even column in the high nibble. `scales` is optional: one more f32 factor per row or, for KL_E2M1, the e4m3 block scales. Block scales
+ * are in tiles of KL_SCALE_TILE_BYTES for 128 rows by four blocks, along the columns of all `stride` elements first. Sixteen bytes of a
+ * tile hold four scales for each of the rows r, r + 32, r + 64 and r + 96. An absent matrix has a `data` of zero. */
 typedef struct {
   uint64_t data;
   uint64_t scales;
@@ -79,7 +79,7 @@ typedef struct {
   uint32_t unused;
 } KlGuidance;
 
-/* The overlap of two tiles has `steps` rows, or with `channels` above zero as many columns of pixels. */
+/* The overlap of two tiles: `steps` rows or, if `channels` is above zero, `steps` columns of pixels. */
 typedef struct {
   KlMat into, from;
   uint32_t channels, steps;
@@ -92,13 +92,13 @@ typedef struct {
 /* Loads of 16 bytes that a thread of a reduction has in flight. */
 #define KL_REDUCTION_BATCH 4u
 
-/* `words` are two counters, the CTAs that have finished and the values they have counted; zero before and after a launch. */
+/* `words` are two counters: the CTAs that have finished, and the values they have counted. Both are zero before and after a launch. */
 typedef struct {
   KlMat count, x;
   uint64_t words;
 } KlCount;
 
-/* `largest` is zero or a former result before a launch. */
+/* Before a launch, `largest` is zero or an earlier result. */
 typedef struct {
   KlMat largest, x;
 } KlLargest;
@@ -189,8 +189,8 @@ typedef struct {
 #define KL_SWIGLU 1u
 #define KL_GATE_RESIDUAL 2u
 
-/* `bias`, `gate` and `down_out` may be absent. `w` are matrices of the weight, and the GEMM begins with their rows `first`. KL_SWIGLU takes
- * gate rows first, then up rows. `down_out` and `up` as in KlGemmStream, `up` from the first of these rows on. */
+/* `bias`, `gate` and `down_out` may be absent. `w` are matrices of the weight, and the GEMM starts at row `first` of each. KL_SWIGLU
+ * takes gate rows first, then up rows. KlGemmStream describes `down_out` and `up`; `up` starts at these rows as well. */
 typedef struct {
   KlMat out, x, w[2], bias, gate, down_out, up[2];
   uint64_t saturated;
@@ -202,7 +202,7 @@ typedef struct {
 /* The largest number of KV segments of one launch. */
 #define KL_KV_SEGMENTS 16u
 #define KL_ATTENTION_WARPS 4u
-/* The largest head. */
+/* The largest head dimension. */
 #define KL_HEAD_DIM 512u
 
 typedef struct {
@@ -223,7 +223,7 @@ typedef struct {
 
 /* attention_bf16_sm80.cu and attention_fp8_sm89.cu: queries per CTA. */
 #define KL_ATTENTION_BLOCK_Q 128u
-/* attention_wide_bf16_sm80.cu: the size of the head, the widest that there is. */
+/* attention_wide_bf16_sm80.cu: the head dimension, the largest there is. */
 #define KL_WIDE_HEAD 512u
 
 #define KL_SAME 0u
@@ -236,9 +236,9 @@ typedef struct {
 /* The largest side of an image. */
 #define KL_CONV_SIDE 16384u
 
-/* `w` is [output channel, kernel row, kernel column, input channel]. With KL_UP it is in phase form: [output channel, parity of the output's
- * row, of its column, one of two kernel rows, of two kernel columns, input channel]. With `stats`, tiles store their moments of each group
- * in `partials`, sixteen bytes each, for kl_conv_stats. */
+/* `w` is [output channel, kernel row, kernel column, input channel]. With KL_UP it is in phase form: [output channel, parity of the
+ * output row, parity of the output column, kernel row (of two), kernel column (of two), input channel]. With `stats`, tiles store their
+ * moments of each group in `partials`, sixteen bytes each, for kl_conv_stats. */
 typedef struct {
   KlMat out, x, w, bias, residual, stats;
   uint64_t partials;
@@ -249,14 +249,14 @@ typedef struct {
   uint32_t unused;
 } KlConv;
 
-/* kl_norm_conv_narrow: threads, columns of a strip of which the last two have no output, most input and output channels, and bytes of
- * shared memory: six rows of 27 f32 for each column (and four more), 2 f32 for each channel, 32 rows of filters. */
+/* kl_norm_conv_narrow: threads; columns of a strip, the last two without outputs; maximum input and output channels; bytes of shared
+ * memory. The bytes are six rows of 27 f32 for each column (and four more), two f32 for each channel, and 32 rows of filters. */
 #define KL_NARROW_THREADS 128u
 #define KL_NARROW_COLS 48u
 #define KL_NARROW_CHANNELS 128u
 #define KL_NARROW_OUTPUTS 3u
 #define KL_NARROW_SHARED 44960u
-/* kl_conv_narrow_in: threads, and most input and output channels. */
+/* kl_conv_narrow_in: threads; maximum input and output channels. */
 #define KL_NARROW_IN_THREADS 256u
 #define KL_NARROW_IN_CHANNELS 3u
 #define KL_NARROW_IN_OUTPUTS 256u
@@ -278,13 +278,13 @@ typedef struct {
 /* One more epilogue of the tensor-core GEMMs: qk-norm and RoPE of heads of 128 columns. */
 #define KL_QK_NORM_ROPE 3u
 
-/* A factor in `alpha` of KL_E2M1. Kernels expand its elements to bf16 as 2^-9 times their value times the scale of their block: with its
- * bits in the places that they have in bf16 an element is 2^-126 times its value, and 2^126 times a scale of up to 448 is more than bf16
- * can hold, but 2^117 times it is not. */
+/* A factor in the `alpha` of KL_E2M1 weights. Kernels expand an element to bf16 as 2^-9 times its value times its block scale: with its
+ * bits moved to where bf16 has them, an element is 2^-126 times its value. 2^126 times a scale of up to 448 would be more than bf16 can
+ * hold; 2^117 times the scale is not. */
 #define KL_E2M1_ALPHA 512.0f
 
-/* Rows of a weight, from row `first` of one of the stream's matrices on, whose type is `dtype`. Accumulators are multiplied by `alpha`:
- * the scale of x times that of the matrix, times KL_E2M1_ALPHA if it is KL_E2M1. */
+/* Rows of a weight: they start at row `first` of one of the stream's matrices, whose type is `dtype`. Accumulators are multiplied by
+ * `alpha`: the scale of x times the scale of the matrix, times KL_E2M1_ALPHA for KL_E2M1. */
 typedef struct {
   uint32_t matrix;
   uint32_t first;
@@ -292,8 +292,8 @@ typedef struct {
   float alpha;
 } KlGemmRows;
 
-/* A range of columns of a GEMM with its epilogue and output. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of
- * KL_QK_NORM_ROPE. `w` are the rows of the weight, gate rows of KL_SWIGLU, and their up rows. */
+/* A column range of a GEMM, with its epilogue and output. `extra` is the gate of KL_GATE_RESIDUAL or the norm weight of KL_QK_NORM_ROPE.
+ * `w[0]` are the weight rows, or the gate rows of KL_SWIGLU; `w[1]` are the up rows. */
 typedef struct {
   KlMat out, extra;
   KlGemmRows w[2];
@@ -305,7 +305,7 @@ typedef struct {
 
 #define KL_GEMM_PARTS 4u
 
-/* `w` are the matrices that the weight consists of, one below the other. A LoRA branch, `up down`, is added to them: `down_out`, if
+/* `w` are the matrices that make up the weight, one below the other. A LoRA branch, `up down`, may be added to it: `down_out`, if
  * present, is x times the transpose of `down`, and `up` has a row for each row of the weight. Both are KL_BF16. */
 typedef struct {
   KlMat x, w[KL_GEMM_PARTS], bias, table, down_out, up;
@@ -316,9 +316,9 @@ typedef struct {
   float eps;
 } KlGemmStream;
 
-/* How the tiles of all streams are scheduled (Stream-K): CTAs take the first `full_tiles` whole; the `k_blocks` of each of the others
- * are divided evenly among workers, of which the first `remainder` take one more than `k_blocks_per_worker`. Accumulators of tiles
- * that a worker did not finish pass through `partials`, with `flags`, which are zero before and after a launch. */
+/* The Stream-K schedule of the tiles of all streams. CTAs take the first `full_tiles` whole. The k-blocks of the other tiles, `k_blocks`
+ * each, are divided evenly among workers: the first `remainder` workers take one more than `k_blocks_per_worker`. Accumulators of
+ * unfinished tiles pass to the next worker through `partials`, with `flags`. Flags are zero before and after a launch. */
 typedef struct {
   uint64_t partials;
   uint64_t flags;
@@ -338,7 +338,7 @@ typedef struct {
 /* ----------------------------------------------------------------------------------------------------- lora_down.cu */
 
 #define KL_LORA_DOWN_THREADS 256u
-/* Rows and, at most, columns of the output of a CTA; the latter are a multiple of KL_LORA_DOWN_STEP. */
+/* Output rows and maximum output columns of a CTA. The columns are a multiple of KL_LORA_DOWN_STEP. */
 #define KL_LORA_DOWN_ROWS 32u
 #define KL_LORA_DOWN_COLS 64u
 #define KL_LORA_DOWN_STEP 16u
@@ -355,13 +355,13 @@ typedef struct {
 /* ------------------------------------------------------------------------------------------------------- expand.cu */
 
 #define KL_EXPAND_THREADS 256u
-/* Elements that a thread expands at a time, and how often it does so. */
+/* Elements that a thread expands at a time, and how many times it does so. */
 #define KL_EXPAND_VECTOR 8u
 #define KL_EXPAND_BATCH 4u
 /* The matrices of all streams of a GEMM. */
 #define KL_EXPAND_MATRICES 8u
 
-/* Matrices of KL_E4M3 or KL_E2M1, and where they are expanded to, rows one after the other. */
+/* KL_E4M3 or KL_E2M1 matrices, and the addresses they are expanded to, without gaps between rows. */
 typedef struct {
   KlMat w[KL_EXPAND_MATRICES];
   uint64_t to[KL_EXPAND_MATRICES];
@@ -375,25 +375,25 @@ typedef struct {
 #define KL_TMA_STORE_ROWS 16u
 /* Rows of a wgmma, which a consumer warpgroup computes together. */
 #define KL_TMA_WARPGROUP_ROWS 64u
-/* Columns of a TMA box of bf16: the 128 bytes that the swizzle allows. Of e4m3 it can have twice as many. */
+/* Columns of a bf16 TMA box: the 128 bytes that the swizzle allows. An e4m3 box can have twice as many. */
 #define KL_SM90_BOX_COLS 64u
 /* Bytes of shared memory that a CTA can have on Hopper, and with compute capability 12.x. */
 #define KL_SM90_SHARED_LIMIT 232448u
 #define KL_SM120_SHARED_LIMIT 101376u
-/* Columns of a TMA box of bf16 in which results are stored there: shared memory has room for no more. */
+/* Columns of a bf16 TMA box that stores results on compute capability 12.x: shared memory has no room for more. */
 #define KL_SM120_BOX_COLS 32u
 
-/* Rows of a weight that are expanded together, and the k-blocks of them. */
+/* Weight rows and k-blocks of a unit of expansion. */
 #define KL_EXPANSION_ROWS 32u
 #define KL_EXPANSION_GROUP 4u
 /* Counters before the flags: the next unit, and the warps that have finished. */
 #define KL_EXPANSION_COUNTERS 2u
 
-/* The matrices of a weight that are quantized are expanded to bf16 while the GEMM runs: to `to`, rows one after the other, of which `w`
- * has the maps. A unit of work is up to KL_EXPANSION_ROWS rows of one half of a tile's columns by KL_EXPANSION_GROUP k-blocks; there are
- * `units`, and zero of them if no weight is quantized. They are taken in the order in which tiles need them: `tiles` column tiles at a
- * time, which are the tiles of a wave. `counters` are 32-bit numbers, zero before and after a launch: KL_EXPANSION_COUNTERS, then for each column tile and
- * group of k-blocks the number of units that are there. */
+/* Quantized matrices of a weight are expanded to bf16 while the GEMM runs: to `to`, without gaps between rows, where the maps of `w`
+ * point. A unit of work is up to KL_EXPANSION_ROWS rows of one half of a tile's columns by KL_EXPANSION_GROUP k-blocks. There are
+ * `units` of them, zero if no weight is quantized. Units are taken in the order in which tiles need them: `tiles` column tiles at a
+ * time, which are the tiles of a wave. `counters` are 32-bit numbers, zero before and after a launch: KL_EXPANSION_COUNTERS, then for
+ * each column tile and group of k-blocks the number of finished units. */
 typedef struct {
   uint64_t counters;
   uint64_t to[KL_STREAMS][KL_GEMM_PARTS];
@@ -401,9 +401,9 @@ typedef struct {
   uint32_t tiles;
 } KlExpansion;
 
-/* As KlGemm, with tensor maps. `row_tiles` and `col_tiles` of a stream count the tiles of clusters. Rasterization goes down `group` row
- * tiles before it goes on to the next columns. `out` has a map for each part, `residual` a map for the residual of the first part,
- * `down_out` and `up` the maps of the LoRA branch. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
+/* KlGemm with tensor maps. `row_tiles` and `col_tiles` of a stream count cluster tiles. Rasterization goes down `group` row tiles before
+ * it goes on to the next columns. `out` has a map for each part, `residual` a map for the residual of the first part, `down_out` and
+ * `up` the maps of the LoRA branch. `saturated` is the address of a 64-bit count of values that did not fit the range of an e4m3 output. */
 typedef struct {
   KlTensorMap x[KL_STREAMS], w[KL_STREAMS][KL_GEMM_PARTS], out[KL_STREAMS][KL_GEMM_PARTS], residual[KL_STREAMS];
   KlTensorMap down_out[KL_STREAMS], up[KL_STREAMS];
@@ -417,25 +417,25 @@ typedef struct {
 
 /* -------------------------------------------------------------------------------------------------- conv_bf16_sm90.cu */
 
-/* Columns of the box of pixels that a tile is: a group of rows of the swizzle, so that wgmma reads a line of pixels as one. A window has
- * those of all taps. */
+/* Pixel columns of a tile: one row group of the swizzle, so that wgmma reads a line of pixels as one group. A window has the columns of
+ * all taps. */
 #define KL_CONV_TILE_WIDTH 8u
 #define KL_CONV_WINDOW_WIDTH (KL_CONV_TILE_WIDTH + 2u)
-/* Most groups of channels that a tile can compute the moments of. */
+/* The most channel groups whose moments a tile can compute. */
 #define KL_CONV_TILE_GROUPS 32u
 
-/* A convolution as a GEMM: rows are pixels, tile by tile, and a k-block is 64 channels of one tap; the taps of the same channels are
- * consecutive. `plane` are maps of the image: the first of all of it or, where only every second pixel of every second line is computed, of
- * its even lines and columns, and the others of those planes of which columns, lines or both are odd. Where the image is upsampled, a part is
- * one phase of output pixels, those of one parity of lines and columns. A window of a plane begins `origin` columns and lines from the tile. A
- * 1x1 convolution of `shortcut`, if there is one, is the k-blocks after those of all taps, with the second matrix of the weight. With
- * `partials`, the warpgroups of a tile store their moments of each of `groups` groups, sixteen bytes each, for kl_conv_stats. */
+/* A convolution as a GEMM: rows are pixels, tile by tile. A k-block is 64 channels of one tap, and the taps of the same channels are
+ * consecutive. `plane` are maps of the image: the first maps all of it. With stride two, the first maps its even lines and columns, and
+ * the others map the planes with odd columns, odd lines, and both. Where the image is upsampled, a part is one phase: the output pixels
+ * of one line and column parity. A window of a plane begins `origin` columns and lines from the tile. The 1x1 convolution of `shortcut`,
+ * if there is one, comes after the k-blocks of all taps, with the second matrix of the weight. With `partials`, the warpgroups of a tile
+ * store their moments of each of `groups` groups, sixteen bytes each, for kl_conv_stats. */
 typedef struct {
   KlTensorMap plane[4], shortcut;
   KlMat shortcut_bias;
   uint64_t partials;
-  /* For each tap, in the order of k-blocks: the row of the window where its pixels begin in phase 0, six bits each; its place in the
-   * filter, four; the plane that it reads, two; and whether it is the first to read the window, one. */
+  /* Bit fields of each tap, in the order of k-blocks: the window row where its pixels begin in phase 0, six bits; its place in the
+   * filter, four; the plane that it reads, two; whether it is the first to read the window, one. */
   uint64_t tap_rows;
   uint64_t tap_filters;
   uint32_t tap_planes;
@@ -443,11 +443,11 @@ typedef struct {
   int32_t origin;
   uint32_t groups;
   uint32_t width, height; /* of the output, or of a phase of it */
-  uint32_t tiles_across;  /* tiles beside each other in the image */
+  uint32_t tiles_across;  /* tiles side by side in the image */
   uint32_t channels;      /* of the image */
   uint32_t taps;
   uint32_t tap_blocks;  /* k-blocks of all taps */
-  uint32_t half_blocks; /* before this one, k-blocks of odd blocks of channels have no channels in their upper half */
+  uint32_t half_blocks; /* in k-blocks below this one, odd blocks of channels are empty in their upper half */
   uint32_t unused[5];
 } KlConvImage;
 
@@ -463,19 +463,19 @@ typedef struct {
 /* Queries per CTA, and keys per KV block. */
 #define KL_SM90_BLOCK_Q 128u
 #define KL_SM90_BLOCK_KV 128u
-/* Queries of a tile with a wide head, which the two CTAs of a cluster compute together, and keys per KV block, of which each of
- * them loads one half; rows of a TMA box of V. */
+/* Wide heads: queries of a tile, which the two CTAs of a cluster compute together; keys per KV block, half of them loaded by each CTA;
+ * rows of a TMA box of V. */
 #define KL_WIDE_SM90_BLOCK_Q 128u
 #define KL_WIDE_SM90_BLOCK_KV 128u
 #define KL_WIDE_SM90_V_ROWS 16u
-/* The largest number of ranges of rows that the output consists of. */
+/* The most row ranges that the output can have. */
 #define KL_SM90_ATTENTION_OUTS 2u
 
-/* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have consecutive
- * tiles of a head, and there are `row_tiles` such pairs; with a causal mask there are no clusters, and half of a tile's queries come from
- * the end of the sequence. `out` are the rows of the output one after the other; the second range may be absent. `keys` are the lengths
- * of the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. With a wide head there are
- * `row_tiles` tiles of a head, one KV segment, one range of rows, and nothing is packed. */
+/* A tile is `pack` query heads that share a KV head, with KL_SM90_BLOCK_Q / pack queries each. The two CTAs of a cluster have
+ * consecutive tiles of a head, and there are `row_tiles` such pairs. With a causal mask there are no clusters, and half of a tile's
+ * queries come from the end of the sequence. `out` are the row ranges of the output in sequence; the second may be absent. `keys` are
+ * the lengths of the KV segments, `group` is the number of query heads per KV head. `schedule` counts KV blocks. With a wide head there
+ * are `row_tiles` tiles of a head, one KV segment and one row range, and nothing is packed. */
 typedef struct {
   KlTensorMap q, k[KL_SM90_KV_SEGMENTS], v[KL_SM90_KV_SEGMENTS];
   KlMat out[KL_SM90_ATTENTION_OUTS];
@@ -495,13 +495,13 @@ typedef struct {
 #define KL_SELFTEST_THREADS 128u
 #define KL_SELFTEST_CLUSTER 2u
 
-/* How a tile of 64 rows comes into shared memory: by TMA in rows of 128 or of 64 bytes, swizzled over as many, or row by row by bulk copies
- * of up to 128 bytes. */
+/* How a tile of 64 rows is loaded into shared memory: by TMA in rows of 128 or 64 bytes, with the swizzle of that width, or row by row
+ * by bulk copies of up to 128 bytes. */
 #define KL_TEST_BOX_128 0u
 #define KL_TEST_BOX_64 1u
 #define KL_TEST_BULK 2u
 
-/* A copy of bf16. `out` may be larger than what `map` describes, and holds zeros there; bulk copies take `from` instead. */
+/* A copy of a bf16 matrix. `out` may be larger than what `map` describes; the rest becomes zeros. Bulk copies read `from`, not `map`. */
 typedef struct {
   KlTensorMap map;
   KlMat from, out;
@@ -509,11 +509,11 @@ typedef struct {
   uint32_t unused[11];
 } KlTestCopy;
 
-/* Words of a lane in a case of an MMA: four registers of a, two of b, the scales of a and of b, four accumulators. */
+/* Words of a lane in an MMA test case: four registers of a, two of b, the scales of a and of b, four accumulators. */
 #define KL_FRAGMENT_WORDS 12u
 
-/* Cases of an MMA, each of 32 lanes. `results` are the four accumulators of each lane afterwards. `selector_a` and `selector_b` are those of
- * the lanes whose scales a block-scaled MMA takes. */
+/* MMA test cases of 32 lanes each. `results` are the four accumulators of each lane afterwards. `selector_a` and `selector_b` select the
+ * lanes whose scales a block-scaled MMA takes. */
 typedef struct {
   uint64_t fragments;
   uint64_t results;
@@ -523,8 +523,8 @@ typedef struct {
   uint32_t unused;
 } KlFragments;
 
-/* Values of f32. Of each `e4m3` has the code in the first of two bytes and that of its negative in the second, `e2m1` has them in the high and
- * the low nibble of a byte. */
+/* f32 values to convert. For each value, `e4m3` gets two bytes: its code, then the code of its negative. `e2m1` gets one byte: its code
+ * in the high nibble and its negative's in the low. */
 typedef struct {
   uint64_t values, e4m3, e2m1;
   uint64_t count;

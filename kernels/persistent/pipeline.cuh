@@ -1,5 +1,5 @@
-// What the persistent, warp-specialized kernels of Hopper share: the ring of TMA stages with its mbarriers, and the division of a CTA into
-// a producer warpgroup and consumer warpgroups. The GEMM and attention differ in what a stage holds and in what they do with it.
+// Shared by the persistent, warp-specialized kernels with TMA: the ring of stages with its mbarriers, and the division of a CTA into a
+// producer warpgroup and consumer warpgroups. The GEMM and attention differ in what a stage holds and in what they do with it.
 #pragma once
 
 #include <ptx/sm90.cuh>
@@ -8,8 +8,8 @@ namespace kl::persistent {
 constexpr uint32_t kWarpgroupThreads = 128, kWarpgroupWarps = 4;
 // A wgmma computes 64 rows, sixteen for each warp of the warpgroup.
 constexpr uint32_t kWgmmaRows = KL_TMA_WARPGROUP_ROWS, kWarpRows = kWgmmaRows / kWarpgroupWarps;
-// Operands lie in shared memory in rows of 128 bytes with the 128-byte swizzle, which permutes 16-byte chunks within groups of eight rows.
-// It is a function of the address, so tiles are aligned to a group. Dynamic shared memory itself is not, hence up to one more group of it.
+// Operands have rows of 128 bytes in shared memory, with the 128-byte swizzle, which permutes 16-byte chunks within groups of eight rows.
+// The swizzle is a function of the address, so tiles are aligned to a group. Dynamic shared memory is not, hence up to one group more.
 constexpr uint32_t kSwizzleRowBytes = 128, kSwizzleAlignment = 8 * kSwizzleRowBytes;
 constexpr uint32_t kWgmmaTileBytes = kWgmmaRows * kSwizzleRowBytes;
 constexpr uint32_t kMbarrierBytes = 8;
@@ -20,8 +20,8 @@ __device__ __forceinline__ uint32_t align_to_swizzle(uint32_t address) {
   return address + (kSwizzleAlignment - 1) & ~(kSwizzleAlignment - 1);
 }
 
-// The stage of a ring of kStages stages in shared memory that comes next, and the phase parity of its mbarriers. Each side keeps its
-// own: the producer waits for `empty` and fills, consumers wait for `full` and release.
+// A position in a ring of kStages stages in shared memory: the next stage, and the phase parity of its mbarriers. Each side keeps its own:
+// the producer waits for `empty` and fills, consumers wait for `full` and release.
 template <int kStages>
 struct PipelineState {
   uint32_t stage = 0, parity = 0;
@@ -32,7 +32,7 @@ struct PipelineState {
   __device__ __forceinline__ uint32_t previous() const { return (stage == 0 ? kStages : stage) - 1; }
 };
 
-// The `full` and `empty` mbarriers of a ring, those of consecutive stages kStrideBytes apart.
+// The `full` and `empty` mbarriers of a ring. Mbarriers of consecutive stages are kStrideBytes apart.
 template <int kStages, uint32_t kStrideBytes, uint32_t kEmptyOffset>
 struct RingBarriers {
   uint32_t base;
@@ -63,7 +63,7 @@ template <int kConsumers, int kProducer_, int kConsumer_>
 struct RegisterSplit {
   static constexpr int kProducer = kProducer_, kConsumer = kConsumer_;
   static_assert(kProducer % 8 == 0 && kConsumer % 8 == 0, "setmaxnreg counts in eights");
-  // What a CTA is launched with: as many for each thread as an SM has, in eights. A warpgroup that asks for more waits for ever.
+  // Registers per thread at launch: the SM's registers divided among the CTA's threads, rounded down to a multiple of eight.
   static constexpr int kAtLaunch = kRegistersPerSm / ((1 + kConsumers) * kWarpgroupThreads) / 8 * 8;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kAtLaunch, "more registers than a CTA has");
 };

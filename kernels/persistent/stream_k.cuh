@@ -26,7 +26,7 @@ struct WorkTile {
   __device__ __forceinline__ bool is_unfinished(const KlTileSchedule& schedule) const { return k_end < schedule.k_blocks; }
 };
 
-// Takes the last tile off the range of k-blocks from `begin` to `end`, or what of it lies in the range; `end` becomes the new end.
+// Takes the last tile, or the part of it in range, off the k-blocks from `begin` to `end`; `end` becomes the new end.
 __device__ __forceinline__ WorkTile take_last_tile(const KlTileSchedule& schedule, uint32_t begin, uint32_t& end) {
   const uint32_t tile = (end - 1) / schedule.k_blocks, origin = tile * schedule.k_blocks, start = max(begin, origin);
   const WorkTile work = {tile, start - origin, end - origin};
@@ -34,7 +34,7 @@ __device__ __forceinline__ WorkTile take_last_tile(const KlTileSchedule& schedul
   return work;
 }
 
-// Who stores and adds partials together. A warp, where warps have nothing else to wait for; `index` is its number among all warps that
+// A warp that stores and adds partials by itself, where warps have nothing else to wait for. `index` is its number among all warps that
 // store partials.
 struct PartialsOfWarp {
   static constexpr uint32_t kThreads = 32;
@@ -45,7 +45,7 @@ struct PartialsOfWarp {
   static __device__ __forceinline__ void sync_stores() { __syncwarp(); }
 };
 
-// A whole CTA of kThreads_ threads; `index` is its worker.
+// A CTA of kThreads_ threads that stores and adds partials together; `index` is its worker.
 template <int kThreads_>
 struct PartialsOfCta {
   static constexpr uint32_t kThreads = kThreads_;
@@ -83,7 +83,7 @@ struct PartialTile {
     if (Owner::thread() == 0) store_release(flag(), 1);
   }
 
-  // Stores accumulators: acc(i) is where the thread has the four of vector i.
+  // Stores accumulators: acc(i) points to the thread's four accumulators of vector i.
   template <class Acc>
   __device__ __forceinline__ void store_acc(Acc acc) const {
     store([&](int i) { return make_float4(acc(i)[0], acc(i)[1], acc(i)[2], acc(i)[3]); });
@@ -114,7 +114,7 @@ struct PartialTile {
     }
   }
 
-  // Adds what another worker has stored to accumulators.
+  // Adds another worker's partials to the accumulators.
   template <int kInFlight, class Acc>
   __device__ __forceinline__ void add_to(Acc acc) const {
     wait();

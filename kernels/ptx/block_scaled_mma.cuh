@@ -1,12 +1,12 @@
-// The block-scaled mma.sync of compute capability 12.x in software, for tests of its kernels on other GPUs (KL_EMULATE). Results are those
-// of the published model to the bit (MMA-Sim, arXiv 2511.10909): the sum of a block's products is exact; those of the blocks, times their
-// scales, and the accumulator are aligned to the largest exponent among them and truncated 35 binary places below it, and the sum of what
-// is left is truncated to f32. FP8 keeps 25 places of each product.
+// The block-scaled mma.sync of compute capability 12.x in software, for tests of its kernels on other GPUs (KL_EMULATE). Results match the
+// published model (MMA-Sim, arXiv 2511.10909) to the bit. The sum of a block's products is exact. The block sums, times their scales, and
+// the accumulator are aligned to the largest exponent among them and truncated 35 binary places below it. The sum of what is left is
+// truncated to f32. FP8 keeps 25 places of each product.
 #pragma once
 
 #include <stdint.h>
 
-// A number as significand * 2^(exponent - places), where `places` depends on what it is of.
+// A number as significand * 2^(exponent - places). Its source determines `places`.
 struct Term {
   int64_t significand;
   int exponent;
@@ -21,13 +21,13 @@ __device__ __forceinline__ Term f32_term(float v) {
   return {bits >> 31 ? -magnitude : magnitude, exponent};
 }
 
-// Three binary places; without a sign, which scales do not have.
+// The magnitude of an e4m3 code, with three binary places.
 __device__ __forceinline__ Term e4m3_term(uint32_t code) {
   const uint32_t field = code >> 3 & 15, magnitude = (code & 7) | (field ? 8u : 0u);
   return {magnitude, magnitude ? static_cast<int>(field ? field : 1) - 7 : kZeroExponent};
 }
 
-// In halves.
+// The value of an e2m1 code, in halves.
 __device__ __forceinline__ int e2m1_halves(uint32_t code) {
   const int magnitude = (code & 7) < 2 ? code & 1 : (2 | (code & 1)) << ((code >> 1 & 3) - 1);
   return code & 8 ? -magnitude : magnitude;
@@ -49,7 +49,7 @@ __device__ __forceinline__ float truncated(int64_t sum, int exponent) {
   return sum < 0 ? -v : v;
 }
 
-// The sum of the accumulator c and the terms, of which terms[0] is c with 23 places and the others have `places`.
+// The sum of the accumulator c and the terms. terms[0] is c with 23 places, the others have `places`; sums keep `kept` places.
 template <int kTerms>
 __device__ __forceinline__ float fused_sum(float c, const Term (&terms)[kTerms], int places, int kept) {
   if (isinf(c)) return c;
@@ -75,7 +75,7 @@ __device__ __noinline__ float4 block_scaled_nvf4(float4 d, uint4 a, uint2 b, uin
     bool nan = c != c;
 #pragma unroll 1
     for (int block = 0; block < 4; block++) {
-      // Eight elements of K a word: blocks 0 and 1 are in the first registers, words of two lanes each.
+      // A word has eight elements of K. Blocks 0 and 1 are in the first registers, each in words of two lanes.
       int quarters = 0;
 #pragma unroll 1
       for (int i = 2 * block; i < 2 * block + 2; i++) {

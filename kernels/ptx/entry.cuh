@@ -1,5 +1,5 @@
-// How a kernel is declared and where its shared memory is. This, the wrappers of instructions in this folder and what CUDA C++ has built
-// in are all that ties the kernels to nvcc: tests/emulated has a second body for each and runs the same sources on the CPU.
+// Declares kernels and their shared memory. Only these macros, the instruction wrappers in this folder and what CUDA C++ has built in tie
+// the kernels to nvcc: tests/emulated has a second body for each and runs the same sources on the CPU.
 #pragma once
 
 // Every entry point takes one struct by value. The remaining arguments are those of __launch_bounds__: the threads of a CTA and, where

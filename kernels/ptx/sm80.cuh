@@ -1,5 +1,5 @@
 // One wrapper per instruction that every supported GPU has (sm_80 and newer): cp.async, ldmatrix, mma.sync, flags between CTAs, cache
-// hints, ex2. No file outside this folder contains inline assembly, but for empty statements that hide a value from the compiler.
+// hints, ex2. No file outside this folder contains inline assembly, except for empty statements that hide a value from the compiler.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t v) {
   return result;
 }
 
-// Four bytes of two words, each chosen by a nibble of the selector: those of `b` are 4 to 7.
+// Four bytes of two words, each chosen by a nibble of the selector: 0 to 3 are bytes of `a`, 4 to 7 bytes of `b`.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b) {
   uint32_t result;

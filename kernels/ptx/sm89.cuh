@@ -11,8 +11,8 @@ __device__ __forceinline__ uint32_t cvt_e4m3x2(float low, float high) {
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-// d += a b with a 16x32 and b 32x8 in e4m3, d 16x8 in f32. Fragments have the bytes that those of `mma` have: a lane has two elements of
-// bf16, or four of e4m3, at the same place of a row. On sm_89 sums keep thirteen binary places; sm_90 and sm_100 convert to f16.
+// d += a b with a 16x32 and b 32x8 in e4m3, d 16x8 in f32. Fragments have the byte layout of `mma`: a lane has two elements of bf16, or
+// four of e4m3, at the same place of a row. On sm_89 sums keep thirteen binary places; sm_90 and sm_100 convert to f16.
 __device__ __forceinline__ void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

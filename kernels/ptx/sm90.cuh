@@ -75,8 +75,8 @@ __device__ __forceinline__ void named_barrier_arrive(uint32_t id) { asm volatile
 
 // ----------------------------------------------------------------------------------------------------------------- TMA
 
-// Loads a box of a matrix into shared memory; `barrier` counts the bytes. The state space is that of the CTA: for one of the cluster, GPUs
-// without multicast get a call of a subroutine.
+// Loads a box of a matrix into shared memory; `barrier` counts the bytes. The state space is .shared::cta: with .shared::cluster, GPUs
+// without multicast would get a subroutine call.
 __device__ __forceinline__ void tma_load_2d(uint32_t to, const KlTensorMap* map, int32_t col, int32_t row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(map),
@@ -94,8 +94,8 @@ __device__ __forceinline__ void tma_load_2d_multicast(uint32_t to, const KlTenso
       : "memory");
 }
 
-// Loads a box of an image: of so many channels, columns and lines from (channel, column, line) on. What of it lies outside of the image,
-// also before its first column or line, is filled with zeros.
+// Loads a box of an image, from (channel, column, line) on. What lies outside of the image, also before its first column or line, is filled
+// with zeros.
 __device__ __forceinline__ void tma_load_3d(uint32_t to, const KlTensorMap* map, int32_t channel, int32_t column, int32_t line,
                                             uint32_t barrier) {
   asm volatile(
@@ -138,7 +138,7 @@ __device__ __forceinline__ void tma_store_wait() {
 // Orders this thread's writes to shared memory before reads by TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Orders writes to global memory, of this thread or those that it has acquired, before reads by TMA.
+// Orders writes to global memory before reads by TMA: this thread's writes, and those that it has acquired.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Prefetches a line of global memory into L1.
@@ -181,7 +181,7 @@ __device__ __forceinline__ void wgmma_wait() {
       flags ";\n}\n"                                                                                \
       : __VA_ARGS__                                                                                 \
       : "l"(a), "l"(b), "r"(accumulate))
-// The instruction for kCols columns. `types` ends its name; `flags` are its signs and, where the element type has them, transpositions.
+// The wgmma for kCols columns. `types` ends its name; `flags` are its signs and, if the element type has them, transpositions.
 #define KL_WGMMA_OF_COLS(types, flags)                                                                                              \
   static_assert(kCols == 64 || kCols == 96 || kCols == 128 || kCols == 160 || kCols == 192 || kCols == 208 || kCols == 256,         \
                 "no such width");                                                                                                   \
@@ -223,8 +223,8 @@ __device__ __forceinline__ void wgmma_mn_major(float (&acc)[kCols / 2], uint64_t
 // A named barrier of the 128 threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_sync(uint32_t id) { asm volatile("barrier.sync %0, 128;" ::"r"(id) : "memory"); }
 
-// acc += a b: 64 rows by 128, 192 or 256 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B MN-major in
-// shared memory. RS as in CUTLASS: register and shared operands.
+// acc += a b: 64 rows by 128, 192 or 256 columns over 16 of K, with A in registers (bf16 pairs in the layout of the accumulators) and B
+// MN-major in shared memory. RS as in CUTLASS: register and shared operands.
 __device__ __forceinline__ void wgmma_rs(float (&acc)[64], const uint32_t* a, uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" KL_REGS_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
                : KL_ACC_64(0)
@@ -302,8 +302,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// Every thread of every CTA of the cluster arrives and waits for the others. The arrival is relaxed: it orders no writes but the
-// initialization of mbarriers (fence_mbarrier_init), because a release would wait until all earlier writes have reached memory.
+// Every thread of every CTA of the cluster arrives and waits for the others. The arrival is relaxed: it orders only the initialization of
+// mbarriers (fence_mbarrier_init), because a release would wait until all earlier writes have reached memory.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync_relaxed() { cluster_arrive(), cluster_wait(); }
@@ -314,8 +314,8 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// Stores 16 bytes to another CTA's shared memory (distributed shared memory), at the address that `to` is in this one; that CTA's
-// mbarrier counts the bytes.
+// Stores 16 bytes to another CTA's shared memory (distributed shared memory), at the address that corresponds to `to` in this CTA. The
+// other CTA's mbarrier counts the bytes.
 __device__ __forceinline__ void store_remote_async(uint32_t to, float4 v, uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -328,7 +328,7 @@ __device__ __forceinline__ void store_remote_async(uint32_t to, float4 v, uint32
       : "memory");
 }
 
-// Stores words, or a single number, in the same way.
+// Stores words or a single number to another CTA's shared memory.
 __device__ __forceinline__ void store_remote_async(uint32_t to, uint4 v, uint32_t barrier, uint32_t rank) {
   const float4 same = make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
   store_remote_async(to, same, barrier, rank);
@@ -345,7 +345,7 @@ __device__ __forceinline__ void store_remote_async(uint32_t to, float v, uint32_
       : "memory");
 }
 
-// Loads 16 bits from another CTA's shared memory, at the address that `p` is in this one.
+// Loads 16 bits from another CTA's shared memory, at the address that corresponds to `p` in this CTA.
 __device__ __forceinline__ uint16_t load_remote(const void* p, uint32_t rank) {
   uint32_t address;
   uint16_t value;

@@ -17,8 +17,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint64_t 
          (leading_offset << kLeadingOffsetBit) | ((address & kDescriptorAddressMask) / kDescriptorUnitBytes);
 }
 
-// A K-major operand: rows of 128 bytes with the 128-byte swizzle, in groups of eight that are `group_bytes` apart. The leading offset has no
-// meaning there and is one. The swizzle is a function of the address of each chunk, so that groups may begin at any row and be any number of
+// A K-major operand: rows of 128 bytes with the 128-byte swizzle, in groups of eight that are `group_bytes` apart. The leading offset has
+// no meaning for it and is one. The swizzle is a function of the address of each chunk, so groups may begin at any row and be any number of
 // rows apart, without a base offset. The manual does not say so; on an H200 each of 48 starts and distances gave the exact product.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint64_t group_bytes = kSwizzlePeriodBytes) {
   return wgmma_descriptor(address, 1, group_bytes);
