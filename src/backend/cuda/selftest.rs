@@ -1,5 +1,4 @@
-//! The kernels of a self-test: single instructions and ways to copy, which no op shows by themselves. The checks that are made of them
-//! are in [`crate::selftest`].
+//! The kernels of a self-test: single instructions and copies that no op could test alone. The checks are in [`crate::selftest`].
 
 use super::Cuda;
 use super::abi;
@@ -14,13 +13,13 @@ use crate::tensor::{Arena, DType, Region, Tensor};
 /// An MMA instruction: `mma.sync` with a result of 16x8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mma {
-    /// Of bf16.
+    /// bf16 by bf16.
     Bf16,
-    /// Of e4m3.
+    /// e4m3 by e4m3.
     E4m3,
-    /// Of e4m3, block-scaled, with scales that are one.
+    /// e4m3 by e4m3, block-scaled, with scales that are one.
     E4m3Scaled,
-    /// Of e2m1, block-scaled.
+    /// e2m1 by e2m1, block-scaled.
     Nvf4 {
         /// Which lanes supply the scales of A: the selectors of both operands.
         selectors: [u32; 2],
@@ -41,21 +40,21 @@ impl Mma {
 /// Lanes of a warp.
 pub const LANES: usize = 32;
 
-/// What each lane of a warp has for an MMA: four registers of A, two of B, the scales of A and of B, four accumulators.
+/// The words of each lane of a warp for an MMA: four registers of A, two of B, the scales of A and of B, four accumulators.
 pub type Fragments = [[u32; abi::KL_FRAGMENT_WORDS as usize]; LANES];
 
 /// How a matrix is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopyBy {
-    /// By the op.
+    /// By `Op::Copy`.
     Op,
-    /// Through boxes of a tensor map with rows of 128 bytes, swizzled over as many.
+    /// Through tensor map boxes with rows of 128 bytes and a swizzle of 128 bytes.
     Box128,
-    /// The same with 64 bytes.
+    /// Through tensor map boxes with rows of 64 bytes and a swizzle of 64 bytes.
     Box64,
     /// By bulk copies of rows.
     Bulk,
-    /// As `Box128`, in clusters of two CTAs of which each stores what the other has loaded.
+    /// As `Box128`, in clusters of two CTAs. Each CTA stores what the other has loaded.
     Cluster,
 }
 
@@ -72,7 +71,7 @@ impl Cuda {
         self.context.kernels.has(mma.kernel())
     }
 
-    /// The kernel that copies so, if there is one.
+    /// The kernel for this way to copy, if there is one.
     fn copy_kernel(&self, by: CopyBy) -> Option<Kernel> {
         let kernels: &[Kernel] = match by {
             CopyBy::Op => &[Kernel::Map],
@@ -82,7 +81,7 @@ impl Cuda {
         kernels.iter().copied().find(|kernel| self.context.kernels.has(*kernel))
     }
 
-    /// Whether there is a kernel that copies so.
+    /// Whether there is a kernel for this way to copy.
     pub fn has_copy(&self, by: CopyBy) -> bool {
         self.copy_kernel(by).is_some()
     }
@@ -92,17 +91,17 @@ impl Cuda {
         self.loaded().any(Kernel::is_gated)
     }
 
-    /// The kernels that this GPU can run, whether they may be chosen or not.
+    /// The kernels that this GPU can run, including those that may not be chosen.
     pub fn loaded(&self) -> impl Iterator<Item = Kernel> {
         Kernel::ALL.iter().copied().filter(|kernel| self.context.kernels.can_run(*kernel))
     }
 
-    /// A hash of the kernel images that are loaded: another build has another one.
+    /// A hash of the loaded kernel images, which identifies the build.
     pub fn fingerprint(&self) -> u64 {
         self.context.kernels.fingerprint()
     }
 
-    /// Reserves working memory for byte buffers of these lengths, and writes the first of them.
+    /// Reserves working memory for byte buffers of these lengths, and writes the first buffer.
     fn buffers<const N: usize>(&mut self, first: &[u8], others: [usize; N]) -> Result<(u64, [Rows; N])> {
         let mut arena = Arena::new(Region::Arena);
         let from = arena.alloc(1, first.len(), DType::U8)?;
@@ -123,7 +122,7 @@ impl Cuda {
         Ok(bytes)
     }
 
-    /// Runs one MMA for each of the cases, and returns the accumulators of each lane. Working memory is lost.
+    /// Runs one MMA for each case, and returns the accumulators of each lane. Working memory is lost.
     pub fn multiply_fragments(&mut self, mma: Mma, cases: &[Fragments]) -> Result<Vec<[[f32; 4]; LANES]>> {
         const WARPS: u32 = abi::KL_SELFTEST_THREADS / LANES as u32;
         let bytes = words_to_bytes(cases.iter().flatten().flatten().copied());
@@ -150,7 +149,7 @@ impl Cuda {
         Ok(pairs.as_chunks().0.iter().zip(nibbles).map(|(pair, byte)| (*pair, [byte >> 4, byte & 15])).collect())
     }
 
-    /// Queues a copy of bf16 values. `out` may have more rows and columns than `x`, which boxes fill with zeros.
+    /// Queues a copy of bf16 values. `out` may have more rows and columns than `x`. Boxes fill them with zeros.
     pub fn copy_by(&self, by: CopyBy, out: Tensor, x: Tensor) -> Result<()> {
         let Some(kernel) = self.copy_kernel(by).filter(|_| by != CopyBy::Op) else {
             return dispatch(&self.context, Op::Copy { out, x });
@@ -179,7 +178,7 @@ impl Cuda {
         self.context.kernels.launch(kernel, [across, p.out.rows.div_ceil(abi::KL_SELFTEST_TILE), 1], &p)
     }
 
-    /// Captures copies, from the second of each pair to the first, without running them.
+    /// Captures copies without running them. Each pair is a destination and a source.
     pub fn capture_copies(&self, by: CopyBy, copies: &[(Tensor, Tensor)]) -> Result<CopyGraph> {
         let issue = || copies.iter().try_for_each(|(out, x)| self.copy_by(by, *out, *x));
         let capture = || CapturedGraph::capture(&self.driver, self.stream.1, issue).map(CopyGraph);
@@ -194,7 +193,7 @@ impl Cuda {
         graph.0.launch(self.stream.1)
     }
 
-    /// Fills a tensor and its scales with NaN, so that what a kernel does not write is found.
+    /// Fills a tensor and its scales with NaN, to reveal elements that a kernel does not write.
     pub fn fill_with_nan(&self, tensor: Tensor) -> Result<()> {
         tensor.as_bytes().try_for_each(|bytes| {
             let rows = self.rows(bytes, "self-test")?;

@@ -1,5 +1,5 @@
-//! Uploads of weights through pinned staging buffers, one of which is filled while others are copied. Copies have a stream of
-//! their own and run concurrently with kernels; [`Staging::before`] and [`Staging::after`] state which has to wait for which.
+//! Uploads of weights through pinned staging buffers: one is filled while others are copied. Copies have their own stream and run
+//! concurrently with kernels. [`Staging::before`] and [`Staging::after`] state which side waits for the other.
 #![allow(unsafe_code)]
 
 use super::super::{Role, up_conv};
@@ -12,22 +12,22 @@ use rayon::prelude::*;
 use std::ptr::NonNull;
 use std::rc::Rc;
 
-/// Bytes of a staging buffer: large enough that a copy runs at full speed, but small because pinning memory takes time.
+/// Bytes of a staging buffer: large enough for copies at full speed, but small because pinning memory takes time.
 const BUFFER: usize = 16 << 20;
-/// Staging buffers: so many that the copies of all but the one that is being filled take longer than filling it, even where the threads
-/// that fill it have to be woken.
+/// Staging buffers. With this many, the copies of all full buffers take longer than filling the next, even if the threads that fill it have
+/// to be woken.
 const BUFFERS: usize = 4;
 /// Elements that one thread converts at a time.
 const GRAIN: usize = 32 << 10;
 
 /// The staging buffers, and the stream on which they are copied in order.
 pub struct Staging {
-    // Dropped first, because it waits until the device has copied everything.
+    // Dropped first: the drop waits until the device has copied everything.
     stream: CopyStream,
-    /// They are filled in turn, and pinned with their first use.
+    /// Buffers are filled in rotation and pinned at their first use.
     buffers: Vec<Buffer>,
     next: usize,
-    /// Recorded wherever copies and kernels have to wait for each other.
+    /// Recorded where copies and kernels have to wait for each other.
     order: EventGuard,
     /// Whether copies were queued since the last [`Staging::before`].
     pending: bool,
@@ -37,7 +37,7 @@ pub struct Staging {
 /// A pinned buffer that the device copies from.
 pub struct Buffer {
     memory: Pinned,
-    /// Recorded behind its last copy.
+    /// Recorded behind the buffer's last copy.
     free: EventGuard,
     driver: Rc<dyn Driver>,
 }
@@ -53,7 +53,7 @@ impl CopyStream {
 
 impl Drop for CopyStream {
     fn drop(&mut self) {
-        // The device may still be reading the buffers; whether it succeeds no longer matters.
+        // The device may still be reading the buffers. Whether it succeeds no longer matters.
         let _ = self.0.synchronize(self.1);
         self.0.destroy_stream(self.1);
     }
@@ -70,7 +70,7 @@ impl Pinned {
     /// The first `len` bytes. The device must have finished the last copy from them.
     fn bytes(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= self.2);
-        // SAFETY: there are so many bytes, which the driver has allocated and which nobody else on the host refers to.
+        // SAFETY: the driver allocated at least `len` bytes, and nothing else on the host refers to them.
         unsafe { std::slice::from_raw_parts_mut(self.1.as_ptr(), len) }
     }
 }
@@ -106,19 +106,19 @@ impl Buffer {
         self.memory.2
     }
 
-    /// Waits until the device has made its last copy.
+    /// Waits until the device has finished the buffer's last copy.
     pub fn wait(&self) -> Result<()> {
         self.driver.synchronize_event(self.free.1)
     }
 
-    /// Queues a copy of `len` bytes, which `fill` writes. The device must have made the last one.
+    /// Queues a copy of `len` bytes that `fill` writes. The buffer's last copy must have finished.
     pub fn queue(&mut self, stream: Stream, to: Rows, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         let Self { memory, free, driver } = self;
         let bytes = memory.bytes(len);
         fill(bytes);
         let queued = driver.copy_in(stream, to, bytes).and_then(|()| driver.record_event(free.1, stream));
         if queued.is_err() {
-            // Without the event nothing tells when the buffer is free again.
+            // Without the event, kiln cannot tell when the buffer is free again.
             let _ = driver.synchronize(stream);
         }
         queued
@@ -158,7 +158,7 @@ impl Staging {
         pieces.try_for_each(|(i, piece)| self.copy(to + (i * BUFFER) as u64, piece.len(), |out| out.copy_from_slice(piece)))
     }
 
-    /// Queues copies of the scales of `rows` rows of a tensor, from row `first` on, or of their blocks, to address `to`.
+    /// Queues copies of a tensor's row or block scales to address `to`, for `rows` rows from row `first` on.
     fn copy_scales(&mut self, to: u64, tensor: Tensor, first: usize, rows: usize, from: &[u8]) -> Result<()> {
         let refused = |what: String| Err(Error::Op { op: "upload", what });
         let at = match tensor.stored().scales {
@@ -175,9 +175,8 @@ impl Staging {
         self.copy_all(to + at as u64, from)
     }
 
-    /// Queues the upload of a weight to address `to`, and of the scales of its rows or blocks to address `scales`. Quantized
-    /// parts in the format of `tensor` are copied as they are, others are converted or quantized to it. `check_stop` may end it
-    /// between two copies.
+    /// Queues the upload of a weight to address `to`, and of its row or block scales to address `scales`. Quantized parts in the format of
+    /// `tensor` are copied unmodified, others are converted or quantized to it. `check_stop` may end the upload between two copies.
     pub fn upload(
         &mut self,
         (to, scales): (u64, u64),
@@ -208,15 +207,15 @@ impl Staging {
             if !copied && !encoded && !part.converts_to(stored) {
                 return Err(wrong("have the format of"));
             }
-            // A copy takes whole rows, or whole tiles of them where these are quantized together.
+            // A copy takes whole rows. Rows that are quantized together are copied in whole scale tiles.
             let unit = if encoded { nvfp4::TILE_ROWS } else { 1 };
             let step = BUFFER / pitch / unit * unit;
             if step == 0 {
                 return Err(wrong("have rows short enough for"));
             }
-            // Either is cheap for parts in the layout of tensors.
+            // Both cases are cheap for parts in tensor layout.
             let part = &if copied { part.in_tensor_layout() } else { part.clone() };
-            // The scales of rows that are quantized are made with them, and copied at the end.
+            // Quantizing rows also makes their scales, which are copied at the end.
             let scale_bytes = |rows: usize| quantize::scale_bytes(rows, tensor.cols, stored.scales);
             let mut made = vec![0; if encoded { scale_bytes(part.rows) } else { 0 }];
             for first in (0..part.rows).step_by(step) {
@@ -257,7 +256,7 @@ impl Staging {
         if at == tensor.rows { Ok(()) } else { Err(wrong("fill")) }
     }
 
-    /// Makes what follows on `stream` wait for all copies so far. The host does not wait.
+    /// Makes later work on `stream` wait for all copies so far. The host does not wait.
     pub fn before(&mut self, stream: Stream) -> Result<()> {
         if self.pending {
             self.driver.record_event(self.order.1, self.stream.1)?;
@@ -267,7 +266,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Makes the copies that follow wait for everything that is queued on `stream` so far. The host does not wait.
+    /// Makes later copies wait for everything queued on `stream` so far. The host does not wait.
     pub fn after(&self, stream: Stream) -> Result<()> {
         self.driver.record_event(self.order.1, stream)?;
         self.driver.wait_event(self.stream.1, self.order.1)
@@ -287,7 +286,7 @@ fn copy_codes(dtype: DType, to: &mut [u8], from: &[u8]) -> bool {
     })
 }
 
-/// One 3x3 filter with its channels last, so that the channels of a tap are adjacent as those of a pixel are.
+/// One 3x3 filter with its channels last: the channels of a tap become adjacent, like the channels of a pixel.
 fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     let channels = row.len() / size / 9;
     let mut out = Vec::with_capacity(row.len());
@@ -297,21 +296,21 @@ fn channels_last(row: &[u8], size: usize) -> Vec<u8> {
     out
 }
 
-/// Stores values as a tensor does, whose elements stand for `scale` times their value.
+/// Encodes values for a tensor whose elements stand for `scale` times their value.
 pub fn encode(values: &[f32], dtype: DType, scale: f32, bytes: &mut [u8]) {
     let store = |to: &mut [u8], from: &[f32]| match scale {
         1.0 => dtype.encode(from, to),
         _ => dtype.encode(&from.iter().map(|v| v / scale).collect::<Vec<_>>(), to),
     };
-    // Few values, such as the embeddings of a prompt's tokens, take less time than waking the threads of the pool, which may moreover be
-    // busy with what nobody waits for yet: the noise.
+    // A few values, such as the embeddings of a prompt's tokens, take less time than waking the threads of the pool. The pool may also be
+    // busy with noise that nothing needs yet.
     if values.len() <= 8 * GRAIN {
         return store(bytes, values);
     }
     bytes.par_chunks_mut(dtype.bytes(GRAIN)).zip(values.par_chunks(GRAIN)).for_each(|(to, from)| store(to, from));
 }
 
-/// Stored values as f32: `scale` times the value of each element.
+/// Decodes stored values to f32: `scale` times the value of each element.
 pub fn decode(bytes: &[u8], dtype: DType, scale: f32, to: &mut [f32]) {
     let pieces = to.par_chunks_mut(GRAIN).zip(bytes.par_chunks(dtype.bytes(GRAIN)));
     pieces.for_each(|(to, from)| {
@@ -337,7 +336,7 @@ mod tests {
             decode(&encoded(&values, dtype, 1.0), dtype, 1.0, &mut back);
             assert_eq!(back, values, "{dtype:?}");
         }
-        // Multiples of the scale that e4m3 has codes for.
+        // Multiples of the scale that e4m3 can store.
         let values: Vec<f32> = (0..70_001).map(|i| (i % 17) as f32 * -0.75).collect();
         let mut back = vec![0.0; values.len()];
         decode(&encoded(&values, DType::E4m3, 0.75), DType::E4m3, 0.75, &mut back);

@@ -1,5 +1,5 @@
-//! The real driver, through cudarc's bindings of the driver API. The library is opened when a GPU is first asked for, so the
-//! program also runs on machines without one.
+//! The real driver, through cudarc's bindings of the driver API. The library is opened when kiln first needs a GPU, so the program also
+//! runs on machines without one.
 #![allow(unsafe_code)]
 
 use super::driver::{DeviceInfo, Driver, Event, Function, Graph, Launch, MapSpec, Module, Rows, Stream, Swizzle};
@@ -32,7 +32,7 @@ fn check(call: &'static str, status: CUresult) -> Result<()> {
     }
 }
 
-/// `NAME: text` of a status.
+/// A status as `NAME: text`.
 fn describe(status: CUresult) -> String {
     let (mut name, mut text) = (std::ptr::null(), std::ptr::null());
     // SAFETY: both calls take any status and give a static string, or leave the pointer null.
@@ -48,20 +48,20 @@ fn no_gpu(what: impl Into<String>, hint: impl Into<Remedy>) -> Error {
     Error::NoGpu { what: what.into(), hint: hint.into() }
 }
 
-/// Whether there is a driver, which may still not start.
+/// Whether the driver is installed. It may still not start.
 pub fn has_driver() -> bool {
     // SAFETY: only tries to open the library.
     unsafe { sys::is_culib_present() }
 }
 
-/// Opens the driver, and returns the newest CUDA version that it supports, or why it cannot be used.
+/// Opens the driver. Returns the newest CUDA version that it supports, or why it cannot be used.
 fn driver() -> Result<(u32, u32)> {
     let _span = trace::span("start the driver");
     if !has_driver() {
         return Err(no_gpu("the NVIDIA driver is not installed (libcuda was not found)", "install the driver of an NVIDIA GPU"));
     }
     let mut version = 0;
-    // SAFETY: may be called before anything else. From here on the library is there; a driver this old has these symbols too.
+    // SAFETY: may be called before anything else. From here on the library is loaded; a driver this old has these symbols too.
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
     let version = (version as u32 / 1000, version as u32 % 1000 / 10);
     if version < DRIVER {
@@ -106,14 +106,14 @@ fn describe_device(index: usize, driver: (u32, u32)) -> Result<(DeviceInfo, sys:
     Ok((DeviceInfo { index, name, uuid, capability, multiprocessors, shared, clock, memory, driver }, device))
 }
 
-/// The release of the NVIDIA driver; none if there is none or it does not tell, as on systems other than Linux.
+/// The release of the NVIDIA driver. `None` without a driver, or if it does not tell, as on systems other than Linux.
 pub fn driver_release() -> Option<String> {
     const FILE: &str = "/proc/driver/nvidia/version";
     const LIMIT: u64 = 4096;
     release_in(&String::from_utf8(files::read(Path::new(FILE), LIMIT).ok()?).ok()?)
 }
 
-/// The first word that is numbers with points between them.
+/// The first word that consists of numbers with points between them.
 fn release_in(text: &str) -> Option<String> {
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
     let is_release = |word: &&str| word.contains('.') && word.split('.').all(is_number);
@@ -156,10 +156,10 @@ impl System {
         }
     }
 
-    /// The same GPU that claims to be another one, for tests of kernels that were compiled for it but are for that one.
+    /// Makes the GPU report the properties of another one, to test that GPU's kernels in a build for this one.
     #[cfg(feature = "internals")]
     pub fn with_capability(self, device: DeviceInfo) -> Self {
-        // What is left of `self` must not release the context.
+        // Dropping `self` would release the context.
         let this = std::mem::ManuallyDrop::new(self);
         Self { device, handle: this.handle }
     }
@@ -221,7 +221,7 @@ impl Driver for System {
     fn memory_bandwidth(&self) -> Result<Option<u64>> {
         let clock = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?;
         let bits = attribute(self.handle, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?;
-        // The clock is in kHz, and every pin moves two bits in each. Drivers that do not tell say zero.
+        // The clock is in kHz, and every pin moves two bits in each cycle. Drivers that do not tell say zero.
         let bytes = 2 * 1000 * u64::from(clock) * u64::from(bits) / 8;
         Ok((bytes > 0).then_some(bytes))
     }
@@ -258,7 +258,7 @@ impl Driver for System {
     }
 
     fn load(&self, image: &[u8]) -> Result<Module> {
-        // The loader reads whole words, but bytes that are embedded in a program have no alignment.
+        // The loader reads whole words, but bytes embedded in a program have no alignment.
         let mut words = vec![0_u64; image.len().div_ceil(8)];
         words.iter_mut().zip(image.chunks(8)).for_each(|(word, bytes)| {
             let mut whole = [0; 8];
@@ -335,7 +335,7 @@ impl Driver for System {
         let (from, to) = (from.0 as sys::CUevent, to.0 as sys::CUevent);
         // SAFETY: both events are alive, and `milliseconds` outlives the call.
         check("cuEventElapsedTime", unsafe { sys::cuEventElapsedTime_v2(&mut milliseconds, from, to) })?;
-        // The timestamps have half a microsecond, so that the distance of two at the same place may come out below zero.
+        // Timestamps have a resolution of half a microsecond, so two at the same place may come out in reverse order.
         Ok(Duration::from_secs_f64(f64::from(milliseconds).max(0.0) / 1e3))
     }
 
@@ -365,8 +365,8 @@ impl Driver for System {
         copy.srcHost = from.as_ptr().cast();
         copy.dstDevice = to.address;
         copy.dstPitch = to.pitch as usize;
-        // SAFETY: the host side is `from`, whole rows of it. Memory that is not pinned is taken before the call returns; pinned
-        // memory is kept by the caller.
+        // SAFETY: the host side is `from`, whole rows of it. Memory that is not pinned is copied before the call returns. The caller keeps
+        // pinned memory.
         check("copy to the GPU", unsafe {
             if to.width == from.len() as u64 {
                 sys::cuMemcpyHtoDAsync_v2(to.address, copy.srcHost, from.len(), stream_of(stream))
@@ -438,8 +438,8 @@ impl Driver for System {
             numAttrs: count as u32,
         };
         let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
-        // SAFETY: `function` has checked that the kernel takes one parameter of this many bytes, which the driver copies before it
-        // returns. What the kernel does with the addresses in it is checked by whoever filled them in.
+        // SAFETY: `function` has checked that the kernel takes one parameter of this many bytes, which the driver copies before it returns.
+        // The caller that filled in the addresses has checked what the kernel does with them.
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&config, launch.function.0 as sys::CUfunction, arguments.as_mut_ptr(), null_mut())
         })
@@ -451,7 +451,7 @@ impl Driver for System {
             DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
             DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            // Elements are copied as they are, and nothing outside of a matrix is read as a number but zero.
+            // Elements are copied without conversion. Outside of a matrix nothing but zero is read as a number.
             DType::U8 | DType::E4m3 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             other => return Err(Error::Op { op: "tensor map", what: format!("of {}", other.name()) }),
         };

@@ -1,8 +1,8 @@
-//! When kernels ran, for a trace: an event with a timestamp before and after each launch. Times are read when nothing is waited for any
-//! more, because reading one while work is queued would stall it.
+//! Kernel times for a trace: an event with a timestamp before and after each launch. The host reads times when it is not waiting for
+//! results, because reading one while work is queued would stall the queue.
 //!
-//! An event tells its distance from another event. One that is recorded on an idle stream, between two readings of the host's clock,
-//! puts them on the axis of the host: it is off by half the distance of these readings at most, the time that a synchronization takes.
+//! Events only give time differences. To place them on the host's time axis, one event is recorded on an idle stream between two readings
+//! of the host's clock. It is off by at most half the distance of these readings, the time that a synchronization takes.
 
 use super::driver::{Driver, Event, Stream};
 use crate::error::Result;
@@ -12,10 +12,10 @@ use std::cmp::Reverse;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-/// Launches whose times are still to be read, at most; then the host waits for the stream to read them. An image of klein in four
-/// steps has about 1,500.
+/// The most launches with unread times. At this number the host waits for the stream and reads them. An image of klein in four steps has
+/// about 1,500.
 const MOST: usize = 1 << 14;
-/// Events that are tried as the one on the host's axis. The one between the closest readings is taken.
+/// How many events are tried as the anchor. The one between the closest clock readings is taken.
 const TRIES: usize = 4;
 
 /// The launches of a stream, with the events around them.
@@ -23,9 +23,9 @@ pub struct Timeline {
     driver: Rc<dyn Driver>,
     stream: Stream,
     track: Track,
-    /// Whether launches are captured rather than run, so that there is nothing to time.
+    /// Whether launches are captured and not run, so there is nothing to time.
     paused: Cell<bool>,
-    /// An event of which the host knows when it was reached.
+    /// An event, and when it was reached on the host's clock.
     anchor: Cell<Option<(Event, Instant)>>,
     launches: RefCell<Vec<Launched>>,
     /// Events that are not in use.
@@ -40,7 +40,7 @@ struct Launched {
 }
 
 impl Timeline {
-    /// The timeline of a stream that is idle; none if no trace is being recorded.
+    /// The timeline of an idle stream. `None` if no trace is being recorded.
     pub fn new(driver: Rc<dyn Driver>, stream: Stream) -> Option<Self> {
         let device = driver.device();
         let track = Track::new(&format!("GPU {} ({})", device.index, device.name), "kernels")?;
@@ -57,7 +57,7 @@ impl Timeline {
         Some(timeline)
     }
 
-    /// Launches a kernel and times it. A trace never makes a launch fail: one that cannot be timed is counted.
+    /// Launches a kernel and times it. A trace never makes a launch fail: launches that cannot be timed are counted.
     pub fn time(&self, name: &'static str, grid: [u32; 3], launch: impl FnOnce() -> Result<()>) -> Result<()> {
         if self.paused.get() {
             return launch();
@@ -77,7 +77,7 @@ impl Timeline {
         Ok(())
     }
 
-    /// Runs `body`, whose launches are captured.
+    /// Runs `body`, which captures its launches, without timing them.
     pub fn untimed<T>(&self, body: impl FnOnce() -> T) -> T {
         self.paused.set(true);
         let result = body();
@@ -85,15 +85,15 @@ impl Timeline {
         result
     }
 
-    /// Waits for the stream, and reads the times of what was launched so far. The clocks of host and device drift apart, and the distance
-    /// of events is told in single precision, so there is a new anchor from here on.
+    /// Waits for the stream and reads the times of all launches so far, then sets a new anchor: the clocks of host and device drift apart,
+    /// and the driver gives time differences in single precision.
     pub fn collect(&self) {
         let _span = trace::span("collect kernel times");
         self.read();
         self.set_anchor();
     }
 
-    /// An event, recorded behind what was launched so far.
+    /// An event, recorded behind all launches so far.
     fn mark(&self) -> Result<Event> {
         let free = self.free.borrow_mut().pop();
         let event = free.map_or_else(|| self.driver.timed_event(), Ok)?;
@@ -117,7 +117,7 @@ impl Timeline {
         self.free.borrow_mut().extend(unused.chain(old.map(|(event, _)| event)));
     }
 
-    /// Reads the times of what was launched so far. After a fault of the device there are none.
+    /// Reads the times of all launches so far. After a fault of the device there are none.
     fn read(&self) {
         let reached = self.driver.synchronize(self.stream);
         let anchor = self.anchor.get().filter(|_| reached.is_ok());

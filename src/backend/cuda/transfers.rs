@@ -1,26 +1,26 @@
-//! Transfers beside the ops: writes through pinned buffers, which the device copies in its turn while the host goes on, and
-//! reads on a stream of their own, which wait for what was issued before them and for nothing else.
+//! Transfers that do not stall the ops. Writes go through pinned buffers: the device copies them in stream order while the host goes on.
+//! Reads have their own stream and wait only for what was issued before them.
 
 use super::driver::{Driver, Rows, Stream};
 use super::staging::{Buffer, CopyStream, EventGuard};
 use crate::error::{Error, Result};
 use std::rc::Rc;
 
-/// Writes of up to so many bytes share the small buffers.
+/// Writes of up to this many bytes share the small buffers.
 const SMALL: usize = 1 << 20;
-/// Large buffers are multiples of this.
+/// The sizes of large buffers are multiples of this.
 const GRANULE: usize = 4 << 20;
 
-/// The pinned buffers of writes, and the stream of reads. All are allocated with their first use.
+/// The pinned buffers of writes, and the stream of reads. Each is allocated at its first use.
 pub struct Transfers {
-    // Dropped first, because it waits until the device has copied everything.
+    // Dropped first: the drop waits until the device has copied everything.
     reads: Option<Reads>,
     small: Ring<4>,
     large: Ring<2>,
     driver: Rc<dyn Driver>,
 }
 
-/// Buffers that are filled in turn.
+/// Buffers that are filled in rotation.
 struct Ring<const N: usize> {
     buffers: [Option<Buffer>; N],
     next: usize,
@@ -28,7 +28,7 @@ struct Ring<const N: usize> {
 
 struct Reads {
     stream: CopyStream,
-    /// Recorded where reads begin, in turn. A read whose event was recorded anew waits longer, which is no fault.
+    /// Recorded where reads begin, in rotation. A read whose event was recorded again waits longer, which is harmless.
     places: [EventGuard; 4],
     next: usize,
 }
@@ -36,14 +36,14 @@ struct Reads {
 impl<const N: usize> Ring<N> {
     const EMPTY: Self = Self { buffers: [const { None }; N], next: 0 };
 
-    /// The next buffer, which has at least `len` bytes and is not being copied.
+    /// The next buffer. It has at least `len` bytes and no copy in progress.
     fn take(&mut self, driver: &Rc<dyn Driver>, len: usize, granule: usize) -> Result<&mut Buffer> {
         let slot = &mut self.buffers[self.next];
         self.next = (self.next + 1) % N;
         if let Some(buffer) = slot {
             buffer.wait()?;
         }
-        // One that is too small is freed first, so that both are never pinned at once.
+        // A buffer that is too small is freed before its replacement is pinned.
         let buffer = match slot.take().filter(|buffer| buffer.len() >= len) {
             Some(buffer) => buffer,
             None => Buffer::new(driver, len.next_multiple_of(granule))?,
@@ -57,7 +57,7 @@ impl Transfers {
         Self { reads: None, small: Ring::EMPTY, large: Ring::EMPTY, driver }
     }
 
-    /// Queues a copy of `len` bytes, which `fill` writes, behind what was queued on `stream`.
+    /// Queues a copy of `len` bytes that `fill` writes, behind everything queued on `stream`.
     pub fn write(&mut self, stream: Stream, to: Rows, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
         let buffer = match len {
             ..=SMALL => self.small.take(&self.driver, len, SMALL)?,
@@ -66,7 +66,7 @@ impl Transfers {
         buffer.queue(stream, to, len, fill)
     }
 
-    /// Notes that a read waits for what was queued on `stream` so far. Returns the number of the place.
+    /// Makes a read wait for everything queued on `stream` so far. Returns its place.
     pub fn begin_read(&mut self, stream: Stream) -> Result<usize> {
         let reads = match &mut self.reads {
             Some(reads) => reads,
@@ -78,7 +78,7 @@ impl Transfers {
         Ok(place)
     }
 
-    /// Copies from the device what was there at that place.
+    /// Waits until the device reaches the place of the read, then copies the rows to the host.
     pub fn finish_read(&mut self, place: usize, from: Rows, to: &mut [u8]) -> Result<()> {
         let reads = self.reads.as_ref().and_then(|reads| Some((reads.stream.1, reads.places.get(place)?.1)));
         let (stream, event) = reads.ok_or_else(|| Error::Op { op: "read", what: "it was never begun".into() })?;
