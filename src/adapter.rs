@@ -111,7 +111,7 @@ impl Adapter {
         let base = || file.likely_base().map_or_else(String::new, |base| format!("; it seems to be for {base}"));
         let no_layer = || {
             let near = targets.nearest(unmatched.first().map_or("", String::as_str));
-            format!("the model has no layer {}; near is {near}{}", first_three(&unmatched), base())
+            format!("the model has no layer {}; the nearest is {near}{}", first_three(&unmatched), base())
         };
         if layers.is_empty() {
             return Err(file.refused(no_layer()));
@@ -267,9 +267,7 @@ impl<'a> AdapterFile<'a> {
     fn divided(&self, layer: &str, alpha: f32, by: f32) -> Result<f32> {
         let scale = alpha / by;
         if !scale.is_finite() || scale == 0.0 {
-            return Err(
-                self.refused(format!("`{layer}` has an alpha of {alpha}, with which it does nothing or destroys the image"))
-            );
+            return Err(self.refused(format!("`{layer}` has an alpha of {alpha}, which has no effect or destroys the image")));
         }
         Ok(scale)
     }
@@ -449,7 +447,7 @@ mod tests {
                 vec![given(format!("{qkv}.lora_A.weight"), &[4, 128]), given(format!("{qkv}.lora_B.weight"), &[384, 4, 3])],
                 "no matrix",
             ),
-            (pair("diffusion_model.double_blocks.7.img_attn.qkv", PEFT, [384, 128], 4).to_vec(), "near is `double_blocks."),
+            (pair("diffusion_model.double_blocks.7.img_attn.qkv", PEFT, [384, 128], 4).to_vec(), "nearest is `double_blocks."),
             (vec![given("img_in.weight", &[4, 4])], "no factors"),
             (
                 [good.to_vec(), pair("transformer.transformer_blocks.0.attn.to_v", PEFT, [128, 128], 2).to_vec()].concat(),
@@ -465,7 +463,7 @@ mod tests {
         // Files for other models: of another size, with blocks that this one does not have, and with other layers.
         assert!(refusal(&pair(qkv, PEFT, [12288, 4096], 1)).contains("it seems to be for FLUX.2 [klein] 9B"));
         let absent = pair("lora_unet_single_blocks_30_linear2", KOHYA, [6144, 6144], 1);
-        assert!(refusal(&absent).contains("near is `single_blocks.0.linear2`; it seems to be for FLUX.2 [dev]"));
+        assert!(refusal(&absent).contains("nearest is `single_blocks.0.linear2`; it seems to be for FLUX.2 [dev]"));
         let other = pair("transformer.transformer_blocks.0.norm1.linear", PEFT, [18432, 3072], 1);
         assert!(refusal(&other).contains("it seems to be for FLUX.1"), "{}", refusal(&other));
     }
@@ -483,7 +481,8 @@ mod tests {
         );
         let shard = shard_with(&tensors.concat(), None);
         let error = Adapter::gather(&shard, &targets(), Coverage::Whole).map(|adapter| adapter.layers.len()).unwrap_err();
-        let said = "only 1 of its 2 layers fit: the model has no layer `diffusion_model.double_blocks.9.img_attn.qkv`; near is `double_blocks.";
+        let said = "only 1 of its 2 layers fit: the model has no layer `diffusion_model.double_blocks.9.img_attn.qkv`; \
+                    the nearest is `double_blocks.";
         assert!(error.to_string().contains(said), "{error}");
         assert_eq!(error.remedy(), Some(Remedy::PartOfAdapter));
         assert!(Adapter::gather(&shard_with(&tensors[0], None), &targets(), Coverage::Whole).is_ok());

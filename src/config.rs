@@ -1,7 +1,7 @@
 //! The configuration of a model: the sizes of its three parts, its variant and its display name.
 //!
-//! Sizes are detected from the shapes of the tensors themselves. A `config.json` beside them is compared with what was found and
-//! supplies the numbers that no shape shows. Properties that are in neither of them are [`ModelDefaults`].
+//! Sizes are detected from the tensor shapes. A `config.json` next to the weights is checked against them and supplies the
+//! numbers that no shape shows. [`ModelDefaults`] are properties that neither of them has.
 
 mod defaults;
 mod detect;
@@ -17,7 +17,7 @@ pub use variant::{GuidedBy, Variant, VariantSpec};
 
 use crate::error::{Error, Result};
 
-/// Width of an attention head, in the transformer and in the text encoder alike.
+/// Width of an attention head, in the transformer and in the text encoder.
 pub const HEAD_DIM: usize = 128;
 
 /// Number of tokens that prompts are padded to.
@@ -90,10 +90,10 @@ pub enum TextFamily {
     Mistral3,
 }
 
-/// What the text encoders of a family have in common.
+/// Properties that the text encoders of a family share.
 #[derive(Debug)]
 pub struct FamilySpec {
-    /// The name of its models.
+    /// The name of the family's models.
     pub name: &'static str,
     /// Whether queries and keys are normalized before they are rotated.
     pub has_qk_norm: bool,
@@ -104,9 +104,9 @@ pub struct FamilySpec {
     /// Model types and classes of Hugging Face's `transformers` library that have the layers of the text encoder.
     model_types: &'static [&'static str],
     classes: &'static [&'static str],
-    /// Beginnings of the names of its files.
+    /// Beginnings of the names of the family's files.
     pub files: &'static [&'static str],
-    /// Beginnings of the names of transformer files that need it.
+    /// Beginnings of the names of transformer files that need this family.
     pub transformer_files: &'static [&'static str],
 }
 
@@ -138,10 +138,10 @@ pub struct TextConfig {
 }
 
 impl TextFamily {
-    /// Both of them.
+    /// Both families.
     pub const ALL: [Self; 2] = [Self::Qwen3, Self::Mistral3];
 
-    /// What its models have in common.
+    /// The properties that the family's models share.
     pub const fn spec(self) -> &'static FamilySpec {
         match self {
             Self::Qwen3 => &FamilySpec {
@@ -185,12 +185,12 @@ impl TextConfig {
         Self { family, hidden, layers, heads, kv_heads, intermediate, vocab, rope_theta, eps, text_layers, max_tokens }
     }
 
-    /// Number of layers that are run: up to the last tap.
+    /// Number of layers that are run: up to the last text layer.
     pub const fn used_layers(&self) -> usize {
         self.text_layers[2]
     }
 
-    /// Width of a prompt embedding: the text_layers concatenated.
+    /// Width of a prompt embedding: all text layers concatenated.
     pub const fn features(&self) -> usize {
         self.text_layers.len() * self.hidden
     }
@@ -211,7 +211,7 @@ pub struct VaeConfig {
     pub eps: f32,
     /// Epsilon of the latents' batch norm, added to their variance.
     pub stats_eps: f32,
-    /// The longest side of a tile in pixels, where images are decoded and encoded in tiles; a multiple of 32.
+    /// The longest side of a tile in pixels, if images are decoded and encoded in tiles; a multiple of 32.
     pub tile: usize,
 }
 

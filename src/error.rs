@@ -1,4 +1,4 @@
-//! One error type for the whole crate. A message says what went wrong and where; [`Error::hint`] says what to do about it;
+//! One error type for the whole crate. The message says what went wrong and where. [`Error::hint`] says what to do about it.
 //! [`Error::exit_code`] is the exit code of a process that fails with it.
 
 mod remedy;
@@ -21,7 +21,7 @@ pub enum Error {
     /// An option or the prompt is not usable.
     #[error("{}", shown_text(.what))]
     Usage {
-        /// What is not usable about it.
+        /// A remedy, if there is one.
         what: String,
         /// What to do instead.
         hint: Option<Remedy>,
@@ -30,9 +30,9 @@ pub enum Error {
     /// No model was found in the place that was named.
     #[error("no model found ({}): {}", shown_path(.path), shown_text(.what))]
     NoModel {
-        /// Where it was looked for.
+        /// The reason.
         path: PathBuf,
-        /// What was found instead.
+        /// A remedy, if there is one.
         what: String,
         /// What to do instead.
         hint: Option<Remedy>,
@@ -41,9 +41,9 @@ pub enum Error {
     /// No adapter was found in the place that was named.
     #[error("no LoRA found ({}): {}", shown_path(.path), shown_text(.what))]
     NoAdapter {
-        /// Where it was looked for.
+        /// The reason.
         path: PathBuf,
-        /// What was found instead.
+        /// A remedy, if there is one.
         what: String,
         /// What to do instead.
         hint: Option<Remedy>,
@@ -52,7 +52,7 @@ pub enum Error {
     /// Some parts of a model were given, and the others were not found.
     #[error("no model found: {}", shown_text(.what))]
     IncompleteModel {
-        /// Which parts are missing, or cannot be used.
+        /// A remedy, if there is one.
         what: String,
         /// What to do instead.
         hint: Option<Remedy>,
@@ -111,7 +111,7 @@ pub enum Error {
         path: PathBuf,
         /// Tensor name in the file.
         name: String,
-        /// Shape in the file.
+        /// kiln does not compute with a tensor's element type.
         got: Vec<usize>,
         /// Shape needed.
         want: Vec<usize>,
@@ -154,7 +154,7 @@ pub enum Error {
     /// The parts of a model do not belong together.
     #[error("{part} does not fit the transformer: {}", shown_text(.detail))]
     Mismatch {
-        /// The part that does not fit the transformer.
+        /// A likely cause or a remedy, if there is one.
         part: &'static str,
         /// What was needed and what was found.
         detail: String,
@@ -169,12 +169,12 @@ pub enum Error {
         text: usize,
         /// Image and reference tokens.
         image: usize,
-        /// The limit.
+        /// A job's working memory could not be allocated.
         limit: usize,
     },
 
     /// The working memory of a job could not be allocated.
-    #[error("not enough memory: this job needs {need} bytes of working memory and they could not be reserved")]
+    #[error("not enough memory: this job needs {need} bytes of working memory, which could not be reserved")]
     Memory {
         /// Bytes asked for.
         need: u64,
@@ -218,7 +218,7 @@ pub enum Error {
     NoGpu {
         /// The cause.
         what: String,
-        /// What to do about it.
+        /// The remedy.
         hint: Remedy,
     },
 
@@ -236,7 +236,7 @@ pub enum Error {
     NoGpuToTest {
         /// The cause.
         what: String,
-        /// What to do about it.
+        /// The remedy.
         hint: Remedy,
     },
 
@@ -292,12 +292,12 @@ pub enum Error {
         count: usize,
     },
 
-    /// What a layer multiplies has no magnitude that a scale could be chosen by.
+    /// The input of a layer has no magnitude from which a scale could follow.
     #[error("cannot calibrate `{}`: {what}", shown(.layer))]
     Calibration {
         /// The canonical name of the layer's weight.
         layer: String,
-        /// What is wrong with its input.
+        /// The fault of the layer's input.
         what: &'static str,
     },
 
@@ -320,28 +320,28 @@ pub enum Error {
         detail: String,
     },
 
-    /// An op was called with operands that do not fit each other, which is always a bug in kiln.
+    /// An op was called with operands that do not fit together, which is always a bug in kiln.
     #[error("internal error: op `{op}`: {}", shown_text(.what))]
     Op {
         /// The op.
         op: &'static str,
-        /// What does not fit.
+        /// The mismatch.
         what: String,
     },
 }
 
 impl Error {
-    /// A usage error with a hint.
+    /// Makes a usage error with a hint.
     pub fn usage(what: impl Into<String>, hint: impl Into<Remedy>) -> Self {
         Self::Usage { what: what.into(), hint: Some(hint.into()) }
     }
 
-    /// A fault in a file's content.
+    /// Makes an error for a file's content.
     pub fn bad_file(path: &Path, what: &'static str, detail: impl Into<String>) -> Self {
         Self::BadFile { path: path.into(), what, detail: detail.into(), hint: None }
     }
 
-    /// Adds a hint to a [`Error::BadFile`]; other errors are returned as they are.
+    /// Adds a hint to a [`Error::BadFile`] or [`Error::NoModel`]. Other errors are returned unchanged.
     pub fn with_hint(mut self, remedy: impl Into<Remedy>) -> Self {
         if let Self::BadFile { hint, .. } | Self::NoModel { hint, .. } = &mut self {
             *hint = Some(remedy.into());
@@ -349,12 +349,12 @@ impl Error {
         self
     }
 
-    /// A file that could not be opened or read.
+    /// Makes an error for a file that could not be opened or read.
     pub fn read(path: &Path, source: std::io::Error) -> Self {
         Self::Read { path: path.into(), source }
     }
 
-    /// What can be done about the error.
+    /// A way to resolve the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Usage { hint, .. }
@@ -371,7 +371,7 @@ impl Error {
             Self::TooManyTokens { .. } => Some(Remedy::SmallerImage),
             Self::Memory { .. } => Some(Remedy::SaveMemory),
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => Some(Remedy::SaveMemory),
-            Self::Threads { .. } => Some("ask for fewer threads, or allow more of them or more memory".into()),
+            Self::Threads { .. } => Some("use fewer threads, or allow more threads or more memory".into()),
             Self::HostMemory { ways, .. } | Self::DeviceMemory { ways, .. } => Some(Remedy::AnyOf(ways.clone())),
             Self::NoGpu { hint, .. } => Some(Remedy::RepairGpu(Box::new(hint.clone()))),
             Self::Device { .. } => Some(Remedy::CpuBackendIfAgain),
@@ -380,7 +380,7 @@ impl Error {
                 Some("please report it, with what is printed between the marks".into())
             }
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
-            Self::Calibration { .. } => Some("calibrate with other prompts, or leave this layer as it is".into()),
+            Self::Calibration { .. } => Some("calibrate with other prompts, or leave this layer in BF16".into()),
             Self::Op { .. } | Self::Lockstep { .. } => Some(Remedy::ReportBug),
             _ => None,
         }
@@ -391,14 +391,13 @@ impl Error {
         self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
 
-    /// The process exit code: 1 a self-test, a check of a model or a line of many that failed, 2 usage, 3 bad input file, 4 not
-    /// enough memory, 5 output not written, 6 no usable GPU or a fault of it, 7 numeric fault, 130 interrupted, 70 a bug in
-    /// kiln.
+    /// The process exit code: 1 a failed self-test, model check or line of a batch; 2 usage; 3 bad input file; 4 not enough
+    /// memory; 5 output not written; 6 no usable GPU or a GPU fault; 7 numeric fault; 70 a bug in kiln; 130 interrupted.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::SelfTest { .. } | Self::ModelCheck { .. } | Self::Lines { .. } => 1,
             Self::Usage { .. } | Self::ImageSize { .. } | Self::TooManyTokens { .. } => 2,
-            // Memory can also run out while a file is read or mapped, which is not a fault of the file.
+            // Memory can also run out while a file is read or mapped, which is not the file's fault.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
             Self::NoModel { .. }
             | Self::NoAdapter { .. }

@@ -1,7 +1,7 @@
-//! Opens untrusted files: only regular ones, with a limit on the size of those that are read whole.
+//! Opens untrusted files: only regular ones, with a size limit for files that are read whole.
 //!
-//! Opening a pipe without a writer would block, a device may be endless, and reading a folder fails with an obscure message. All
-//! of them are rejected by the same check, which is done after opening, so that the file cannot be replaced in between.
+//! Opening a pipe without a writer would block, a device may be endless, and reading a folder fails with an obscure message. One
+//! check rejects all of them. It runs after opening, so that the file cannot be replaced in between.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -16,12 +16,12 @@ pub const IRREGULAR: &str = "it is not a regular file";
 /// A file format by its magic number: the offset of the number, its bytes, and the name of the format.
 pub type Magic = (usize, &'static [u8], &'static str);
 
-/// Whether a file has these bytes at an offset.
+/// Whether a file has these bytes at this offset.
 pub fn has_bytes(file: &[u8], offset: usize, bytes: &[u8]) -> bool {
     file.get(offset..).is_some_and(|rest| rest.starts_with(bytes))
 }
 
-/// The name of the first of these formats whose magic number a file has.
+/// The name of the first format whose magic number the file has.
 pub fn format_name(formats: &[Magic], file: &[u8]) -> Option<&'static str> {
     formats.iter().find(|(offset, bytes, _)| has_bytes(file, *offset, bytes)).map(|(.., name)| *name)
 }
@@ -34,7 +34,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     {
         use rustix::fs::OFlags;
         use std::os::unix::fs::OpenOptionsExt;
-        // With these flags opening a pipe does not wait for a writer, and a terminal does not become the controlling one. They
+        // These flags keep opening a pipe from waiting for a writer, and keep a terminal from becoming the controlling one. They
         // have no effect on regular files.
         options.custom_flags((OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32);
     }
@@ -56,8 +56,7 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Whether a path exists, including dangling links. A path that cannot be examined counts as existing, because reading it then
-/// reports the reason.
+/// Whether a path exists, including dangling links. An inaccessible path counts as existing: reading it then reports the reason.
 pub fn is_there(path: &Path) -> bool {
     match path.symlink_metadata() {
         Ok(_) => true,

@@ -1,6 +1,6 @@
-//! The first look at real weights: whether the files are known ones ([`identify`]), whether every value in them is finite
-//! ([`scan`]) and there at all ([`refuse_unwritten`]), and whether the text encoder gives the values that were published for it
-//! ([`published`]). [`digests`] hashes whole files, which takes longer and is the only thing that tells values apart.
+//! Checks a model's files before they are trusted: whether the files are known ones ([`identify`]), whether every value in them
+//! is finite ([`scan`]) and was written at all ([`refuse_unwritten`]), and whether the text encoder gives the published values
+//! ([`published`]). [`digests`] hashes whole files, which takes longer but is the only way to compare values.
 
 mod digest;
 mod finite;

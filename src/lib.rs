@@ -16,9 +16,9 @@
 //! [`estimate()`] computes the FLOPs and memory of a job without reading a weight, and [`OpenModel::check_memory`] checks
 //! that it fits into a backend's memory. The fields of [`Job`] are public: size, steps, guidance scale, seeds and reference images
 //! can be set. [`service::Service`] runs an engine on a thread of its own for many callers. `docs/library.md` lists every public
-//! item; `ARCHITECTURE.md` describes the inside.
+//! item; `ARCHITECTURE.md` describes the internals.
 
-// The inside. A module that is not public hands on below what callers need of it.
+// The internals. The public modules below re-export what callers need from private ones.
 mod adapter;
 mod backend;
 mod checkpoint;
@@ -73,7 +73,7 @@ pub use tiny::write_to as write_tiny_model;
 pub use tokenizer::{MAX_PROMPT_BYTES, Padding, SHORTEN, check_length};
 pub use words::unknown as unknown_words;
 
-/// Backends: what a model runs on, and what is known of a GPU before a model is opened on it.
+/// Backends: the devices that run a model, and GPU properties that are known before a model is opened.
 pub mod device {
     pub use crate::backend::cpu::Cpu;
     pub use crate::backend::cuda::driver::DeviceInfo;
@@ -97,7 +97,7 @@ pub mod ops {
     pub use crate::tensor::{Arena, Bytes, Region, Tensor, WeightSlice};
 }
 
-/// The inside of the library, for kiln's own tests and benchmarks. Nothing in it is stable.
+/// The library's internals, for kiln's own tests and benchmarks. Nothing here is stable.
 #[cfg(feature = "internals")]
 #[doc(hidden)]
 pub mod internals {
@@ -110,15 +110,15 @@ pub mod internals {
     }
 }
 
-/// Opens a GPU. Kernels that were never run on its architecture are used only if they pass a self-test there, which takes a second
-/// and is remembered in the user's cache folder.
+/// Opens a GPU. Kernels that were never run on its architecture are used only if they pass a self-test. The test takes a second,
+/// and its result is kept in the user's cache folder.
 pub fn open_gpu(device: usize) -> Result<device::Cuda> {
     let caches = locate::Environment::of_process(None).caches();
     Ok(selftest::open(device, std::sync::Arc::default(), &selftest::Records::below(caches.as_deref()))?.0)
 }
 
-/// Opens a model by name: a folder, a repository in the Hugging Face cache, or `tiny`. Every tensor is checked by name, shape and
-/// dtype; no weight is read yet.
+/// Opens a model by name: a folder, a repository in the Hugging Face cache, or `tiny`. Checks the name, shape and dtype of every
+/// tensor, but reads no weight yet.
 pub fn open(name: &str) -> Result<OpenModel> {
     let environment = locate::Environment::of_process(None);
     let request = locate::LocateRequest { model: Some(name.into()), environment, ..Default::default() };

@@ -16,7 +16,7 @@ pub(super) const UNKNOWN: &str = "in an unknown quantized format";
 /// The error for quantized layers that are not described consistently.
 pub(super) fn invalid(shard: &Shard, detail: String) -> Error {
     let error = Error::bad_file(shard.path(), "invalid quantization", detail);
-    error.with_hint("the file is damaged, or quantized in a way of its own; download it again, or use another one")
+    error.with_hint("the file is damaged, or quantized in a nonstandard way; download it again, or use another one")
 }
 
 /// The maximum size of a layer's settings in bytes.

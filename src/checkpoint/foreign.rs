@@ -74,16 +74,13 @@ pub(super) fn format(path: &Path, file: &[u8]) -> Option<Error> {
     }
     if start.iter().all(|&byte| byte == 0) {
         return foreign(
-            "it begins with zeros, as a file does whose download has not got that far".into(),
+            "it begins with zeros, like a file whose download is incomplete".into(),
             "wait for the download, or download the file again",
         );
     }
     let text = readable(start)?.trim_start().to_ascii_lowercase();
     if ["<!doctype", "<html", "<head", "<?xml"].iter().any(|tag| text.starts_with(tag)) {
-        return foreign(
-            "it is a web page".into(),
-            "the download was answered with a page, perhaps a login; download the file itself",
-        );
+        return foreign("it is a web page".into(), "the server sent a page, perhaps a login; download the file itself");
     }
     if !text.starts_with(['{', '[']) {
         return foreign("it is text".into(), USE_SAFETENSORS);
@@ -140,7 +137,7 @@ mod tests {
             (b" {\"a\": 1}", "not a safetensors file (x): it is JSON"),
             (b"[1, 2, 3]", "not a safetensors file (x): it is JSON"),
             (b"{\"weight_map\": {}}", "not a safetensors file (x): it is the index of a checkpoint in several files"),
-            (&[0; 700], "not a safetensors file (x): it begins with zeros, as a file does whose download has not got that far"),
+            (&[0; 700], "not a safetensors file (x): it begins with zeros, like a file whose download is incomplete"),
         ];
         for (file, message) in cases {
             assert_eq!(error_text(file).as_deref(), Some(message));

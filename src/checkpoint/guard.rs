@@ -89,7 +89,7 @@ impl Mapped {
             Err(error) => error.to_string(),
             Ok(now) if now.len != self.stamp.len => format!("size {} -> {}", grouped(self.stamp.len), grouped(now.len)),
             Ok(now) if now.modified != self.stamp.modified => "it was written to".into(),
-            Ok(_) if self.watch.lost() => "a part of it was gone when it was needed".into(),
+            Ok(_) if self.watch.lost() => "part of it was missing when it was read".into(),
             Ok(_) => return Ok(()),
         };
         let error = Error::bad_file(path, "weight file changed while it was being read", detail);

@@ -276,10 +276,10 @@ fn stated_layout(shards: &[Shard]) -> Result<Option<Nvfp4Layout>> {
     for shard in shards {
         let Some(name) = shard.metadata().get(NVFP4_LAYOUT_METADATA) else { continue };
         let Some((_, layout)) = Nvfp4Layout::NAMED.iter().find(|(known, _)| known == name) else {
-            return Err(invalid(shard, format!("metadata `{NVFP4_LAYOUT_METADATA}` is `{}`, which is not known", shown(name))));
+            return Err(invalid(shard, format!("metadata `{NVFP4_LAYOUT_METADATA}` is `{}`, an unknown layout", shown(name))));
         };
         if stated.replace(*layout).is_some_and(|other| other != *layout) {
-            return Err(invalid(shard, format!("metadata `{NVFP4_LAYOUT_METADATA}` differs from that of another file")));
+            return Err(invalid(shard, format!("metadata `{NVFP4_LAYOUT_METADATA}` differs between files")));
         }
     }
     Ok(stated)

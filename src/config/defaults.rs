@@ -1,6 +1,6 @@
-//! The properties of a model that are in no tensor and no `config.json`: the layers of the text encoder that it taps, the length
-//! of its padded prompts, and the default settings of generation. FLUX.2 \[klein\] fixes these by convention; another model states
-//! them in a `kiln.json` beside its `model_index.json`, where a missing key means the value of klein.
+//! Properties of a model that no tensor and no `config.json` holds: which text encoder layers give the prompt embeddings, the length
+//! of padded prompts, and the default settings of generation. FLUX.2 \[klein\] fixes these by convention. Another model states them
+//! in a `kiln.json` next to its `model_index.json`, where a missing key means klein's value.
 
 use super::{ConfigFile, TEXT_TOKENS, Variant};
 use crate::error::{Error, Result};
@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 const KEYS: &str =
     "name, variant, text_layers, max_text_tokens, width, height, steps, guidance, max_reference_pixels, words, draws";
 
-/// Longest display name, in characters. It shares a line with other text.
+/// Longest display name, in characters. The name shares a line with other text.
 const MAX_NAME: usize = 64;
 
-/// Longest text about what the model draws, in characters.
+/// Longest description of what the model draws, in characters.
 const MAX_DRAWS: usize = 256;
 
 /// Allowed lengths of a padded prompt. The chat template alone takes a dozen tokens, so fewer than 16 leave no room for a prompt;
@@ -30,14 +30,14 @@ const REFERENCE_PIXELS: std::ops::RangeInclusive<usize> = 64 * 64..=4 * AREA_CAP
 /// A model's defaults.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelDefaults {
-    /// The `kiln.json` that they were read from, if there is one.
+    /// The `kiln.json` that the defaults were read from, if there is one.
     pub path: Option<PathBuf>,
     /// The model's display name.
     pub name: Option<String>,
-    /// How it was trained; if this is missing, it is detected from the files and their names.
+    /// How the model was trained. If this is missing, kiln detects it from the files and their names.
     pub variant: Option<Variant>,
-    /// The prompt embeddings are the text encoder's residual stream after each of these numbers of layers, if they differ from those
-    /// of its family.
+    /// The prompt embeddings are the text encoder's residual stream after each of these numbers of layers. `None` means the family's
+    /// layers.
     pub text_layers: Option<[usize; 3]>,
     /// Number of tokens of a padded prompt.
     pub max_text_tokens: usize,
@@ -47,22 +47,22 @@ pub struct ModelDefaults {
     pub height: usize,
     /// Reference images with more pixels are shrunk to this number.
     pub max_reference_pixels: usize,
-    /// Default number of steps of its variant, if it differs from klein's.
+    /// Default number of steps of `variant`, if it differs from klein's.
     pub steps: Option<usize>,
-    /// Default guidance scale of its variant, if it differs from klein's.
+    /// Default guidance scale of `variant`, if it differs from klein's.
     pub guidance: Option<f32>,
-    /// All words of its training prompts, in lower case with spaces between; if this is missing, no word is reported as unknown.
+    /// All words of the training prompts, in lower case with spaces between. If this is missing, kiln reports no word as unknown.
     pub words: Option<String>,
-    /// A line for display about what the model draws.
+    /// A line for display that says what the model draws.
     pub draws: Option<String>,
 }
 
 /// The guidance scale of an image.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Guidance {
-    /// The scale for display; none for a variant that uses no guidance.
+    /// The scale for display; `None` for a variant that uses no guidance.
     pub chosen: Option<f32>,
-    /// The scale for models that have it as an input. A variant that uses no guidance gets the one it was trained with.
+    /// The scale for models that take it as an input. A variant that uses no guidance gets the scale it was trained with.
     pub scale: f32,
     /// Whether a scale was requested that the variant does not use.
     pub ignored: bool,
@@ -92,7 +92,7 @@ impl ModelDefaults {
         Self::of(&ConfigFile::read(path)?).map_err(with_keys)
     }
 
-    /// Reads the content of a `kiln.json`; `path` is where it came from, for messages.
+    /// Parses the content of a `kiln.json`; `path` is where it came from, for messages.
     pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         Self::of(&ConfigFile::parse(path, text)?).map_err(with_keys)
     }
@@ -119,8 +119,7 @@ impl ModelDefaults {
             (list[0] > 0 && list[0] < list[1] && list[1] < list[2]).then_some(list)
         })?;
         let side = |key: &str| {
-            // A side is valid if a square of it is. Whether width and height fit together with a prompt is checked for every
-            // image.
+            // A side is valid if a square with it is. Every image checks whether width, height and prompt fit together.
             file.take(key, "a multiple of 16, at least 64", |value| whole(value).filter(|&n| Pixels::new(n, n).is_ok()))
         };
         Ok(Self {
@@ -145,7 +144,7 @@ impl ModelDefaults {
         })
     }
 
-    /// The default number of steps. The value of the file applies only to the variant that the file names.
+    /// The default number of steps. The file's value applies only to the variant that the file names.
     pub fn steps(&self, variant: Variant) -> usize {
         self.steps.filter(|_| self.is_for(variant)).unwrap_or(variant.spec().steps)
     }
@@ -155,8 +154,7 @@ impl ModelDefaults {
         self.guidance.filter(|_| self.is_for(variant)).unwrap_or(variant.spec().guidance)
     }
 
-    /// The guidance scale that an image is generated with: the requested one or else the default, and none for a variant that
-    /// uses none.
+    /// The guidance scale of an image: the requested one or else the default. A variant that uses no guidance gets none.
     pub fn guide(&self, variant: Variant, asked: Option<f32>) -> Guidance {
         let own = self.guidance(variant);
         let chosen = variant.spec().guided_by.map(|_| asked.unwrap_or(own));
@@ -167,9 +165,9 @@ impl ModelDefaults {
         self.variant.is_none_or(|own| own == variant)
     }
 
-    /// Fails if the text encoder is not deep enough. `have` is the number of layers in its files; `whole`, if known, is that of the
-    /// complete encoder, whose unused layers the files may leave out. The output of the very last layer cannot be tapped, because
-    /// in training it has passed the final norm.
+    /// Fails if the text encoder is not deep enough. `have` is the number of layers in its files. `whole` is the number of layers of
+    /// the complete encoder, if known: files may leave out unused layers. The very last layer cannot be a text layer, because in
+    /// training its output has passed the final norm.
     pub(super) fn check_depth(&self, have: usize, whole: Option<usize>) -> Result<()> {
         let (Some(path), Some([.., last])) = (&self.path, self.text_layers) else { return Ok(()) };
         let detail = if last > have {
@@ -226,7 +224,7 @@ mod tests {
         let found = parse(all).unwrap();
         assert_eq!(found, want);
         assert_eq!((found.steps(Variant::Base), found.guidance(Variant::Base)), (7, 2.5));
-        // The values of the file do not apply to another variant.
+        // The file's values do not apply to another variant.
         assert_eq!((found.steps(Variant::Distilled), found.guidance(Variant::Distilled)), (4, 1.0));
         let guide = |variant, asked| {
             let Guidance { chosen, scale, ignored } = found.guide(variant, asked);
@@ -289,7 +287,7 @@ mod tests {
     #[test]
     fn the_final_layer_cannot_be_tapped() {
         let found = parse(r#"{"text_layers": [1, 2, 4]}"#).unwrap();
-        // Layers in the files, layers of the whole encoder, and whether that is accepted.
+        // Layers in the files, layers of the whole encoder, and whether kiln accepts the file.
         for (have, whole, fine) in
             [(5, Some(5), true), (4, None, true), (4, Some(5), true), (4, Some(4), false), (3, None, false), (3, Some(36), false)]
         {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::names::{LayerId, LayerRole, block_index, spell};
 use std::collections::BTreeSet;
 
-/// The largest dimension that is accepted, so that products of a few of them cannot overflow.
+/// The largest accepted dimension. It keeps products of a few dimensions from overflowing.
 const MAX_SIZE: usize = 1 << 20;
 
 /// Channels of the sinusoidal timestep embedding.
@@ -23,12 +23,12 @@ impl TransformerConfig {
         let foreign = |detail: String| {
             Error::bad_file(weights.path(), "not a FLUX.2 transformer", detail).with_hint(format!("kiln runs {}", supported()))
         };
-        // Modulations that are shared by all blocks distinguish FLUX.2 from FLUX.1, where each block has its own.
+        // FLUX.2 shares modulations between all blocks. In FLUX.1 each block has its own.
         if modulations.iter().all(|role| weights.shape(&role.only().canonical()).is_none()) {
             let name = spell(weights.component(), weights.layout(), &modulations[0].only().canonical()).concat();
             return Err(foreign(format!("it has no `{name}`")));
         }
-        // The width is a majority over several tensors, so that a single one of a wrong shape is reported by its name later.
+        // The width is a majority over several tensors, so that a single one with a wrong shape is reported by its name later.
         let votes = [(LayerRole::ImageIn, 0), (LayerRole::TextIn, 0), (LayerRole::ImageOut, 1)];
         let votes = votes.into_iter().chain(modulations.map(|role| (role, 1)));
         let hidden = majority(votes.filter_map(|(role, dim)| extent(role, dim)));
@@ -36,8 +36,8 @@ impl TransformerConfig {
         if !hidden.is_multiple_of(HEAD_DIM) {
             return Err(foreign(format!("its width {hidden} is not a multiple of {HEAD_DIM}")));
         }
-        // Only one tensor shows the text width. If it is missing, the text width of a known model is assumed, and the check of all
-        // tensors then reports it.
+        // Only one tensor shows the text width. If it is missing, kiln assumes the text width of a known model, and the check of all
+        // tensors then reports the missing one.
         let mut known = SIZES.iter().map(|size| &size.configs.transformer);
         let expected = known.find(|known| known.hidden == hidden).map(|known| known.context);
         let context = extent(LayerRole::TextIn, 1).or(expected);
@@ -86,25 +86,25 @@ impl TransformerConfig {
 }
 
 impl TextConfig {
-    /// Reads the sizes from the tensors, and the rest from `config` if there is one. `defaults` decides which layers are tapped
-    /// and how long a padded prompt is.
+    /// Reads the sizes from the tensors, and the rest from `config` if there is one. `defaults` decides the text layers and the length of
+    /// a padded prompt.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>, defaults: &ModelDefaults) -> Result<Self> {
         let foreign = |detail: String| {
             let error = Error::bad_file(weights.path(), "not a text encoder of FLUX.2", detail);
             error.with_hint(supported_encoders())
         };
         let known = || SIZES.iter().map(|size| &size.configs.text_encoder).chain([&Configs::TINY_DEV.text_encoder]);
-        // A size is a majority over all layers, so that a tensor that is missing or of a wrong shape is reported by its name later.
+        // A size is a majority over all layers, so that a missing or misshapen tensor is reported by its name later.
         let extent = |layer: LayerId, dim: usize| weights.shape(&layer.canonical())?.get(dim).copied();
         let deepest = known().map(|known| known.layers).max().unwrap_or_default();
         let layer = |role: LayerRole, dim: usize| majority((0..deepest).filter_map(|n| extent(role.of_block(n), dim)));
-        // The configuration of a model that also sees has that of its language model inside.
+        // A vision-language model's configuration contains its language model's.
         let inner = config.map(|config| config.inner("text_config")).transpose()?.flatten();
         let text = inner.as_ref().or(config);
         let kind = config.map(|config| config.text("model_type")).transpose()?.flatten();
         let own_kind = text.map(|config| config.text("model_type")).transpose()?.flatten();
         let says = |kind: &str| format!("its configuration says `{kind}`");
-        // Of other models without norms of queries and keys only the configuration or the width tells that they are no encoders of FLUX.2.
+        // Without query and key norms, only the configuration or the width shows that a model is not an encoder of FLUX.2.
         let width = layer(LayerRole::EncoderInputNorm, 0);
         let family = match layer(LayerRole::EncoderQueryNorm, 0) {
             Some(_) => TextFamily::Qwen3,
@@ -130,8 +130,8 @@ impl TextConfig {
         let embedding = |dim: usize| extent(LayerRole::TokenTable.only(), dim);
         let votes = [embedding(1), layer(LayerRole::EncoderDown, 0), layer(LayerRole::EncoderInputNorm, 0)];
         let hidden = size(weights, "width", majority(votes.into_iter().flatten()))?;
-        // Only the embedding shows the size of the vocabulary. A configuration confirms it; without one, encoders of a known width
-        // have a known vocabulary, and an embedding of another size is reported as wrong.
+        // Only the embedding shows the vocabulary size. A configuration confirms it. Without one, encoders of a known width have a known
+        // vocabulary, and an embedding of another size is reported as wrong.
         let is_known = |known: &&Self| config.is_none() && known.hidden == hidden && known.family == family;
         let expected = known().find(is_known).map(|known| known.vocab);
         let vocab = size(weights, "vocabulary", expected.or(embedding(0)))?;
@@ -162,15 +162,15 @@ impl TextConfig {
         config.require("head_dim", HEAD_DIM)?;
         config.expect("intermediate_size", self.intermediate)?;
         config.expect("vocab_size", self.vocab)?;
-        // Files that were cut down to the layers in use keep the configuration of the whole encoder.
+        // Files cut down to the layers in use keep the whole encoder's configuration.
         if let Some(layers) = config.whole("num_hidden_layers")?.filter(|layers| *layers < self.layers) {
             return Err(config.mismatch("num_hidden_layers", &layers, &self.layers));
         }
         config.require_text("hidden_act", "silu")?;
         config.require_flag("attention_bias", false)?;
-        // The window size itself is not checked, because it has no effect as long as no layer uses a window.
+        // The window size itself is not checked, because it has no effect if no layer uses a window.
         config.require_flag("use_sliding_window", false)?;
-        // Mistral's has no such switch.
+        // Mistral's configuration has no such switch.
         let window = config.whole("sliding_window")?.filter(|_| self.family == TextFamily::Mistral3);
         if window.is_some_and(|window| window < self.max_tokens) {
             return Err(config.unsupported("sliding_window", "null"));
@@ -181,7 +181,7 @@ impl TextConfig {
         if config.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
             return Err(config.unsupported("partial_rotary_factor", "1.0"));
         }
-        // Older files have the base of RoPE at the top level, newer ones in `rope_parameters`.
+        // Older files have RoPE's base at the top level, newer ones in `rope_parameters`.
         let rope = config.inner("rope_parameters")?;
         if rope.as_ref().is_some_and(|rope| !is_plain_rope(rope)) {
             return Err(config.unsupported("rope_parameters", "a rotation of type `default`"));
@@ -202,8 +202,8 @@ impl TextConfig {
 impl VaeConfig {
     /// Reads the sizes from the tensors, and the rest from `config` if there is one.
     pub fn detect(weights: &Weights, config: Option<&ConfigFile>) -> Result<Self> {
-        // All convolutions of a level have its number of output channels. The number is a majority over them, so that a single
-        // wrong one is reported by its name later.
+        // All convolutions of a level share one number of output channels. It is a majority over them, so that a single wrong one is
+        // reported by its name later.
         let channels = |stem: &str| {
             let blocks = (0..3).flat_map(|block| [1, 2].map(|conv| format!("{stem}.resnets.{block}.conv{conv}.weight")));
             let votes = blocks.filter_map(|name| weights.shape(&name)?.first().copied());
@@ -256,10 +256,10 @@ impl VaeConfig {
     }
 }
 
-/// Whether RoPE parameters describe plain RoPE over all channels, with nothing set but its base.
+/// Whether RoPE parameters describe plain RoPE over all channels, with no setting other than the base.
 fn is_plain_rope(rope: &ConfigFile) -> bool {
     rope.keys().filter_map(|key| Some((key, rope.get(key)?))).all(|(key, value)| match key {
-        // Older files call it `type`.
+        // Older files call this key `type`.
         "rope_type" | "type" => value.as_str() == Some("default"),
         "partial_rotary_factor" => value.as_f64() == Some(1.0),
         "rope_theta" => true,
@@ -267,8 +267,8 @@ fn is_plain_rope(rope: &ConfigFile) -> bool {
     })
 }
 
-/// Fails if the configuration of a scheduler describes another schedule than klein's, which follows from the number of steps and
-/// the size of the image. Settings that this schedule does not use, such as a constant shift, may have any value.
+/// Fails if a scheduler's configuration describes a schedule other than klein's, which depends on the number of steps and the image size.
+/// Settings that this schedule does not use, such as a constant shift, may have any value.
 pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
     config.require_text("_class_name", "FlowMatchEulerDiscreteScheduler")?;
     config.require("num_train_timesteps", 1000)?;
@@ -281,12 +281,12 @@ pub fn check_scheduler(config: &ConfigFile) -> Result<()> {
     Ok(())
 }
 
-/// Fails if the configuration describes a quantized model, unless it is one of ModelOpt's, whose tensors say all that is needed.
+/// Fails if the configuration describes a quantized model. ModelOpt's are allowed: their tensors say all that is needed.
 fn check_quantization(config: &ConfigFile) -> Result<()> {
     let key = "quantization_config";
     match config.inner(key)? {
         Some(settings) if settings.text("quant_method")? != Some("modelopt") => {
-            Err(config.unsupported(key, "none, or that of ModelOpt"))
+            Err(config.unsupported(key, "none, or ModelOpt's"))
         }
         _ => Ok(()),
     }
@@ -297,20 +297,20 @@ fn size(weights: &Weights, what: &str, found: Option<usize>) -> Result<usize> {
     let detail = match found {
         Some(size) if (1..=MAX_SIZE).contains(&size) => return Ok(size),
         Some(size) => format!("its {what} is {size}"),
-        None => format!("the tensors that tell its {what} are missing"),
+        None => format!("the tensors that show its {what} are missing"),
     };
     let error = Error::bad_file(weights.path(), "unknown architecture", format!("{}: {detail}", weights.component()));
     Err(error.with_hint(format!("this is no {} of FLUX.2 [klein]", weights.component())))
 }
 
-/// The value that occurs most often; the first of them in a tie.
+/// The most frequent value; the first one in a tie.
 fn majority(votes: impl Iterator<Item = usize>) -> Option<usize> {
     let votes: Vec<usize> = votes.collect();
     let count = |value: usize| votes.iter().filter(|vote| **vote == value).count();
     votes.iter().copied().rev().max_by_key(|vote| count(*vote))
 }
 
-/// The number of blocks. A gap in their numbers is reported as a missing tensor later.
+/// The number of blocks. A gap in the block numbers is reported later as a missing tensor.
 fn count(weights: &Weights, prefix: &str) -> usize {
     weights.names().filter_map(|name| block_index(name, prefix)).collect::<BTreeSet<_>>().len()
 }

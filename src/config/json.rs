@@ -1,4 +1,4 @@
-//! A configuration file: JSON read with a size limit, and getters whose errors name the file and the key.
+//! Configuration files: JSON with a size limit, and getters whose errors name the file and the key.
 
 use crate::error::{Error, Result};
 use crate::files;
@@ -22,7 +22,7 @@ impl ConfigFile {
         Self::parse(path, &text)
     }
 
-    /// Reads the content of a file; `path` is where it came from, for messages.
+    /// Parses the content of a file; `path` is where it came from, for messages.
     pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         let invalid = |detail: String| Error::bad_file(path, "invalid configuration", detail);
         match serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))? {
@@ -36,7 +36,7 @@ impl ConfigFile {
         &self.path
     }
 
-    /// All its keys.
+    /// All keys of the object.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.object.keys().map(String::as_str)
     }
@@ -66,7 +66,7 @@ impl ConfigFile {
         self.take(key, "a number above 0", |value| value.as_f64().filter(|n| n.is_finite() && *n > 0.0))
     }
 
-    /// The epsilon of a norm, if the key is there. It has to be small, and above zero even after it is rounded to f32.
+    /// The epsilon of a norm, if the key is there. It has to be small, and above zero even when rounded to f32.
     pub fn small(&self, key: &str) -> Result<Option<f32>> {
         self.take(key, "a number above 0 and at most 0.01", |value| {
             let number = value.as_f64()? as f32;
@@ -74,7 +74,7 @@ impl ConfigFile {
         })
     }
 
-    /// The side of an image's tile, if the key is there. Tiles overlap by a quarter, which has to be whole latents.
+    /// The side of an image tile, if the key is there. Tiles overlap by a quarter, which has to be whole latents.
     pub fn tile(&self, key: &str) -> Result<Option<usize>> {
         self.take(key, "a multiple of 32, at most 65536", |value| {
             let side = usize::try_from(value.as_u64()?).ok()?;
@@ -95,7 +95,7 @@ impl ConfigFile {
         }
     }
 
-    /// Fails if the key is there and is not a list of the one string that this engine supports.
+    /// Fails if the key is there and is not a list with only the one string that this engine supports.
     pub fn require_all(&self, key: &str, only: &str) -> Result<()> {
         match self.get(key) {
             Some(Value::Array(list)) if list.iter().all(|value| value.as_str() == Some(only)) => Ok(()),
@@ -104,7 +104,7 @@ impl ConfigFile {
         }
     }
 
-    /// Fails if the key is there and is not the one setting of a switch that this engine supports.
+    /// Fails if the key is there and does not have the one value that this engine supports.
     pub fn require_flag(&self, key: &str, only: bool) -> Result<()> {
         match self.flag(key)? {
             Some(flag) if flag != only => Err(self.unsupported(key, &only.to_string())),

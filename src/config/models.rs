@@ -1,5 +1,5 @@
-//! The models that kiln knows. Each is a row of [`MODELS`] at a size of [`SIZES`]; CONTRIBUTING.md says how to add one. A model of
-//! other sizes runs, too, but has no name, no official file names and no layers of its own to keep in BF16.
+//! The models that kiln knows. Each is a row of [`MODELS`] with a size from [`SIZES`]; CONTRIBUTING.md says how to add one. Models
+//! of other sizes run too, but have no name, no official file names and no list of layers to keep in BF16.
 
 use super::{Configs, TextConfig, TextFamily, TransformerConfig, VaeConfig, Variant};
 use crate::tensor::DType::{self, E2m1 as Nvfp4, E4m3 as Fp8};
@@ -8,40 +8,40 @@ use Variant::{Base, Dev, Distilled, Kv};
 /// A published model.
 #[derive(Debug)]
 pub struct ModelSpec {
-    /// Its name for `plan`.
+    /// The model's name for `plan`.
     pub name: &'static str,
-    /// Its repository on Hugging Face.
+    /// The model's repository on Hugging Face.
     pub repository: &'static str,
-    /// Its sizes, which other models may share.
+    /// The model's sizes, which other models may share.
     pub size: &'static ModelSize,
-    /// How it was trained, and with that its default settings.
+    /// How the model was trained, which decides its default settings.
     pub variant: Variant,
-    /// Layers that its official quantized files leave in BF16 though others of their kind are quantized, by format and pattern.
+    /// Layers that the official quantized files leave in BF16 although others of their kind are quantized, by format and pattern.
     pub kept: &'static [(DType, &'static str)],
 }
 
-/// The sizes of models, and what is called after them.
+/// A model size, and the names that depend on it.
 #[derive(Debug, PartialEq)]
 pub struct ModelSize {
     /// The name that variants of this size share, for display.
     pub name: &'static str,
-    /// The same in a sentence about FLUX.2.
+    /// The short name, for sentences about FLUX.2.
     pub short: &'static str,
     /// The number of parameters in display names.
     pub parameters: &'static str,
-    /// What official files of this size have in their names.
+    /// The part of official file names that shows this size.
     pub in_file_name: &'static str,
-    /// Sizes of its parts.
+    /// The sizes of the parts.
     pub configs: Configs,
     /// The text encoder's name, for display.
     pub encoder: &'static str,
-    /// The beginning of the names of quantized text encoders.
+    /// The beginning of quantized text encoders' file names.
     pub encoder_file: &'static str,
-    /// The prefix that tensors of the text encoder have in checkpoints of several parts.
+    /// The prefix of text encoder tensors in checkpoints with several parts.
     pub encoder_prefix: &'static str,
 }
 
-/// In order of preference, should several be in the Hugging Face cache.
+/// The first one has precedence if several are in the Hugging Face cache.
 pub static MODELS: [ModelSpec; 6] = [
     model("klein-4b", "black-forest-labs/FLUX.2-klein-4B", &KLEIN_4B, Distilled, &[]),
     model("klein-9b", "black-forest-labs/FLUX.2-klein-9B", &KLEIN_9B, Distilled, &[(Nvfp4, FIRST_QKV)]),
@@ -53,7 +53,7 @@ pub static MODELS: [ModelSpec; 6] = [
         Base,
         &[(Fp8, FIRST_QKV), (Fp8, FIRST_PROJ), (Nvfp4, FIRST_QKV), (Nvfp4, FIRST_PROJ)],
     ),
-    // Which layers its official files keep is not known; it gets those of the distilled model.
+    // The layers that its official files keep are unknown, so kiln uses the distilled model's.
     model("klein-9b-kv", "black-forest-labs/FLUX.2-klein-9b-kv", &KLEIN_9B, Kv, &[(Nvfp4, FIRST_QKV)]),
     model(
         "dev",
@@ -68,7 +68,7 @@ pub static MODELS: [ModelSpec; 6] = [
 const FIRST_QKV: &str = "double_blocks.0.*_attn.qkv";
 const FIRST_PROJ: &str = "double_blocks.0.*_attn.proj";
 
-/// All sizes of models that have a name: those of [`MODELS`], and last that of the tiny model.
+/// All sizes with a name: first the sizes of [`MODELS`], last the tiny model's.
 pub static SIZES: [&ModelSize; 4] = [&KLEIN_4B, &KLEIN_9B, &DEV, &TINY];
 
 static KLEIN_4B: ModelSize = ModelSize {
@@ -152,12 +152,12 @@ impl Configs {
 }
 
 impl ModelSpec {
-    /// The model of this name.
+    /// Finds a model by name.
     pub fn named(name: &str) -> Option<&'static Self> {
         MODELS.iter().find(|model| model.name == name)
     }
 
-    /// The model of these sizes and this variant, or else another variant of these sizes.
+    /// Finds the model with these sizes and this variant, or else another variant with these sizes.
     pub fn of(config: &TransformerConfig, variant: Variant) -> Option<&'static Self> {
         let sized = || MODELS.iter().filter(|model| model.size.is_of(config));
         sized().find(|model| model.variant == variant).or(sized().next())
@@ -165,7 +165,7 @@ impl ModelSpec {
 }
 
 impl ModelSize {
-    /// The sizes with a name that a transformer has.
+    /// Finds the named size that matches a transformer.
     pub fn of(config: &TransformerConfig) -> Option<&'static Self> {
         SIZES.into_iter().find(|size| size.is_of(config))
     }

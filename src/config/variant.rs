@@ -1,4 +1,4 @@
-//! The variant of a model: distilled, base or KV of klein, or \[dev\]. Checkpoints of klein of one size have the same tensors, so only file
+//! The variant of a model: klein's distilled, base or KV, or \[dev\]. All klein checkpoints of one size have the same tensors, so only file
 //! names and the pipeline's index tell them apart.
 
 use super::TransformerConfig;
@@ -8,7 +8,7 @@ use crate::tokenizer::Padding;
 use std::fmt;
 use std::str::FromStr;
 
-/// How a model was trained, and so how it has to be sampled.
+/// How a model was trained, which decides how it has to be sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variant {
     /// Sampled in few steps, without guidance.
@@ -21,7 +21,7 @@ pub enum Variant {
     Dev,
 }
 
-/// What follows from how a model was trained.
+/// Properties that depend on how a model was trained.
 #[derive(Debug)]
 pub struct VariantSpec {
     /// The variant's name.
@@ -30,24 +30,24 @@ pub struct VariantSpec {
     pub steps: usize,
     /// The default guidance scale; 1 turns guidance off.
     pub guidance: f32,
-    /// What a guidance scale does, if it makes a difference.
+    /// How the guidance scale affects the image, if it does.
     pub guided_by: Option<GuidedBy>,
     /// Where prompts are padded, and with what.
     pub padding: Padding,
-    /// The names of official transformer files, before and after their size.
+    /// The parts of official transformer file names before and after the size.
     pub file_name: [&'static str; 2],
 }
 
-/// What a guidance scale does.
+/// How a guidance scale affects the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuidedBy {
-    /// It weighs a pass with the prompt against a pass with the negative prompt.
+    /// The scale weighs a pass with the prompt against a pass with the negative prompt.
     Cfg,
-    /// It is an input of the model.
+    /// The scale is an input of the model.
     Input,
 }
 
-/// In the order of [`Variant`].
+/// Specs in the order of [`Variant`].
 const SPECS: [VariantSpec; 4] = {
     use GuidedBy::{Cfg, Input};
     use Padding::{Left, Right};
@@ -81,11 +81,11 @@ const SPECS: [VariantSpec; 4] = {
 };
 
 impl Variant {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Self; 4] = [Self::Distilled, Self::Base, Self::Kv, Self::Dev];
 
-    /// The variant of a transformer: \[dev\] if guidance is one of its inputs. Otherwise it is found from a pipeline's `model_index.json`,
-    /// or, without one, from the names of its file, folder or repository.
+    /// Detects the variant of a transformer: \[dev\] if guidance is one of its inputs. Otherwise a pipeline's `model_index.json` decides,
+    /// or, without one, the names of the file, folder or repository.
     pub fn detect(config: &TransformerConfig, index: Option<&ConfigFile>, names: &[&str]) -> Result<Self> {
         let (mut distilled, mut class) = (None, None);
         if let Some(index) = index {
@@ -101,10 +101,10 @@ impl Variant {
             if class.is_some_and(|class| class.to_ascii_lowercase().contains("kv")) {
                 return Ok(Self::Kv);
             }
-            // The key is left out where it would be false.
+            // The key is left out if it would be false.
             return Ok(if distilled.unwrap_or(false) { Self::Distilled } else { Self::Base });
         }
-        // Of a path only the last component is the model's name; the folders above it may be called anything.
+        // Only a path's last component is the model's name; the folders above it may have any name.
         let last = |name: &&str| name.trim_end_matches(['/', '\\']).rsplit(['/', '\\']).next().unwrap_or_default().to_owned();
         let names: Vec<String> = names.iter().map(last).collect();
         let has = |word: &str| {
@@ -120,13 +120,13 @@ impl Variant {
         })
     }
 
-    /// Whether classifier-free guidance (CFG) is on at this scale, so that every step runs once with the prompt and once with the
-    /// negative prompt. This is the one place where that is decided.
+    /// Whether classifier-free guidance (CFG) is on at this scale. If so, every step runs twice: with the prompt and with the negative
+    /// prompt. Only this function decides it.
     pub fn uses_cfg(self, scale: f32) -> bool {
         self.spec().guided_by == Some(GuidedBy::Cfg) && scale > 1.0
     }
 
-    /// What follows from the training.
+    /// The properties of the variant.
     pub const fn spec(self) -> &'static VariantSpec {
         &SPECS[self as usize]
     }

@@ -1,5 +1,5 @@
-//! What can be done about an error, as data. The library knows no flags: a front end puts a remedy into its own words (a command
-//! line names its flags), and the [`Display`](fmt::Display) form serves callers that have none.
+//! Ways to resolve an error, as data. The library knows no flags: each front end words a remedy itself (a command line names its
+//! flags). The [`Display`](fmt::Display) form serves callers without a front end.
 
 use crate::component::Component;
 use crate::text::amount;
@@ -11,11 +11,11 @@ use std::fmt;
 pub enum Remedy {
     /// Advice that reads the same in every front end.
     Advice(String),
-    /// Any one of these helps.
+    /// Any one of these remedies helps.
     AnyOf(Vec<Remedy>),
     /// Generate a smaller image.
     SmallerImage,
-    /// Generate an image of this size, the nearest one that is legal.
+    /// Generate an image of this size, the nearest legal one.
     LegalSize {
         /// Pixels in a row.
         width: usize,
@@ -33,9 +33,9 @@ pub enum Remedy {
     },
     /// Generate an image of the size that the noise was recorded for.
     SizeOfNoise,
-    /// Let the VAE work in tiles, with which the job fits into memory.
+    /// Let the VAE work in tiles. The job then fits into memory.
     VaeTiling {
-        /// Bytes that the job takes then.
+        /// Bytes that the job then needs.
         bytes: u64,
     },
     /// Give fewer reference images.
@@ -46,17 +46,17 @@ pub enum Remedy {
     CloseGpuPrograms,
     /// Raise this process's memory limit.
     AllowMemory,
-    /// Generate a smaller image, close other programs or raise the limit: what helps when an allocation fails.
+    /// Generate a smaller image, close other programs or raise the limit: the remedies for a failed allocation.
     SaveMemory,
     /// Run on the CPU.
     CpuBackend,
     /// Run on the CPU if the fault happens again.
     CpuBackendIfAgain,
-    /// Do this, or run on the CPU.
+    /// Apply this remedy, or run on the CPU.
     RepairGpu(Box<Remedy>),
     /// List the GPUs of this machine and name one of them.
     ListGpus,
-    /// Report a bug in kiln, with what was asked for.
+    /// Report a bug in kiln, together with the request.
     ReportBug,
     /// Allow existing files to be replaced, or choose another name.
     Overwrite,
@@ -68,7 +68,7 @@ pub enum Remedy {
     NameModelOrCache,
     /// Finish a download that was begun, or use one of the program's own models.
     FinishDownload {
-        /// The repository.
+        /// Finish a download, or use one of the program's own models.
         repository: String,
         /// The name of the program's own model; absent if parts of another model were given.
         own: Option<&'static str>,
@@ -81,17 +81,17 @@ pub enum Remedy {
     PickParts(Vec<Component>),
     /// Put a complete file there, or name another one, for each of these parts.
     ReplaceParts(Vec<Component>),
-    /// Say in which order the file stores NVFP4.
+    /// State the order in which the file stores NVFP4.
     Nvfp4Layout,
     /// Leave the format of attention to the model and the device.
     AnyAttention,
-    /// Leave what NVFP4 is multiplied as to the device.
+    /// Let the device choose the type in which NVFP4 is multiplied.
     AnyNvfp4Math,
     /// Load the weights as they are stored, or name files that are not quantized.
     AsStored,
-    /// Apply the file, which is an adapter, to the model that it was made for.
+    /// Apply the file as an adapter, to the model it was made for.
     ApplyAdapter,
-    /// Look at what the file has: it is no adapter that can be used.
+    /// List the file's contents: it is not a usable adapter.
     InspectAdapter,
     /// Use an adapter without the layers that do not fit.
     PartOfAdapter,
@@ -135,7 +135,7 @@ impl fmt::Display for Remedy {
             Self::CpuBackendIfAgain => f.write_str("if it happens again, the CPU backend runs without the GPU"),
             Self::RepairGpu(way) => write!(f, "{way}; the CPU backend runs without one"),
             Self::ListGpus => f.write_str("list the GPUs of this machine"),
-            Self::ReportBug => f.write_str("this is a bug in kiln; please report it with what was asked for"),
+            Self::ReportBug => f.write_str("this is a bug in kiln; please report it with the request that caused it"),
             Self::Overwrite => f.write_str("allow it to be replaced, or use another name"),
             Self::Restart => f.write_str("repeat that request to continue it, discard it to begin anew, or use another name"),
             Self::NameModel => f.write_str("name a model folder"),
@@ -148,14 +148,14 @@ impl fmt::Display for Remedy {
             Self::CompleteFolder => write!(f, "{EXPECTED}, or give the transformer, the text encoder and the vae"),
             Self::PickParts(parts) => write!(f, "pick the {}", names(parts)),
             Self::Nvfp4Layout => f.write_str("if the file stores NVFP4 in another order, name its layout"),
-            Self::AnyAttention => f.write_str("leave its format open: then it is FP8 where that can be had"),
-            Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as: then it is what the device has"),
-            Self::AsStored => f.write_str("load them as they are stored, or name files that hold them in bf16, f16 or f32"),
+            Self::AnyAttention => f.write_str("leave its format open; kiln then uses FP8 where it can"),
+            Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as; kiln then uses what the device supports"),
+            Self::AsStored => f.write_str("load them as stored, or name files that hold them in bf16, f16 or f32"),
             Self::ApplyAdapter => f.write_str("name the model that it was made for, and apply it as an adapter"),
             Self::InspectAdapter => f.write_str("use LoRA or LoKr of a FLUX.2 model"),
-            Self::PartOfAdapter => f.write_str("use the adapter of this model, or allow a part of it"),
+            Self::PartOfAdapter => f.write_str("use an adapter made for this model, or allow a part of this one"),
             Self::MergeAdapters => f.write_str("merge them with the weights when the model is loaded"),
-            Self::AdaptersBeside => f.write_str("load the model with its adapters beside the weights, or without any"),
+            Self::AdaptersBeside => f.write_str("load the model with unmerged adapters, or without any"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
         }
     }

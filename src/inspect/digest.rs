@@ -1,4 +1,4 @@
-//! SHA-256 of whole files, which is what publishers state, and the only thing here that tells the values of two files apart.
+//! SHA-256 of whole files, which publishers state. Only this shows whether the values of two files are equal.
 
 use super::finite::files;
 use crate::checkpoint::{Shard, Weights, digits};
@@ -15,9 +15,9 @@ const CHUNK: usize = 64 << 20;
 /// The SHA-256 of one file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileDigest {
-    /// The part that the file holds, or the first of them.
+    /// The part that the file holds; the first one if it holds several.
     pub part: Component,
-    /// The name of the file without its folder, or its path if it has none.
+    /// The file's name without its folder, or its path if it has no name.
     pub name: String,
     /// The digest as hexadecimal digits.
     pub sha256: String,
@@ -28,8 +28,7 @@ pub fn hex(bytes: &[u8]) -> String {
     digits(Sha256::new_with_prefix(bytes))
 }
 
-/// Hashes the files of a model, several at a time, as far as there are several. Fails if a file changes meanwhile, or if `stop` is
-/// set.
+/// Hashes the files of a model, several at a time if there are several. Fails if a file changes meanwhile, or if `stop` is set.
 pub fn digests(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<Vec<FileDigest>> {
     let mut states: Vec<(Component, &Shard, Sha256)> =
         files(weights).into_iter().map(|(part, shard)| (part, shard, Sha256::new())).collect();

@@ -1,7 +1,7 @@
-//! Looks at every value of a model's files for NaN and infinity, and at every matrix for parts that were never written.
+//! Checks every value of a model's files for NaN and infinity, and every matrix for parts that were never written.
 //!
-//! The files are read in order, a window at a time, by all threads. A block is first searched for any value that is not finite, by
-//! a loop without branches that the compiler vectorizes; only the blocks that have one are looked at again, value by value.
+//! All threads read the files in order, a window at a time. A branchless loop that the compiler vectorizes first looks for any
+//! value in a block that is not finite. Only blocks with such a value are then read again, value by value.
 
 use crate::checkpoint::{Shard, StoredDtype, Weights};
 use crate::component::{Component, PerComponent};
@@ -13,25 +13,25 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes that are read between two progress reports. A disk reads ahead within it, and Ctrl-C waits for no more than that.
+/// Bytes that are read between two progress reports. A disk reads ahead within a window, and Ctrl-C waits for one at most.
 const WINDOW: usize = 256 << 20;
 
-/// Bytes that one thread looks at in one go; a multiple of every element's size, so that no value is cut.
+/// Bytes that one thread checks at a time; a multiple of every element size, so that no value is cut.
 const BLOCK: usize = 1 << 20;
 
-/// What was found in the files of a model.
+/// The result of a scan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FiniteReport {
     /// Bytes that were read.
     pub bytes: u64,
-    /// Values in them.
+    /// The number of values.
     pub values: u64,
     /// Tensors with values that are not finite, in order of the parts and then of names.
     pub faults: Vec<NonFiniteTensor>,
 }
 
 impl FiniteReport {
-    /// How many values are not finite.
+    /// The number of values that are not finite.
     pub fn count(&self) -> u64 {
         self.faults.iter().map(|fault| fault.nan + fault.infinite).sum()
     }
@@ -40,17 +40,17 @@ impl FiniteReport {
 /// A tensor with values that are not finite.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NonFiniteTensor {
-    /// The part that it belongs to.
+    /// The part that the tensor belongs to.
     pub part: Component,
-    /// Its name in the file.
+    /// The tensor's name in the file.
     pub name: String,
-    /// Its dtype, as the header spells it.
+    /// The tensor's dtype, as the header spells it.
     pub dtype: &'static str,
     /// The number of NaNs.
     pub nan: u64,
     /// The number of infinities.
     pub infinite: u64,
-    /// The index of the first of them.
+    /// The index of the first value that is not finite.
     pub first: u64,
 }
 
@@ -60,12 +60,12 @@ struct Block<'a> {
     tensor: usize,
     dtype: &'static StoredDtype,
     bytes: &'a [u8],
-    /// The values of the tensor before this block.
+    /// The number of values of the tensor before this block.
     before: u64,
 }
 
-/// Looks at every value in the files of a model, those that no image needs as well. Fails if a file changes meanwhile, or if `stop`
-/// is set.
+/// Checks every value in the files of a model, including tensors that no image needs. Fails if a file changes meanwhile, or if
+/// `stop` is set.
 pub fn scan(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<FiniteReport> {
     let files = files(weights);
     let entries = || files.iter().flat_map(|(_, shard)| shard.tensors());
@@ -73,7 +73,7 @@ pub fn scan(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn P
     progress.begin(Phase::Inspect, total);
     let mut report = FiniteReport { bytes: total, ..FiniteReport::default() };
     for (part, shard) in files {
-        // In the order of the file, which is that of a disk.
+        // Reads in file order, which suits a disk.
         let mut tensors: Vec<_> = shard.tensors().collect();
         tensors.sort_by_key(|(_, entry)| entry.range.start);
         report.values += tensors.iter().map(|(_, entry)| 8 * entry.range.len() as u64 / entry.dtype.bits).sum::<u64>();
@@ -99,11 +99,11 @@ pub fn scan(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn P
                 let first = counts.first.map(|first| block.before + first);
                 found[block.tensor] = found[block.tensor].then(NonFinite { first, ..counts });
             }
-            // Whoever watches the memory of this process need not see all of the file in it.
+            // Keeps this process's memory use low: the file need not stay mapped.
             shard.release();
             progress.advance(blocks[window].iter().map(|block| block.bytes.len() as u64).sum());
         }
-        // What was read of a file that changed meanwhile says nothing.
+        // Results for a file that changed meanwhile are meaningless.
         shard.verify()?;
         let mut faults: Vec<NonFiniteTensor> = (tensors.iter().zip(found))
             .filter_map(|((name, entry), NonFinite { nan, infinite, first })| {
@@ -118,14 +118,14 @@ pub fn scan(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn P
     Ok(report)
 }
 
-/// The files of a model, each once: a file may hold several parts.
+/// The files of a model without duplicates: a file may hold several parts.
 pub(super) fn files(weights: &PerComponent<Weights>) -> Vec<(Component, &Shard)> {
     let mut seen = BTreeSet::new();
     let all = weights.iter().flat_map(|(part, weights)| weights.shards().iter().map(move |shard| (part, shard)));
     all.filter(|(_, shard)| seen.insert(shard.path())).collect()
 }
 
-/// Ranges of blocks that have about a window's bytes together.
+/// Ranges of blocks, each with about a window's bytes.
 fn windows(blocks: &[Block<'_>]) -> Vec<Range<usize>> {
     let (mut ranges, mut start, mut bytes) = (Vec::new(), 0, 0);
     for (i, block) in blocks.iter().enumerate() {
@@ -138,8 +138,8 @@ fn windows(blocks: &[Block<'_>]) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Fails if a matrix is zero where no trained matrix is: what is missing of an unfinished download reads as zeros. Vectors are not
-/// looked at, because biases may be zero.
+/// Fails if a matrix is zero where no trained matrix is: missing parts of an unfinished download read as zeros. Vectors are not
+/// checked, because biases may be zero.
 pub fn refuse_unwritten(weights: &PerComponent<Weights>) -> Result<()> {
     for weights in weights.values() {
         let matrices = weights.names().filter(|name| weights.shape(name).is_some_and(|shape| shape.len() >= 2));

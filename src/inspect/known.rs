@@ -1,8 +1,8 @@
-//! Which published file a part of a model looks like, by the names, dtypes and shapes of its tensors.
+//! Recognizes published files by the names, dtypes and shapes of their tensors.
 //!
-//! [`KNOWN`] is the list. Fingerprints, sizes and SHA-256 in it were published by others who had the files. The tensors behind them
-//! follow from the architecture and from the layers that a file leaves in BF16; where a fingerprint was published, a test checks
-//! that they have it. Files that differ in values alone, such as those of a distilled and a base model in BF16, look alike.
+//! [`KNOWN`] is the list. Its fingerprints, sizes and SHA-256 were published by others who had the files. The tensors of an entry follow
+//! from the architecture and from the layers that a file leaves in BF16; a test compares them with each published fingerprint. Files that
+//! differ only in values look alike, such as a distilled and a base model in BF16.
 
 use super::digest::hex;
 use crate::checkpoint::Weights;
@@ -14,21 +14,21 @@ use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
 use crate::tensor::DType;
 use std::collections::BTreeMap;
 
-/// The dtype and the shape of tensors, by name.
+/// Dtype and shape of each tensor, by name.
 pub type Tensors = BTreeMap<String, (&'static str, Vec<usize>)>;
 
-/// A file, or the shards of one, that was published.
+/// A published file, or the shards of one.
 #[derive(Debug)]
 pub struct KnownFile {
-    /// What it is, for display.
+    /// The display name.
     pub name: &'static str,
-    /// The part that it holds.
+    /// The part that the file holds.
     pub part: Component,
-    /// Its size, where that was published for a single file.
+    /// The file's size, if it was published for a single file.
     pub bytes: Option<u64>,
-    /// The fingerprint of its header, where one was published; see [`fingerprint`].
+    /// The fingerprint of the file's header, if one was published; see [`fingerprint`].
     pub fingerprint: Option<&'static str>,
-    /// Its SHA-256, where one was published.
+    /// The file's SHA-256, if one was published.
     pub sha256: Option<&'static str>,
     content: Content,
 }
@@ -40,13 +40,13 @@ enum Content {
     Plain(&'static Configs, Layout),
     /// A transformer with quantized layers, in BFL's layout.
     Quantized(&'static Configs, Variant, DType),
-    /// The same, but which of its layers stay in BF16 was inferred from its size.
+    /// A transformer with quantized layers in BFL's layout. Its layers in BF16 were inferred from its size.
     Inferred(&'static Configs, Variant, DType),
     /// A Qwen3 in BF16, with or without the head that predicts tokens.
     Encoder(&'static Configs, bool),
     /// A VAE whose values have this dtype.
     Vae(Layout, &'static str),
-    /// Formats were chosen layer by layer, by no rule that is known.
+    /// Formats were chosen layer by layer, by no known rule.
     NotKnown,
 }
 
@@ -72,9 +72,8 @@ impl KnownFile {
     }
 }
 
-/// The published files. Sizes are those that their repositories state; the fingerprints and the SHA-256 come from
-/// LatentSlate-Engine (`EnviralDesign/LatentSlate-Engine` at d502d5da), which had the files. The SHA-256 of files for \[dev\] are those that their
-/// repositories state.
+/// The published files. Sizes and the SHA-256 of \[dev\]'s files are those that the repositories state. The fingerprints and the other
+/// SHA-256 come from LatentSlate-Engine (`EnviralDesign/LatentSlate-Engine` at d502d5da), which had the files.
 pub static KNOWN: [KnownFile; 30] = {
     use Content::{Encoder, Inferred, NotKnown, Plain, Quantized, Vae};
     use DType::{E2m1 as Nvfp4, E4m3 as Fp8};
@@ -136,7 +135,7 @@ pub static KNOWN: [KnownFile; 30] = {
 };
 
 impl KnownFile {
-    /// Its tensors, if they are known.
+    /// The file's tensors, if they are known.
     pub fn tensors(&self) -> Option<Tensors> {
         let plain = |part, layout, manifest: &[TensorSpec], dtype| {
             let specs = manifest.iter().flat_map(move |spec| names::file_tensors(part, layout, spec));
@@ -168,7 +167,7 @@ impl KnownFile {
         })
     }
 
-    /// The sizes of its model and its layout, if it is a transformer with quantized layers that are known.
+    /// The sizes and the layout of a transformer whose quantized layers are known.
     pub fn quantized(&self) -> Option<(&'static Configs, FileLayout)> {
         match self.content {
             Content::Quantized(sizes, variant, format) | Content::Inferred(sizes, variant, format) => {
@@ -178,13 +177,13 @@ impl KnownFile {
         }
     }
 
-    /// Whether which of its layers are quantized was inferred from its size.
+    /// Whether the choice of quantized layers was inferred from the file's size.
     pub fn is_inferred(&self) -> bool {
         matches!(self.content, Content::Inferred(..))
     }
 }
 
-/// An official file: the layers that [`Policy`] knows to be quantized, each with a scale of its input.
+/// The layout of an official file: the layers that [`Policy`] quantizes, each with an input scale.
 fn layout(sizes: &Configs, variant: Variant, format: DType, keep: &[String]) -> FileLayout {
     let policy = Policy::transformer(&sizes.transformer, variant, format, keep);
     let layer = |spec: TensorSpec| {
@@ -195,8 +194,8 @@ fn layout(sizes: &Configs, variant: Variant, format: DType, keep: &[String]) -> 
     FileLayout::new(Component::Transformer, WeightLayout::Comfy, &layers)
 }
 
-/// The SHA-256 over a line for each tensor in order of name, `name:('DTYPE', (rows, cols))` with the shape as Python prints tuples.
-/// It is how others publish what a header says.
+/// The SHA-256 over one line per tensor in order of name, `name:('DTYPE', (rows, cols))` with the shape as Python prints tuples. Others
+/// publish header fingerprints in this form.
 pub fn fingerprint(tensors: &Tensors) -> String {
     let tuple = |shape: &[usize]| match shape {
         [only] => format!("({only},)"),
@@ -215,24 +214,24 @@ pub struct Finding {
     pub bytes: u64,
     /// The number of files.
     pub files: usize,
-    /// The fingerprint of all tensors under the names that the files have for them.
+    /// The fingerprint of all tensors under their names in the files.
     pub fingerprint: String,
-    /// Which published file they are like.
+    /// The published file that they are like.
     pub likeness: Likeness,
 }
 
 /// How a part is like a published file.
 #[derive(Debug)]
 pub enum Likeness {
-    /// All names, dtypes and shapes are those of this file.
+    /// All names, dtypes and shapes match this file.
     Same(&'static KnownFile),
-    /// It has the size of this file, whose tensors are not known, or not for certain.
+    /// The size matches this file, whose tensors are not known, or not for certain.
     SameSize(&'static KnownFile),
-    /// It is none of them. The nearest one is named, unless most tensors differ, with what differs in order of name.
+    /// No published file matches. The nearest one is given with its differences in order of name, unless most tensors differ.
     Unknown(Option<(&'static KnownFile, Vec<String>)>),
 }
 
-/// Finds the published file that the files of a part are like.
+/// Finds the published file that a part's files are like.
 pub fn identify(weights: &Weights) -> Finding {
     let mut all = Tensors::new();
     let mut own = Tensors::new();
@@ -249,7 +248,7 @@ pub fn identify(weights: &Weights) -> Finding {
     Finding { tensors: all.len(), bytes, files: shards.len(), fingerprint: fingerprint(&all), likeness }
 }
 
-/// The published file of a part that these tensors, in a single file of this size or in shards, are like.
+/// Finds the published file that these tensors are like. `bytes` is the size of a single file; shards have none.
 fn likeness(part: Component, tensors: &Tensors, bytes: Option<u64>) -> Likeness {
     let files = || KNOWN.iter().filter(|file| file.part == part);
     let compared = files().filter_map(|file| Some((file, differences(tensors, &file.tensors()?))));
@@ -262,7 +261,7 @@ fn likeness(part: Component, tensors: &Tensors, bytes: Option<u64>) -> Likeness 
     }
 }
 
-/// What is different about tensors, in order of name.
+/// How tensors differ from a published file's, in order of name.
 fn differences(found: &Tensors, known: &Tensors) -> Vec<String> {
     let shown = |(dtype, shape): &(&str, Vec<usize>)| format!("{dtype} {shape:?}");
     let mut differences = BTreeMap::new();
@@ -280,7 +279,7 @@ fn differences(found: &Tensors, known: &Tensors) -> Vec<String> {
     differences.into_values().collect()
 }
 
-/// The published file with this SHA-256.
+/// Finds the published file with this SHA-256.
 pub fn published_digest(sha256: &str) -> Option<&'static KnownFile> {
     KNOWN.iter().find(|file| file.sha256 == Some(sha256))
 }
@@ -303,7 +302,7 @@ mod tests {
         size * shape.iter().product::<usize>() as u64
     }
 
-    /// The rebuilt tensors have the published fingerprints, and what a file has beyond their data is a plausible header.
+    /// The rebuilt tensors have the published fingerprints, and the rest of each file's size is plausible for a header.
     #[test]
     fn the_list_agrees_with_what_was_published() {
         for file in &KNOWN {
@@ -336,7 +335,7 @@ mod tests {
         assert_eq!((published, KNOWN.iter().filter(|file| file.sha256.is_some()).count()), (5, 9));
     }
 
-    /// No two entries of a part are alike, so that the first match is the only one.
+    /// No two entries of a part are alike, so the first match is the only one.
     #[test]
     fn entries_can_be_told_apart() {
         let mut prints: Vec<_> = KNOWN.iter().filter_map(|file| Some(fingerprint(&file.tensors()?))).collect();
@@ -362,7 +361,7 @@ mod tests {
         };
         let kept = of(Variant::Distilled, &["double_blocks.0.*_attn.proj".into()]);
         assert_ne!(of(Variant::Distilled, &[]), kept);
-        // The base model of the same size keeps those two.
+        // The base model of this size keeps those two layers.
         assert_eq!(of(Variant::Base, &[]), kept);
     }
 
@@ -392,12 +391,12 @@ mod tests {
             "`single_blocks.19.linear2.input_scale` is missing",
         ];
         assert_eq!(differences, want);
-        // A file of the right size whose layers were inferred may have other ones.
+        // A file of the right size may have other layers than the inferred ones.
         let inferred = named("flux-2-klein-base-4b-nvfp4");
         assert!(inferred.is_inferred() && !file.is_inferred());
         let found = likeness(Component::Transformer, &tensors, inferred.bytes);
         assert!(matches!(found, Likeness::SameSize(file) if file.name == inferred.name), "{found:?}");
-        // Nothing is near to a file of another kind.
+        // A file of another kind is not near to any.
         let other: Tensors = [("a".to_owned(), ("BF16", vec![1]))].into();
         assert!(matches!(likeness(Component::Vae, &other, None), Likeness::Unknown(None)));
     }

@@ -1,8 +1,8 @@
-//! What others printed of the text encoder's values, as the one outside witness of a first run with real weights.
+//! Text encoder values that others published: the only outside reference for a first run with real weights.
 //!
-//! The values are those of an article on klein: Qwen3-4B in bf16, the prompt `hello`, the prompt embeddings of the first four
-//! tokens, columns 0 to 2, which are in the first tap. What follows a token does not change its row, because attention is causal,
-//! so that four tokens and the layers up to the first tap are all that has to run.
+//! They come from an article on klein: Qwen3-4B in bf16, the prompt `hello`, the prompt embeddings of the first four tokens,
+//! columns 0 to 2, which are in the first text layer. Attention is causal, so later tokens do not change a token's row. Only four
+//! tokens and the layers up to the first text layer have to run.
 
 use crate::checkpoint::Weights;
 use crate::config::{Configs, TextConfig};
@@ -11,29 +11,28 @@ use crate::tensor::DType;
 /// The prompt.
 pub const PROMPT: &str = "hello";
 
-/// The first tokens of the prompt in its chat template: what they spell, and their ids.
+/// The first tokens of the prompt in its chat template: their text and their ids.
 pub const TOKENS: [(&str, u32); 4] = [("<|im_start|>", 151_644), ("user", 872), ("\\n", 198), ("hello", 14_990)];
 
-/// The columns of a row that were printed.
+/// The number of columns that were published.
 pub const COLUMNS: usize = 3;
 
-/// The first columns of the first tap, a row for each token.
+/// The first columns of the first text layer, one row per token.
 pub type Rows = [[f32; COLUMNS]; TOKENS.len()];
 
-/// The values as they were printed.
+/// The published values.
 pub const VALUES: Rows = [[-768.0, 6.09, -25.75], [34.25, 2.39, -4.56], [29.25, 2.98, -2.06], [21.0, 0.31, -1.05]];
 
-/// How far a value may be off in proportion to itself. A residual stream in bf16 is rounded after each of the eighteen sublayers
-/// up to the first tap, by 2^-9 to 2^-8 of its value at most: by 3.5 % if most of these roundings go the same way.
+/// The allowed error in proportion to the value. A residual stream in bf16 is rounded after each of the eighteen sublayers up to
+/// the first text layer, by 2^-9 to 2^-8 of its value at most: by 3.5 % if most of these roundings go the same way.
 const RELATIVE: f32 = 0.04;
 
 /// Half a unit of the second decimal, to which the article rounds.
 const PRINTED: f32 = 0.005;
 
-/// How far a value of a row may be off. In addition to the above a sublayer's output has an error that is in proportion to the
-/// largest values of the row and reaches all of its columns, small ones too: a sum of products of rounded values. It is taken as
-/// half a unit in bf16 of the largest value that was printed of the row, which for the first token is the massive activation of
-/// -768.
+/// The allowed error of a value. In addition to the above, a sublayer's output has an error in proportion to the row's largest
+/// values, because it is a sum of products of rounded values. This error reaches all columns, small ones too. It is taken as half
+/// a bf16 unit of the largest published value of the row, which for the first token is the massive activation of -768.
 pub fn room(row: usize, column: usize) -> f32 {
     let largest = VALUES[row].iter().fold(0.0_f32, |largest, value| largest.max(value.abs()));
     // bf16 has seven bits behind the leading one.
@@ -44,16 +43,16 @@ pub fn room(row: usize, column: usize) -> f32 {
 /// Whether there are published values for a text encoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Applicability {
-    /// They are of this encoder.
+    /// The values are for this encoder.
     Published,
-    /// They are of this encoder, but it is quantized, which moves its values by an amount that nobody published.
+    /// The values are for this encoder, but it is quantized, which changes them by an unpublished amount.
     Quantized,
-    /// They are of another encoder.
+    /// The values are for another encoder.
     OtherEncoder,
 }
 
 impl Applicability {
-    /// Whether the values are of this text encoder.
+    /// Whether the published values are for this text encoder.
     pub fn of(config: &TextConfig, weights: &Weights) -> Self {
         let mut tensors = weights.shards().iter().flat_map(|shard| shard.tensors());
         if *config != Configs::KLEIN_4B.text_encoder {
@@ -66,18 +65,18 @@ impl Applicability {
     }
 }
 
-/// Values beside those that were published.
+/// Computed values compared with the published ones.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
-    /// What was found.
+    /// The computed values.
     pub found: Rows,
-    /// Rows and columns of the values that are off by more than their room, or not finite.
+    /// Rows and columns of values that differ by more than the allowed error, or are not finite.
     pub off: Vec<(usize, usize)>,
-    /// The largest difference in proportion to its room; not a number if a value is not.
+    /// The largest error relative to its allowed error; NaN if a value is NaN.
     pub worst: f32,
 }
 
-/// Compares values with those that were published.
+/// Compares values with the published ones.
 pub fn compare(found: Rows) -> Comparison {
     let (mut off, mut worst) = (Vec::new(), 0.0_f32);
     for (row, values) in found.iter().enumerate() {
@@ -138,12 +137,12 @@ mod tests {
     #[test]
     fn right_values_and_their_neighbors_are_accepted() {
         assert_eq!(changed(|_, _, value| value).off, []);
-        // What the article printed was rounded to bf16 and then to two decimals.
+        // The article's values were rounded to bf16 and then to two decimals.
         assert_eq!(changed(|_, _, value| bf16::from_f32(value).to_f32()).off, []);
         for factor in [0.97, 1.03] {
             assert_eq!(changed(|_, _, value| factor * value).off, []);
         }
-        // A small column may be off by what the large one of its row is rounded by.
+        // A small column may be off by the rounding error of its row's large column.
         assert_eq!(changed(|row, column, value| if (row, column) == (3, 1) { value + 0.06 } else { value }).off, []);
     }
 
@@ -158,17 +157,17 @@ mod tests {
                 assert!(found.worst.is_nan() || found.worst > 1.0);
             }
         }
-        // A tenth more is off in every row, though not in every small column.
+        // An increase by a tenth is off in every row, though not in every small column.
         let scaled = changed(|_, _, value| 1.1 * value);
         assert!((0..4).all(|row| scaled.off.contains(&(row, 0))), "{:?}", scaled.off);
-        // Other layers, other tokens, other columns: nothing but a value or two would fit by chance.
+        // With other layers, tokens or columns, at most a value or two would fit by chance.
         assert!(changed(|row, column, _| VALUES[(row + 1) % 4][column]).off.len() >= 9);
         assert!(changed(|row, column, _| VALUES[row][(column + 1) % 3]).off.len() >= 11);
         assert_eq!(changed(|_, _, _| f32::NAN).off.len(), 12);
         assert!(changed(|_, _, _| 0.0).off.len() >= 11);
     }
 
-    /// The room is a few per cent of a large value, and never so much that a sign could be wrong.
+    /// The allowed error is a few per cent of a large value, and never large enough to allow a wrong sign.
     #[test]
     fn the_room_is_what_rounding_can_explain() {
         for (row, values) in VALUES.iter().enumerate() {

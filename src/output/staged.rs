@@ -53,7 +53,7 @@ pub struct Staged {
 pub type IsJournal = fn(&[u8]) -> bool;
 
 /// Why a file or folder beside the target is left alone.
-const FOREIGN: &str = "this would be written first, but there is something of that name which kiln did not begin; move it away";
+const FOREIGN: &str = "kiln writes here first, but this exists and kiln did not begin it; move it away";
 
 impl Staged {
     /// Where an output grows until it is complete.

@@ -89,7 +89,7 @@ fn lines(text: &str) -> Vec<String> {
 
 /// Reads a file with one prompt per line. Blank lines are left out.
 pub fn read_prompts(path: &Path) -> Result<Vec<String>> {
-    let wrong = |detail: &str| Error::bad_file(path, "no list of prompts", detail);
+    let wrong = |detail: &str| Error::bad_file(path, "not a list of prompts", detail);
     let bytes = files::read(path, MAX_PROMPT_FILE).map_err(|source| Error::read(path, source))?;
     let text =
         String::from_utf8(bytes).map_err(|e| wrong(&format!("not valid UTF-8 at byte {}", e.utf8_error().valid_up_to())))?;

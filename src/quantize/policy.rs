@@ -52,7 +52,7 @@ pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a 
             continue;
         }
         let near: Vec<String> = nearest(wanted, layers.clone()).iter().map(|layer| format!("`{layer}`")).collect();
-        let hint = format!("near to it are {}; `*` stands for anything, `?` for one character", near.join(", "));
+        let hint = format!("the nearest are {}; `*` stands for anything, `?` for one character", near.join(", "));
         return Err(Error::usage(format!("no layer matches `{wanted}`"), hint));
     }
     Ok(())
@@ -101,7 +101,7 @@ mod tests {
         assert!(check_patterns(&["*.linear?".into(), "img_in".into()], layers.into_iter()).is_ok());
         let error = check_patterns(&["single_blocks.0.liner1".into()], layers.into_iter()).unwrap_err();
         assert_eq!(error.to_string(), "no layer matches `single_blocks.0.liner1`");
-        assert!(error.hint().unwrap().starts_with("near to it are `single_blocks.0.linear1`, `single_blocks.0.linear2`, "));
+        assert!(error.hint().unwrap().starts_with("the nearest are `single_blocks.0.linear1`, `single_blocks.0.linear2`, "));
     }
 
     #[test]

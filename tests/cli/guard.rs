@@ -166,7 +166,7 @@ fn a_truncation_that_was_undone_is_noticed_by_the_signal_handler() {
     file.write_all(&bytes).unwrap();
     file.set_modified(modified).unwrap();
 
-    assert_changed(&reader.verify().unwrap_err(), &path, "a part of it was gone when it was needed");
+    assert_changed(&reader.verify().unwrap_err(), &path, "part of it was missing when it was read");
     assert!(all(&reader).iter().all(|&byte| byte == 0), "and it stays so");
     // A mapping that was not read meanwhile is not affected.
     other.verify().unwrap();

@@ -174,13 +174,13 @@ fn files_that_do_not_fit_are_refused_with_their_reasons() {
         (
             of("some", &some),
             "only 2 of its 6 layers fit: the model has no layer `diffusion_model.double_blocks.5.img_attn.qkv`, \
-             `diffusion_model.double_blocks.6.img_attn.qkv`, `diffusion_model.double_blocks.7.img_attn.qkv` and 1 more; near is \
+             `diffusion_model.double_blocks.6.img_attn.qkv`, `diffusion_model.double_blocks.7.img_attn.qkv` and 1 more; the nearest is \
              `double_blocks.0.img_attn.qkv`",
             partial,
         ),
         (
             of("none", &absent(5)),
-            "the model has no layer `diffusion_model.double_blocks.5.img_attn.qkv`; near is `double_blocks.",
+            "the model has no layer `diffusion_model.double_blocks.5.img_attn.qkv`; the nearest is `double_blocks.",
             inspect,
         ),
         (
@@ -191,12 +191,13 @@ fn files_that_do_not_fit_are_refused_with_their_reasons() {
         ),
         (
             of("dev", &klein("lora_unet_single_blocks_47_linear2", [6144, 100])),
-            "the model has no layer `lora_unet_single_blocks_47_linear2`; near is `single_blocks.0.linear2`; it seems to be for FLUX.2 [dev]",
+            "the model has no layer `lora_unet_single_blocks_47_linear2`; the nearest is `single_blocks.0.linear2`; \
+             it seems to be for FLUX.2 [dev]",
             inspect,
         ),
         (
             of("flux1", &klein("lora_unet_double_blocks_0_img_mod_lin", [18432, 3072])),
-            "near is `double_blocks.0.img_mlp.0`; it seems to be for FLUX.1",
+            "nearest is `double_blocks.0.img_mlp.0`; it seems to be for FLUX.1",
             inspect,
         ),
         (of("model-file", &[factor("img_in.weight", &[4, 4])]), "it has no factors of LoRA or LoKr", inspect),

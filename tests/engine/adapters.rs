@@ -214,7 +214,7 @@ fn merged_adapters_cannot_be_replaced() {
     let first = run(&mut engine, &job()).unwrap().image;
     let refused = run(&mut engine, &Job { adapters: others, ..job() }).unwrap_err();
     assert!(matches!(&refused, Error::Usage { what, .. } if what.contains("are merged with")), "{refused}");
-    assert!(refused.hint().unwrap().contains("beside the weights"));
+    assert!(refused.hint().unwrap().contains("unmerged adapters"));
     // The next job is as the first, and so is one that names the adapters of the model.
     assert_eq!(run(&mut engine, &job()).unwrap().image, first);
     assert_eq!(run(&mut engine, &Job { adapters: same, ..job() }).unwrap().image, first);

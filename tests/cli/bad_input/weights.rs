@@ -44,7 +44,7 @@ fn files_that_are_no_weights() {
                 &part("vae", "page.safetensors"),
                 3,
                 format!("{foreign} (page.safetensors): it is a web page"),
-                Is("the download was answered with a page, perhaps a login; download the file itself"),
+                Is("the server sent a page, perhaps a login; download the file itself"),
             ),
             row(
                 &part("vae", "empty.safetensors"),
@@ -55,9 +55,7 @@ fn files_that_are_no_weights() {
             row(
                 &part("vae", "zeros.safetensors"),
                 3,
-                format!(
-                    "{foreign} (zeros.safetensors): it begins with zeros, as a file does whose download has not got that far"
-                ),
+                format!("{foreign} (zeros.safetensors): it begins with zeros, like a file whose download is incomplete"),
                 Is("wait for the download, or download the file again"),
             ),
             row(
@@ -164,7 +162,7 @@ fn parts_of_different_models() {
         ),
         (
             ["4b", "qwen4", "9b"],
-            "unknown architecture (9b.safetensors): vae: the tensors that tell its width in `encoder.down_blocks.0` are missing"
+            "unknown architecture (9b.safetensors): vae: the tensors that show its width in `encoder.down_blocks.0` are missing"
                 .into(),
             "this is no vae of FLUX.2 [klein]",
         ),
@@ -274,7 +272,7 @@ fn quantized_weights() {
     file("zero", &[packed(), blocks(0), scale("weight_scale_2", 1.0)], "");
     file("negative", &[packed(), blocks(0x80), scale("weight_scale_2", 1.0)], "");
 
-    let damaged = Is("the file is damaged, or quantized in a way of its own; download it again, or use another one");
+    let damaged = Is("the file is damaged, or quantized in a nonstandard way; download it again, or use another one");
     let invalid = |name: &str, detail: String| format!("invalid quantization ({name}): {detail}");
     let order = Is("if the file stores NVFP4 in another order, name it with --nvfp4-layout");
     let not_finite = format!("tensor `{layer}.weight_scale` is NaN, a scale is positive and finite");

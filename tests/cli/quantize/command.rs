@@ -160,7 +160,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
             "quantized already (fp8/text_encoder/qwen_3_fp8.safetensors)",
             "BF16",
         ),
-        ("tiny out --to fp8 --no-calibration --keep linear9", 2, "no layer matches `linear9`", "near to it are `"),
+        ("tiny out --to fp8 --no-calibration --keep linear9", 2, "no layer matches `linear9`", "the nearest are `"),
         ("tiny out --to fp8 --no-calibration --prompts x", 2, "cannot be used with", ""),
         ("tiny out --to nvfp4 --no-calibration --layout diffusers", 2, "only with input scales", "leave out --no-calibration"),
         (
@@ -172,7 +172,7 @@ fn what_cannot_be_done_is_refused_with_a_remedy() {
         ("tiny out --to fp8 --part text-encoder --layout diffusers", 2, "no quantized text encoders", "leave out --layout"),
         ("tiny out --to fp8 --layout bfl", 2, "invalid value 'bfl'", ""),
         ("tiny out --to fp8 --prompts none.txt", 3, "cannot read (none.txt)", ""),
-        ("tiny out --to fp8 --prompts blank.txt", 3, "no list of prompts (blank.txt)", ""),
+        ("tiny out --to fp8 --prompts blank.txt", 3, "not a list of prompts (blank.txt)", ""),
         ("tiny out --to fp8 --calibration-size 100", 2, "--calibration-size 100: ", "try --calibration-size 96"),
         (
             &format!("{weights} out.safetensors --to fp8"),

@@ -171,7 +171,7 @@ fn what_cannot_be_quantized_is_refused() {
         let error = model.formats(options(format), gemms).unwrap_err();
         assert!(matches!(error, Error::Usage { .. }));
         assert_eq!(error.to_string(), format!("the weights cannot be quantized to {} at load: {why}", format.label()));
-        assert_eq!(error.hint().unwrap(), "load them as they are stored, or name files that hold them in bf16, f16 or f32");
+        assert_eq!(error.hint().unwrap(), "load them as stored, or name files that hold them in bf16, f16 or f32");
     };
     let plain = plain(Layout::Bfl);
     let none = "this device has no GEMM of such weights";

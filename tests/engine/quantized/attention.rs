@@ -211,7 +211,7 @@ fn fp8_attention_that_cannot_be_had_is_an_error() {
         let error = of(AttentionFormat::Fp8).unwrap_err();
         assert!(matches!(error, Error::Usage { .. }));
         assert_eq!(error.to_string(), format!("FP8 attention cannot be had: {want}"));
-        assert_eq!(error.hint().unwrap(), "leave its format open: then it is FP8 where that can be had");
+        assert_eq!(error.hint().unwrap(), "leave its format open; kiln then uses FP8 where it can");
         let formats = of(AttentionFormat::Auto).unwrap().attention;
         assert_eq!(formats.last().unwrap().why, Some(why));
     }

@@ -131,7 +131,7 @@ fn fp8_that_cannot_be_had_is_an_error() {
         let error = of(Nvfp4Math::Fp8).unwrap_err();
         assert!(matches!(error, Error::Usage { .. }));
         assert_eq!(error.to_string(), format!("NVFP4 weights cannot be multiplied as FP8: {why}"));
-        assert_eq!(error.hint().unwrap(), "leave open what they are multiplied as: then it is what the device has");
+        assert_eq!(error.hint().unwrap(), "leave open what they are multiplied as; kiln then uses what the device supports");
         assert!(of(Nvfp4Math::Bf16).is_ok() && of(Nvfp4Math::Auto).is_ok());
     }
     // A model without NVFP4 does not need it.

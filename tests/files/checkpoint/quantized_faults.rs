@@ -14,7 +14,7 @@ const LAYER: &str = "double_blocks.0.img_attn.proj";
 const FP8: &str = r#"{"format": "float8_e4m3fn"}"#;
 const NVFP4: &str = r#"{"format": "nvfp4"}"#;
 const SIZE: [usize; 2] = [144, 80];
-const DAMAGED: &str = "the file is damaged, or quantized in a way of its own; download it again, or use another one";
+const DAMAGED: &str = "the file is damaged, or quantized in a nonstandard way; download it again, or use another one";
 const ORDER: &str = "if the file stores NVFP4 in another order, name it with --nvfp4-layout";
 
 fn name(suffix: &str) -> String {
@@ -203,7 +203,7 @@ fn declarations_that_do_not_fit() {
         let what = invalid(&format!("metadata `_quantization_metadata`: {detail}"));
         check(&file, |file| file.metadata = vec![("_quantization_metadata".into(), text.into())], &what);
     }
-    let layout = "metadata `nvfp4_layout` is `tiled`, which is not known";
+    let layout = "metadata `nvfp4_layout` is `tiled`, an unknown layout";
     check(&file, |file| file.note("nvfp4_layout", "tiled"), &invalid(layout));
     let elsewhere = "layer `double_blocks.9.img_attn.proj` is declared as FP8 (E4M3), but has no weight";
     for (from, to, what) in [

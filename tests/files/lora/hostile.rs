@@ -189,7 +189,7 @@ fn adapters_of_other_models_are_refused_by_name() {
         "SDXL",
         &sdxl,
         &klein,
-        &["the model has no layer", "`lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q`", "near is"],
+        &["the model has no layer", "`lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q`", "nearest is"],
     );
 }
 
@@ -223,7 +223,7 @@ fn damaged_files_are_refused() {
     refused("5,000 keys", &File::of(many), &targets, &["more than 4096 tensors"]);
     // As many as a file can have, of which the model has none.
     let none = (0..2048).flat_map(|i| pair(&format!("lora_unet_double_blocks_{i}_img_attn_q"), KOHYA, [2, 2], 1, DType::F32));
-    refused("4,096 keys of another model", &File::of(none), &targets, &["and 2045 more", "near is"]);
+    refused("4,096 keys of another model", &File::of(none), &targets, &["and 2045 more", "nearest is"]);
 }
 
 #[test]
