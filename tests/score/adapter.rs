@@ -10,13 +10,13 @@ use crate::{fixture, moons};
 use kiln::internals::adapter::{Adapter, Adapters};
 use std::sync::Arc;
 
-/// So many of a list, spread evenly over it.
+/// `count` entries of a list, spread evenly over it.
 fn some(all: Vec<Prompt>, count: usize) -> Vec<Prompt> {
     let (length, count) = (all.len(), count.min(all.len()));
     all.into_iter().enumerate().filter(|(i, _)| i * count % length < count).map(|(_, prompt)| prompt).collect()
 }
 
-/// Colors, shapes and places of the moons, or of all objects where there are none, and backgrounds.
+/// Colors, shapes and places of the moons, or of all objects in prompts without moons; and backgrounds.
 fn score(name: &str, model: &mut Model, prompts: &[Prompt]) -> [Share; 4] {
     let (mut objects, mut backgrounds, mut images): (Vec<Seen>, Vec<bool>, Vec<_>) = Default::default();
     for (i, prompt) in prompts.iter().enumerate() {
@@ -45,7 +45,7 @@ fn beside(adapter: &Adapter, strength: f32) -> Option<Arc<Adapters>> {
     Some(Arc::new(Adapters(vec![(adapter.clone(), strength)])))
 }
 
-/// Scores of so many moons and so many other prompts, each without the adapter and with it.
+/// Scores `count` moons and `others` other prompts, each without the adapter and with it.
 fn compare(count: usize, others: usize) -> [[Share; 4]; 4] {
     let (mut model, adapter) = Model::and_adapter(&root().join("models/lora/moon.safetensors"));
     let (moons, others) = (some(moons().prompts, count), some(fixture().prompts, others));
@@ -61,14 +61,14 @@ fn compare(count: usize, others: usize) -> [[Share; 4]; 4] {
     ]
 }
 
-/// With the adapter there is a moon where there was none.
+/// The adapter draws moons that the model alone does not draw.
 #[test]
 fn the_example_adapter_draws_a_moon() {
     let [before, after, ..] = compare(1, 0);
     assert_eq!((before[1].right, after[1].right), (0, 1));
 }
 
-/// All prompts of the example adapter, and as many others, which it must not spoil.
+/// Scores all prompts of the example adapter, and as many other prompts, which the adapter must not spoil.
 #[test]
 #[ignore = "minutes; this is the score of the adapter"]
 fn adapter_score() {
@@ -96,7 +96,7 @@ fn moons_are_held_out_and_judged() {
             prompt.text
         );
     }
-    // The control: with another shape in its place it is none.
+    // The control: another shape in the moon's place is not a moon.
     for (i, prompt) in prompts.iter().enumerate() {
         let mut other = prompt.scene.clone();
         let moon = other.objects.iter().position(|object| object.shape == MOON).unwrap();

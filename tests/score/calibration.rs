@@ -21,8 +21,8 @@ use std::rc::Rc;
 /// The largest magnitude of every layer's input, by the layer's name.
 pub type Largest = BTreeMap<String, f32>;
 
-/// The weights of the linear layers of the transformer's blocks, which are those that the files of Black Forest Labs quantize,
-/// and all other tensors.
+/// The weights of the linear layers of the transformer's blocks, which the files of Black Forest Labs quantize, and all other
+/// tensors.
 pub fn block_linears(weights: &Weights) -> (Vec<TensorSpec>, Vec<TensorSpec>) {
     let config = TransformerConfig::detect(weights, None).unwrap();
     let is_block = |spec: &TensorSpec| spec.layer.is_some_and(|layer| layer.block.is_some());
@@ -69,8 +69,8 @@ impl Observer {
     }
 }
 
-/// What the model is calibrated on: prompts, and an edit of these of the fixture's rendered scenes. The score asks for none of
-/// them.
+/// The calibration's prompts. They also serve for an edit of the fixture's rendered scenes. The score uses none of these
+/// prompts.
 const PROMPTS: [&str; 2] = [
     "a red star on the left on a blue background",
     "a cyan square at the top, a pink triangle on the left and a large brown heart at the bottom on white and green stripes",

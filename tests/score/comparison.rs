@@ -1,4 +1,4 @@
-//! The score in FP8 and in NVFP4 against that in bf16.
+//! Compares the score in FP8 and in NVFP4 with the score in bf16.
 
 use crate::calibration::{block_linears, layer_name, values};
 use crate::engine::{Format, Model, files_of, model_folder};
@@ -17,15 +17,15 @@ use kiln::internals::tensor::{DType, Nvfp4Layout, Scales, SliceScaling, Stored};
 use kiln::locate::Found;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By how many points a column may differ from the one in bf16.
+/// How many points each column may differ from the bf16 column.
 type Leeway = [f64; 6];
 
 const FP8: Leeway = [1.0, 1.0, 1.0, 1.0, 3.0, 3.0];
 const NVFP4: Leeway = [2.0, 2.0, 2.0, 2.0, 5.0, 5.0];
-/// Of inputs in NVFP4.
+/// The leeway of NVFP4 inputs.
 const W4A4: Leeway = [3.0, 3.0, 3.0, 3.0, 6.0, 6.0];
 
-/// The columns of one set of seeds after the other.
+/// The columns of each set of seeds.
 type Columns = Vec<[Share; 6]>;
 
 /// The means of the columns, in per cent.
@@ -33,12 +33,12 @@ fn means(columns: &Columns) -> [f64; 6] {
     std::array::from_fn(|i| columns.iter().map(|shares| shares[i].percent()).sum::<f64>() / columns.len() as f64)
 }
 
-/// The columns whose means differ by more than they may.
+/// The columns whose means differ by more than the leeway.
 fn apart(bf16: &Columns, quantized: &Columns, leeway: Leeway) -> Vec<&'static str> {
     let (a, b) = (means(bf16), means(quantized));
-    // A share is a quotient of whole numbers, so the comparison is not spoiled by rounding if it allows for some.
+    // A share is a quotient of integers, so a small allowance for rounding does not spoil the comparison.
     let close = |i: &usize| (a[*i] - b[*i]).abs() <= leeway[*i] + 1e-9;
-    // What is not a number is not close.
+    // NaN is not close.
     (0..6).filter(|i| !close(i)).map(|i| COLUMNS[i]).collect()
 }
 
@@ -58,7 +58,7 @@ fn columns(name: &str, model: Model, limits: (usize, usize), sets: u64) -> (Colu
     (columns, *model)
 }
 
-/// Scores these formats and bf16, with `KILN_SCORE_SEEDS` sets of seeds, three if nothing is said.
+/// Scores these formats and bf16 with `KILN_SCORE_SEEDS` sets of seeds, three by default.
 fn score_like_bf16(formats: &[Format], leeway: Leeway) {
     let (sets, limits) = (number("KILN_SCORE_SEEDS", 3), (limit(), limit()));
     println!("{}", COLUMNS.join("  "));
@@ -102,14 +102,14 @@ fn w4a4_scores_like_bf16() {
     score_like_bf16(&[Format::W4A4, Format::W4A4_AT_LOAD], W4A4);
 }
 
-/// The rule itself: at the limit, and one verdict beyond it.
+/// Checks the rule itself: at the limit, and one verdict beyond it.
 #[test]
 fn a_column_may_differ_by_so_many_points() {
-    // Of a thousand verdicts in three sets, so many are right.
+    // How many of a thousand verdicts are right, in three sets.
     let sets = |right: [[usize; 6]; 3]| -> Columns { right.map(|set| set.map(|right| Share { right, of: 1000 })).to_vec() };
     let plain = sets([[970, 980, 990, 1000, 880, 1000]; 3]);
     assert!(apart(&plain, &plain, FP8).is_empty());
-    // Only the means count, and they may be higher or lower.
+    // Only the means count, and they may be higher or lower than in bf16.
     let most = [[940, 990, 1000, 970, 850, 970], [970, 990, 1000, 1000, 880, 970], [970, 990, 1000, 1000, 820, 970]];
     assert!(apart(&plain, &sets(most), FP8).is_empty());
     for (leeway, points) in [(FP8, [1, 3]), (NVFP4, [2, 5])] {
@@ -126,10 +126,10 @@ fn a_column_may_differ_by_so_many_points() {
     }
 }
 
-/// The controls: these faults spoil the image of a prompt, and the rule sees it. The same image without the fault passes.
+/// The controls: these faults spoil the image of a prompt, and the rule notices. Without the fault the same image passes.
 #[test]
 fn faults_break_the_rule() {
-    // Two octaves of head room are used up, and four more are missing.
+    // The two octaves of head room are used up, and four more are missing.
     let saturating: Change = |layer, _| layer.input_scale = layer.input_scale.map(|scale| scale / 64.0);
     let swapped: Change = |layer, _| layer.codes.iter_mut().for_each(|byte| *byte = byte.rotate_left(4));
     let (bf16, _) = columns("bf16", Model::of_score(Format::BF16), (1, 0), 1);
@@ -138,7 +138,7 @@ fn faults_break_the_rule() {
         (Format::NVFP4, DType::E2m1, NVFP4, swapped),
         (Format::NVFP4_AS_FP8, DType::E2m1, NVFP4, saturating),
     ];
-    // Each takes two images, so a short run takes one fault, which its seed draws.
+    // Each fault takes two images, so a short run tests one fault, which its seed chooses.
     let drawn = seed(true) as usize % faults.len();
     for (_, (format, weights, leeway, fault)) in faults.into_iter().enumerate().filter(|(index, _)| long() || *index == drawn) {
         let name = format.name;
@@ -151,7 +151,7 @@ fn faults_break_the_rule() {
     }
 }
 
-/// What rounding to a format may change in a weight.
+/// The change of a weight that rounding to a format may cause.
 struct Rounding {
     /// The relative error of all values, from and to.
     errors: [f64; 2],
@@ -167,15 +167,15 @@ impl Rounding {
         let scale = largest(values) / format.format().largest;
         let off = |value: &f32, part: f32, least: f32| f64::from((value.abs() * part).max(least)) * (1.0 + 1e-6);
         match format {
-            // Three bits of mantissa: the distance is an eighth of a number at the lower end of an octave and a sixteenth of one
-            // at the upper end. Below the normal numbers it is 2^-9 times the scale.
+            // Three bits of mantissa: the distance is an eighth of a number at the lower end of an octave and a sixteenth at the
+            // upper end. Below the normal numbers it is 2^-9 times the scale.
             DType::E4m3 => Self {
                 errors: [16.0, 8.0].map(|parts| 1.0 / parts / 12.0_f64.sqrt()),
                 allowed: values.iter().map(|value| off(value, 1.0 / 16.0, scale / 1024.0)).collect(),
             },
             // One bit of mantissa: the distance is a half to a quarter of a number, and below the normal numbers half of the
-            // block's unit. That is a sixth of the block's largest value, rounded to e4m3. The error of this value is only that of
-            // the unit, and the least leaves it out.
+            // block's unit. The unit is a sixth of the block's largest value, rounded to e4m3. The error of that largest value
+            // comes only from the unit; the lower limit leaves it out.
             _ => {
                 let unit = |block: &[f32]| (largest(block) / 6.0 * (1.0 + 1.0 / 16.0)).max(largest(block) / 6.0 + scale / 1024.0);
                 let blocks = || values.chunks_exact(BLOCK);
@@ -191,7 +191,7 @@ impl Rounding {
     }
 }
 
-/// The error of every layer's weight has to be that of rounding.
+/// Checks that the error of every layer's weight is the error of rounding.
 fn check_errors(format: DType, content: &Content) -> Result<(), String> {
     let (files, plain) = (QuantizedFiles::write(content), open(&files_of(&model_folder())));
     let quantized = open(&files.files);
@@ -214,7 +214,7 @@ fn the_files_are_what_they_claim() {
     FORMATS.into_iter().for_each(check_file);
 }
 
-/// The file has what those of Black Forest Labs have, and its weights are the model's, rounded.
+/// Checks that the file has the tensors of Black Forest Labs' files, and the model's weights, rounded.
 fn check_file(format: DType) {
     let (content, files) = (content(format), files_of(&model_folder()));
     let written = QuantizedFiles::write(content);

@@ -9,7 +9,7 @@ use crate::world::{Edit, Object, Prompt, SIDE, Scene};
 use common::random::long;
 use rayon::prelude::*;
 
-/// Every fourth prompt, or what belongs to it, in a short run: each number of objects keeps its share.
+/// In a short run every fourth prompt or its data, so that each number of objects keeps its share.
 fn some<T>(all: impl IntoIterator<Item = T>) -> Vec<T> {
     all.into_iter().step_by(if long() { 1 } else { 4 }).collect()
 }
@@ -18,7 +18,7 @@ fn prompts() -> Vec<Prompt> {
     some(fixture().prompts)
 }
 
-/// Every third edit in a short run, as many of each kind.
+/// In a short run every third edit, equally many of each kind.
 fn edits() -> Vec<Edit> {
     fixture().edits.into_iter().step_by(if long() { 1 } else { 3 }).collect()
 }
@@ -69,7 +69,7 @@ fn images_of_other_prompts_fail() {
     assert!(shares.iter().all(|s| s.percent() <= 30.0), "{}", line(&shares));
 }
 
-/// The columns of images of changed scenes, judged against the original scenes: colors, shapes, places, backgrounds.
+/// Judges images of changed scenes against the original scenes. Returns the columns: colors, shapes, places, backgrounds.
 fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
     let changed = |p: &Prompt| {
         let mut scene = p.scene.clone();
@@ -84,7 +84,7 @@ fn after(prompts: &[Prompt], change: impl Fn(&mut Scene) + Sync) -> [Share; 4] {
     tally(&prompts.par_iter().map(changed).map(first).collect::<Vec<_>>())
 }
 
-/// Another name of a list, which is clearly different.
+/// Another name of a list, one that is clearly different.
 fn other<'a>(list: &[&'a str], name: &str) -> &'a str {
     list[(list.iter().position(|n| *n == name).unwrap() + 3) % list.len()]
 }
@@ -105,7 +105,7 @@ fn every_column_can_fail() {
         after(&prompts, |s| s.objects[0].shape = other(&shapes, &s.objects[0].shape).into()),
         [true, false, true, true],
     );
-    // A color that differs clearly from those of the objects and of the background.
+    // A color that differs clearly from the colors of the objects and of the background.
     let loud = |s: &Scene| {
         let taken: Vec<&str> = s.objects.iter().map(|o| o.color.as_str()).chain([s.background.color.as_str()]).collect();
         *["green", "purple", "cyan", "yellow", "black", "white"]
@@ -143,7 +143,7 @@ fn stands_out(color: &str, others: &[&str]) -> bool {
     others.iter().all(|o| crate::world::distance(crate::world::rgb(color), crate::world::rgb(o)) > 100.0)
 }
 
-/// Moves an object inwards, where there is room.
+/// Moves an object inwards, where there is room for it.
 fn moved(o: &mut Object) {
     let inwards = |c: f32| if c < 128.0 { 22.0 } else { -22.0 };
     (o.cx, o.cy) = (o.cx + inwards(o.cx), o.cy + inwards(o.cy));

@@ -25,7 +25,7 @@ use std::sync::atomic::AtomicBool;
 
 const STEPS: usize = 4;
 
-/// The repository: where this was built, or, on another machine, where it is run from.
+/// The repository: the build folder or, on another machine, the working directory.
 pub fn root() -> PathBuf {
     let built = Path::new(env!("CARGO_MANIFEST_DIR"));
     if built.is_dir() { built.into() } else { ".".into() }
@@ -52,13 +52,13 @@ fn located(folder: &Path) -> Found {
 #[derive(Clone, Copy, Debug)]
 pub struct Format {
     pub name: &'static str,
-    /// The format of the file's quantized weights, which are those of the linear layers of the transformer's blocks.
+    /// The format of the file's quantized weights: the linear layers of the transformer's blocks.
     weights: Option<DType>,
-    /// What the same weights of the plain model, and those of the text encoder, are quantized to when it is loaded, without calibration.
+    /// The format to which the same weights of the plain model, and the text encoder's, are quantized at load, without calibration.
     at_load: Option<DType>,
-    /// What NVFP4 weights are multiplied as.
+    /// The type in which NVFP4 weights are multiplied.
     nvfp4_math: Nvfp4Math,
-    /// Whether a device has the GEMM; otherwise it would expand the weights and multiply in bf16.
+    /// Whether a device has the GEMM. Without it the device would expand the weights and multiply in bf16.
     is_multiplied_by: fn(GemmFormats) -> bool,
 }
 
@@ -79,7 +79,7 @@ impl Format {
     /// Weights and inputs in NVFP4.
     pub const W4A4: Self =
         Self { name: "w4a4", nvfp4_math: Nvfp4Math::Auto, is_multiplied_by: |gemms| gemms.w4a4, ..Self::NVFP4 };
-    /// Weights in NVFP4 in the file, encoded again as e4m3, and inputs in e4m3.
+    /// NVFP4 weights in the file, re-encoded as e4m3, and e4m3 inputs.
     pub const NVFP4_AS_FP8: Self =
         Self { name: "nvfp4-as-fp8", nvfp4_math: Nvfp4Math::Fp8, is_multiplied_by: |gemms| gemms.w8a8, ..Self::NVFP4 };
     pub const FP8_AT_LOAD: Self = Self { name: "fp8-at-load", ..Self::FP8.at_load() };
@@ -98,35 +98,35 @@ impl Format {
         Self::W4A4_AT_LOAD,
     ];
 
-    /// The format of weights that become so when they are loaded.
+    /// Sets the format to which weights are quantized at load.
     const fn at_load(self) -> Self {
         Self { weights: None, at_load: self.weights, ..self }
     }
 
-    /// What `KILN_SCORE_FORMAT` says, or else bf16 on a GPU and f32 on the CPU.
+    /// The format that `KILN_SCORE_FORMAT` names; by default bf16 on a GPU and f32 on the CPU.
     pub fn of_score() -> Self {
         let default = if on_gpu() { Self::BF16 } else { Self::F32 };
         choice("KILN_SCORE_FORMAT", &Self::ALL.map(|format| (format.name, format))).unwrap_or(default)
     }
 
-    /// The precision of what is not quantized.
+    /// The precision of everything that is not quantized.
     pub fn precision(self) -> Precision {
         if self.name == Self::F32.name { Precision::F32 } else { Precision::Bf16 }
     }
 }
 
-/// Whether `KILN_SCORE_DEVICE` says so.
+/// Whether `KILN_SCORE_DEVICE` asks for the GPU.
 fn on_gpu() -> bool {
     choice("KILN_SCORE_DEVICE", &[("cpu", false), ("cuda", true)]).unwrap_or(false)
 }
 
-/// What `KILN_SCORE_ACCUMULATE` says.
+/// The accumulation that `KILN_SCORE_ACCUMULATE` names.
 fn accumulate() -> Fp8Accumulate {
     let named = [Fp8Accumulate::Auto, Fp8Accumulate::Exact, Fp8Accumulate::Fast].map(|way| (way.name(), way));
     choice("KILN_SCORE_ACCUMULATE", &named).unwrap_or_default()
 }
 
-/// In which format queries and keys of quantized models are: what `KILN_SCORE_ATTENTION` says.
+/// The format of queries and keys of quantized models, which `KILN_SCORE_ATTENTION` names.
 fn attention() -> AttentionFormat {
     let named = [("auto", AttentionFormat::Auto), ("bf16", AttentionFormat::Bf16), ("fp8", AttentionFormat::Fp8)];
     choice("KILN_SCORE_ATTENTION", &named).unwrap_or_default()
@@ -146,7 +146,7 @@ fn backend() -> Box<dyn Backend> {
     Box::new(cpu())
 }
 
-/// Models are loaded in bf16, with the VAE's encoder.
+/// Loads models in bf16, with the VAE's encoder.
 const OPTIONS: LoadOptions = LoadOptions { references: true, ..LoadOptions::DEFAULT };
 
 /// A model ready to draw.
@@ -156,7 +156,7 @@ pub struct Model {
     pub what: String,
     /// How many activations did not fit into FP8, in all images so far.
     pub saturated: u64,
-    /// The adapters that it draws with.
+    /// The adapters in use.
     pub adapters: Option<Arc<Adapters>>,
     /// The files in use, if they are temporary.
     _files: Option<QuantizedFiles>,
@@ -191,7 +191,7 @@ impl Model {
         Self { _files: Some(files), ..model }
     }
 
-    /// The model that is scored, which computes what adapters add beside its weights, and an adapter for it.
+    /// The scored model with unmerged adapters, and an adapter for it.
     pub fn and_adapter(file: &Path) -> (Self, Adapter) {
         let (found, precision) = (located(&model_folder()), Format::of_score().precision());
         let targets = OpenModel::open(&found, None).unwrap().layer_targets();
@@ -221,8 +221,8 @@ impl Model {
         self.run(prompt, references, seed, STEPS, Noise::Drawn(NoiseKind::HOPPER)).0
     }
 
-    /// An image after a round trip through the VAE. A run of zero steps encodes its references and decodes its noise, which here
-    /// is the encoded image.
+    /// An image after a round trip through the VAE. A run of zero steps encodes its references and decodes its noise. Here the noise is
+    /// the encoded image.
     pub fn round_trip(&mut self, image: &Image) -> Image {
         let noise = Noise::Drawn(NoiseKind::HOPPER);
         let tokens = self.run("", std::slice::from_ref(image), 0, 0, noise).1.remove(0);

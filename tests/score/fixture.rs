@@ -1,4 +1,4 @@
-//! Checks of the fixture: prompts and edits are held out, and renders equal those of training.
+//! Checks of the fixture: prompts and edits are held out, and its renders equal the training's.
 
 use crate::render::render;
 use crate::wording::{EDITS, PROMPTS, fits};
@@ -47,7 +47,7 @@ fn prompts_are_held_out() {
         }
         assert!(said(&p.scene.background.color) && said(&p.scene.background.color2), "{}", p.text);
     }
-    // Templates are drawn at random, so one may be missing; another list would miss more.
+    // Templates are drawn at random, so one may be missing. Another list would miss more.
     assert!(used.len() + 1 >= PROMPTS.len(), "wordings are never used");
 }
 
@@ -73,7 +73,7 @@ fn edits_are_held_out_and_change_one_thing() {
                 "background" | "combine" => (0, 0, 1),
                 _ => (1, 1, 0),
             };
-            // The background of the second reference may happen to be that of the first.
+            // The second reference may happen to have the background of the first.
             assert!((new, gone, moved) == want || (kind == "combine" && (new, gone) == (0, 0)), "{}", e.text);
             assert_eq!(e.object.is_some(), new + gone > 0);
         }
@@ -102,7 +102,7 @@ fn wordings_of_training_do_not_fit() {
     }
 }
 
-/// This renderer against that of training.
+/// Compares this renderer with the renderer of training.
 #[test]
 fn renders_equal_those_of_training() {
     let read = |name: &str| read_images(&root().join("tests/fixtures/builtin").join(name));
@@ -115,7 +115,7 @@ fn renders_equal_those_of_training() {
         let far = off.iter().filter(|d| **d > 3).count() as f64 / off.len() as f64;
         println!("render {i}: mean difference {mean:.4}, {far:.5} of the values further than 3 apart");
         assert!(mean <= 0.2 && far <= 0.001, "render {i}");
-        // The control: the same scene with one object moved by a pixel does not pass.
+        // The control: a scene with one object moved by a pixel does not pass.
         let mut moved = scene.clone();
         moved.objects[0].cx += 1.0;
         let off = render(&moved).bytes().iter().zip(wanted.bytes()).filter(|(a, b)| a.abs_diff(*b) > 3).count();

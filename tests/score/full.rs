@@ -1,4 +1,4 @@
-//! The score of a model, or of images from elsewhere.
+//! The score of a model, or of stored images.
 
 use crate::edits::{EditVerdict, Task};
 use crate::engine::{Format, Model, root};
@@ -14,11 +14,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Where images come from.
+/// The source of the images.
 pub enum Source {
-    /// A model, and the round trips of the edits' targets so far.
+    /// A model, and the round trips of the edits' targets that it has computed so far.
     Model(Box<Model>, BTreeMap<usize, Image>),
-    /// `prompt_000.png` onwards, and `edit_000.png` onwards with the round trips of their targets, `trip_000.png`.
+    /// `prompt_000.png` onwards; `edit_000.png` onwards, with `trip_000.png` onwards, the round trips of their targets.
     Folder(PathBuf),
 }
 
@@ -64,7 +64,7 @@ impl Source {
     pub fn what(&self) -> String {
         match self {
             Self::Model(model, _) => model.what.clone(),
-            Self::Folder(folder) => format!("pictures of {}", folder.display()),
+            Self::Folder(folder) => format!("images of {}", folder.display()),
         }
     }
 }
@@ -89,7 +89,7 @@ pub struct Score<'a> {
 }
 
 impl<'a> Score<'a> {
-    /// Generates and judges images of some prompts and edits, spread evenly over all of them, from one of the sets of seeds.
+    /// Generates and judges images of some prompts and edits, spread evenly over all, with one set of seeds.
     pub fn of(source: &mut Source, fixture: &'a Fixture, limits: (usize, usize), seeds: u64) -> Self {
         let Fixture { prompts, edits, .. } = fixture;
         let some = |all: usize, limit: usize| (0..limit.min(all)).map(move |i| i * all / limit.min(all));
@@ -118,7 +118,7 @@ impl<'a> Score<'a> {
         [a, b, c, d, e, f]
     }
 
-    /// A model cannot be better than its VAE, and edits are measured against it.
+    /// Checks the VAE's round trips, because a model cannot be better than its VAE, and edits are measured against it.
     fn check_trips(&mut self, source: &mut Source) {
         let trips = self.prompts.iter().filter_map(|(_, prompt, ..)| Some(judge(&source.trip(prompt)?, &prompt.scene)));
         self.trips = trips.collect();
@@ -126,7 +126,7 @@ impl<'a> Score<'a> {
             return;
         }
         let shares = tally(&self.trips);
-        println!("round trips of true pictures: {}", line(&shares));
+        println!("round trips of true images: {}", line(&shares));
         assert!(shares.iter().all(|share| share.percent() >= 95.0), "the autoencoder loses too much");
     }
 
@@ -147,7 +147,7 @@ impl<'a> Score<'a> {
         })
     }
 
-    /// Saves all images, those that failed beside the rendered ones, and of each edit the references, the result and the target.
+    /// Saves all images: failed ones next to the rendered ones, and for each edit its references, result and target.
     fn save_images(&self, folder: &Path) {
         let right = |v: &Verdict| v.background && v.objects.iter().all(|o| o.color && o.shape && o.place);
         let grid = |name: String, cells: &[(Image, bool)], columns: usize| {
@@ -171,8 +171,8 @@ impl<'a> Score<'a> {
     }
 }
 
-/// The score of the built-in model, or of what `KILN_SCORE_MODEL` or `KILN_SCORE_PICTURES` names. Leaves its images and figures
-/// in `target/score`.
+/// Scores the built-in model, or what `KILN_SCORE_MODEL` or `KILN_SCORE_PICTURES` names. Writes images and figures to
+/// `target/score`.
 #[test]
 #[ignore = "minutes; this is the score"]
 fn full_score() {
@@ -190,12 +190,12 @@ fn full_score() {
     score.save_images(&folder);
     let json = serde_json::to_string_pretty(&score.json(&what, start.elapsed().as_secs_f64())).unwrap();
     std::fs::write(folder.join("score.json"), json + "\n").unwrap();
-    println!("{:.0} s; pictures and figures are in {}", start.elapsed().as_secs_f64(), folder.display());
+    println!("{:.0} s; images and figures are in {}", start.elapsed().as_secs_f64(), folder.display());
     let missed: Vec<&str> = (0..6).filter(|i| columns[*i].percent() < MUSTS[*i]).map(|i| COLUMNS[i]).collect();
     assert!(missed.is_empty(), "below the must: {}", missed.join(", "));
 }
 
-/// A sample of the score. Few images are a rough estimate of a percentage, so the limits are lowered.
+/// Scores a sample. Few images are a rough estimate of a percentage, so the limits are lower.
 #[test]
 fn a_sample_of_the_score() {
     let fixture = fixture();
@@ -208,7 +208,7 @@ fn a_sample_of_the_score() {
     }
 }
 
-/// The control: an untrained model fails in every column, through the same engine.
+/// The control: an untrained model fails in every column of the same score.
 #[test]
 fn an_untrained_model_scores_nothing() {
     let fixture = fixture();

@@ -1,7 +1,7 @@
 //! Images of the built-in model, judged by geometry that shares no code with its training: colors, shapes and places of objects,
 //! backgrounds, edits. Controls test the judge itself.
 //!
-//! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` tells how it works.
+//! `cargo test --release --test score -- --ignored --nocapture` is the score; `tools/train_builtin/README.md` describes it.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 mod adapter;

@@ -1,5 +1,5 @@
-//! The built-in model in FP8 and NVFP4, as Black Forest Labs publish theirs: the linear layers of the transformer's blocks with
-//! quantized weights and a static scale of their inputs, everything else in bf16.
+//! The built-in model in FP8 and NVFP4, in the form that Black Forest Labs publish: the linear layers of the transformer's
+//! blocks have quantized weights and a static input scale, everything else is in bf16.
 
 use crate::calibration::{Largest, block_linears, calibrate, layer_name, values};
 use crate::engine::{files_of, model_folder};
@@ -15,11 +15,11 @@ use kiln::locate::{Found, ModelFiles};
 use safetensors::tensor::Dtype;
 use std::sync::LazyLock;
 
-/// Inputs may be this much larger than in the calibration before they saturate. It costs nothing: over 15 octaves the numbers of
-/// e4m3 are relatively as dense, and NVFP4's scales of blocks are such numbers.
+/// Inputs may be this much larger than in the calibration before they saturate. This costs no accuracy: over 15 octaves e4m3
+/// numbers are relatively as dense, and NVFP4's block scales are e4m3 numbers.
 const HEAD_ROOM: f32 = 4.0;
 
-/// The formats of quantized weights, and of inputs that are quantized with them: e4m3 with one scale of each tensor, and NVFP4.
+/// The formats of quantized weights and their inputs: e4m3 with one scale per tensor, and NVFP4.
 pub const FORMATS: [DType; 2] = [DType::E4m3, DType::E2m1];
 
 /// The scale of a layer's input: a power of two.
@@ -28,7 +28,7 @@ fn input_scale(format: DType, largest: f32) -> f32 {
     2.0_f32.powi((HEAD_ROOM * largest / format.format().largest).log2().ceil() as i32)
 }
 
-/// The elements of a weight with this scale, and the scales of blocks, row by row.
+/// The elements of a weight with this scale, and its block scales, row by row.
 fn encode(format: DType, values: &[f32], scale: f32) -> (Vec<u8>, Option<Vec<u8>>) {
     if format == DType::E4m3 {
         return (values.iter().map(|value| to_e4m3(value / scale)).collect(), None);
@@ -57,7 +57,7 @@ fn quantize(format: DType, weights: &Weights, inputs: &Largest) -> Content {
     Content { layers: linears.iter().map(layer).collect(), plain: rest.iter().map(plain).collect() }
 }
 
-/// The transformer of the model that is scored in one of the formats. It is calibrated once.
+/// The scored model's transformer in one of the formats. It is calibrated once.
 pub fn content(format: DType) -> &'static Content {
     static CONTENTS: LazyLock<[Content; 2]> = LazyLock::new(|| {
         let (folder, weights) = (model_folder(), open(&files_of(&model_folder())));
@@ -72,14 +72,14 @@ pub fn open(files: &ModelFiles) -> Weights {
     Weights::open(Component::Transformer, &files.parts.transformer).unwrap()
 }
 
-/// The files of a model whose transformer is in a temporary folder, which is deleted with this.
+/// Model files with a transformer in a temporary folder, which is deleted on drop.
 pub struct QuantizedFiles {
     pub files: ModelFiles,
     _sandbox: Sandbox,
 }
 
 impl QuantizedFiles {
-    /// Writes this transformer for the model that is scored.
+    /// Writes this transformer for the scored model.
     pub fn write(content: &Content) -> Self {
         let (mut files, sandbox) = (files_of(&model_folder()), Sandbox::new());
         files.parts.transformer = sandbox.path("flux-2-klein-quantized.safetensors");

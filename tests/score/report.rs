@@ -1,4 +1,4 @@
-//! Statistics of many verdicts, and their display.
+//! Statistics of many verdicts, and how they are displayed.
 
 use crate::edits::EditVerdict;
 use crate::judge::Verdict;
@@ -14,7 +14,7 @@ pub const COLUMNS: [&str; 6] = ["colors", "shapes", "places", "backgrounds", "ed
 pub const MUSTS: [f64; 6] = [95.0, 85.0, 92.0, 97.0, 80.0, 85.0];
 pub const GOALS: [f64; 6] = [98.0, 92.0, 96.0, 99.0, 92.0, 92.0];
 
-/// The first four columns.
+/// The first four columns: colors, shapes, places, backgrounds.
 pub fn tally(verdicts: &[Verdict]) -> [Share; 4] {
     let objects = || verdicts.iter().flat_map(|v| &v.objects);
     [
@@ -25,7 +25,7 @@ pub fn tally(verdicts: &[Verdict]) -> [Share; 4] {
     ]
 }
 
-/// The last two columns.
+/// The last two columns: edits made, rest kept.
 pub fn tally_edits(verdicts: &[EditVerdict]) -> [Share; 2] {
     [Share::of(verdicts.iter().map(|v| v.made)), Share::of(verdicts.iter().map(|v| v.kept))]
 }
@@ -39,7 +39,7 @@ pub fn by_kind(verdicts: &[EditVerdict]) -> BTreeMap<&str, [Share; 2]> {
     kinds.into_iter().map(|(kind, verdicts)| (kind, tally_edits(&verdicts))).collect()
 }
 
-/// Shares in a line.
+/// Formats shares as a line.
 pub fn line(shares: &[Share]) -> String {
     shares.iter().map(|s| format!("{:5.1} ({}/{})", s.percent(), s.right, s.of)).collect::<Vec<_>>().join("  ")
 }

@@ -1,6 +1,5 @@
-//! The compiled kernels: the resources of each are compared with `kernels/resources.txt`, each file has its image, and those of
-//! one architecture consist of the instructions they were written for. And the table of their instantiations,
-//! `kernels/kernels.def`.
+//! Checks of the compiled kernels: the resources of each kernel against `kernels/resources.txt`, one image per file, and the instructions
+//! that each architecture's kernels were written for. Also checks `kernels/kernels.def`, the table of kernel instantiations.
 
 #![allow(clippy::print_stdout)] // says why a test was skipped, with --nocapture
 
@@ -53,13 +52,13 @@ impl Table {
         Self { nvcc: nvcc.into(), archs: archs.into(), rows }
     }
 
-    /// The kernels of a file that is for one architecture: the name and numbers of each.
+    /// The kernels of a file that is compiled for one architecture: each name with its numbers.
     fn of_file(&self, file: &str) -> Vec<(&str, [u32; 4])> {
         let rows = self.rows.iter().filter_map(|(name, numbers)| Some((name.strip_prefix(file)?.strip_prefix(' ')?, *numbers)));
         rows.filter_map(|(rest, numbers)| Some((rest.split(' ').next()?, numbers))).collect()
     }
 
-    /// The persistent kernels that have a stack or spills, which would stall the tensor cores: no table may allow that.
+    /// The persistent kernels with a stack or spills. These would stall the tensor cores, so no table may allow them.
     fn persistent_spills(&self) -> Vec<String> {
         let kernels = persistent_files().flat_map(|file| self.of_file(file));
         kernels
@@ -101,7 +100,7 @@ fn faults(built: &Table, allowed: &Table) -> Vec<String> {
         }
     }
     faults.extend(built.persistent_spills());
-    // A build for fewer architectures has no rows for the others.
+    // A build for fewer architectures lacks rows for the others.
     if built.archs == allowed.archs {
         let gone = allowed.rows.keys().filter(|name| !built.rows.contains_key(*name));
         faults.extend(gone.map(|name| format!("{name}: in the table, but there is no such kernel")));
@@ -161,14 +160,14 @@ fn addressed_instructions(listing: &str) -> BTreeMap<&str, Vec<(u64, &str)>> {
     kernels.map(|(kernel, code)| (kernel.trim(), code.lines().filter_map(instruction).collect())).collect()
 }
 
-/// The same without addresses.
+/// The instructions of each kernel in a listing, without addresses.
 fn instructions(listing: &str) -> BTreeMap<&str, Vec<&str>> {
     let kernels = addressed_instructions(listing).into_iter();
     kernels.map(|(kernel, codes)| (kernel, codes.into_iter().map(|(_, code)| code).collect())).collect()
 }
 
-/// The shortest loop around an instruction that begins with `mma`, from where a branch goes back to up to the branch. Of several, the one that
-/// has most of them: LoRA branches are added by a loop of their own.
+/// The shortest loop around an instruction that begins with `mma`, from a backward branch's target to the branch. If there are several, the
+/// loop with the most MMAs: LoRA branches are added by a loop of their own.
 fn loop_around<'a>(codes: &[(u64, &'a str)], mma: &str) -> Vec<&'a str> {
     let loops = codes.iter().filter_map(|&(from, code)| {
         let to = code.strip_prefix("BRA")?.rsplit_once("0x").and_then(|(_, to)| u64::from_str_radix(to.trim_end(), 16).ok())?;
@@ -191,10 +190,10 @@ fn opcodes(listing: &str) -> BTreeMap<&str, BTreeSet<&str>> {
         .collect()
 }
 
-/// Exponentials that are computed between the wait for Q K^T and the wait for the P V of the block before, in the loop over KV blocks.
-/// The compiler may move the second wait to the front, which is correct but slow.
+/// Counts the exponentials between the wait for Q K^T and the wait for the previous block's P V, in the loop over KV blocks. The compiler
+/// may move the second wait to the front, which is correct but slow.
 fn exp2_during_mma(codes: &[&str]) -> usize {
-    // The P V of the loop comes before that of the last KV block. Only V is transposed.
+    // The loop's P V comes before the last KV block's. Only V is transposed.
     let values = |code: &str| code.starts_with("HGMMA") && code.contains(".tnspB");
     let first = codes.iter().position(|code| values(code));
     let after = &codes[first.unwrap_or(codes.len())..];
@@ -202,7 +201,7 @@ fn exp2_during_mma(codes: &[&str]) -> usize {
     waits.nth(1).map_or(0, |between| between.iter().filter(|code| code.starts_with("MUFU.EX2")).count())
 }
 
-/// Whether kernels were built for an architecture, and can be disassembled: cuobjdump calls nvdisasm.
+/// Whether kernels were built for an architecture and can be disassembled. cuobjdump calls nvdisasm.
 fn can_list(arch: &str) -> bool {
     if !built::ARCHS.contains(&arch) {
         println!("skipped: built without kernels for {arch}");
@@ -248,8 +247,8 @@ fn sm90_kernels_use_wgmma() {
             for (kernel, codes) in instructions(&listing) {
                 let count = exp2_during_mma(&codes);
                 assert!(count >= 64, "{kernel}: {count} exponentials are computed while an MMA is in flight");
-                // Q K^T over a head of 128 is eight MMAs of bf16 or four of e4m3, P V over 128 keys eight of bf16. Each is there
-                // twice, in the loop and for the first or the last KV block.
+                // Q K^T over a head of 128 is eight MMAs of bf16 or four of e4m3, P V over 128 keys eight of bf16. Each appears twice, in
+                // the loop and for the first or the last KV block.
                 let mmas = ["QGMMA", "HGMMA"].map(|mma| codes.iter().filter(|code| code.starts_with(mma)).count());
                 assert_eq!(
                     mmas,
@@ -263,8 +262,8 @@ fn sm90_kernels_use_wgmma() {
                 // 64 queries by 64 keys are 32 logits for each thread.
                 let count = exp2_during_mma(&codes);
                 assert!(count >= 32, "{kernel}: {count} exponentials are computed while an MMA is in flight");
-                // Q K^T over two stages is eight MMAs, P V over 128 keys as many. Each is there twice, in the loop and for the first or the
-                // last KV block.
+                // Q K^T over two stages is eight MMAs, P V over 128 keys also eight. Each appears twice, in the loop and for the first or
+                // the last KV block.
                 let mmas = codes.iter().filter(|code| code.starts_with("HGMMA")).count();
                 assert_eq!(mmas, 32, "{kernel}");
             }
@@ -279,7 +278,7 @@ fn sm90_kernels_use_wgmma() {
     assert_eq!(portable.contains("LDL") && portable.contains("STL"), spills, "{portable:?}");
 }
 
-/// The main loop of a GEMM by mma.sync: what a warp does with a k-block, which is two steps along K.
+/// The main loop of a GEMM by mma.sync: a warp's work on one k-block, which is two steps along K.
 #[test]
 fn sm120_main_loops_multiply_all_the_time() {
     if !can_list("sm_120f") {
@@ -296,12 +295,12 @@ fn sm120_main_loops_multiply_all_the_time() {
             for opcode in ["LDL", "STL", "CALL"] {
                 assert_eq!(count(&all, opcode), 0, "{kernel}: {opcode}");
             }
-            // Operands come by TMA, and scales of blocks by bulk copies.
+            // Operands come by TMA, and block scales by bulk copies.
             assert!(count(&all, "UTMALDG") > 0, "{kernel} has no TMA loads");
             let nvfp4 = file == "gemm_nvfp4_sm120";
             assert_eq!(count(&all, "UBLKCP") > 0, nvfp4, "{kernel}: bulk copies");
-            // Sixteen fragments of eight columns for each of the warp's sixteen rows; four matrices a load. The scales of A are a
-            // word for each step, and those of B a pair of words for each half of the columns.
+            // Sixteen fragments of eight columns for each of the warp's sixteen rows, four matrices per load. The scales of A are a word
+            // for each step; the scales of B are a pair of words for each half of the columns.
             let tiles = if kernel.ends_with("_256x128") { 2 } else { 1 };
             let main_loop = loop_around(codes, mma);
             let mmas = main_loop.iter().filter(|code| code.starts_with(mma)).count();
@@ -446,7 +445,7 @@ fn images_are_fat_binaries() {
     assert_eq!(built::NVCC.is_empty(), env!("KILN_KERNEL_RESOURCES").is_empty());
 }
 
-/// The kernels that the host launches are those that were compiled.
+/// The kernels that the host launches are exactly the compiled ones.
 #[test]
 fn every_kernel_is_in_the_table_of_resources() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/resources.txt");

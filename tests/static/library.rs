@@ -1,15 +1,15 @@
-//! The library's public items, as `docs/library.md` lists them. The source is read as rustfmt writes it: an item begins at the margin
-//! with `pub`, and its methods are four spaces further in.
+//! Compares the library's public items with the list in `docs/library.md`. The test reads the source as rustfmt writes it: an item
+//! begins at the margin with `pub`, and its methods are indented by four spaces.
 
 use super::library;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The lines of `docs/library.md` around the list.
+/// The lines of `docs/library.md` that enclose the list.
 const BEGIN: &str = "<!-- public items -->\n";
 const END: &str = "<!-- end of public items -->\n";
 
-/// The names that a tree such as `a::{B, c as D}` hands on, each with its path.
+/// The names that a `use` tree such as `a::{B, c as D}` exports, each with its path.
 fn names(tree: &str) -> Vec<(String, String)> {
     let (path, list) = match tree.split_once("::{") {
         Some((path, list)) => (path, list.trim_end_matches(['}', ','])),
@@ -31,8 +31,8 @@ fn item(line: &str) -> Option<(&str, &str)> {
     Some((words.next()?, words.next()?))
 }
 
-/// The library as its source tells: every file, by the module that it is. What the crate of number formats has is handed on by modules
-/// with the names of its own, and stands with them here.
+/// The library's source: the text of every file, by module path. It includes the crate of number formats, which modules of the same
+/// names re-export.
 struct Source(BTreeMap<String, String>);
 
 impl Source {
@@ -46,7 +46,7 @@ impl Source {
         Self(files)
     }
 
-    /// The methods of a type or trait that a module or one below it defines.
+    /// The methods of a type or trait, defined in a module or in one below it.
     fn methods(&self, module: &str, name: &str) -> BTreeSet<String> {
         let root = module.split("::").next().unwrap_or(module);
         let files = self.0.iter().filter(|(path, _)| path.split("::").next() == Some(root));
@@ -74,12 +74,12 @@ impl Source {
         found
     }
 
-    /// Adds the public items of a module, and of the public modules in it, to a list by the path that callers use.
+    /// Adds the public items of a module and of its public modules to a list, by the path that callers use.
     fn list(&self, module: &str, text: &str, at: &str, list: &mut BTreeMap<String, BTreeMap<String, BTreeSet<String>>>) {
         let text = text.split("#[cfg(test)]").next().unwrap_or_default();
         let (mut lines, mut hidden) = (text.lines(), false);
         while let Some(line) = lines.next() {
-            // An attribute that hides an item may stand before others.
+            // An attribute that hides an item may come before other attributes.
             let skip = hidden;
             hidden = line.contains("feature = \"internals\"") || hidden && line.starts_with("#[");
             let mut statement = line.to_owned();
@@ -114,7 +114,7 @@ impl Source {
     }
 }
 
-/// The list as it stands in the document.
+/// The list in the document.
 fn listed() -> String {
     let source = Source::new();
     let mut list = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! Rules about the source itself: what a module may use, where `unsafe` may stand, how long a file may be, and what is public. And
-//! the compiled kernels. That the library does not call the program is the compiler's to check: the program is a crate of its own.
+//! Rules about the source itself: allowed dependencies of modules, places of `unsafe`, file lengths, public items. Also checks the
+//! compiled kernels. The compiler checks that the library does not call the program, because the program is a crate of its own.
 
 mod kernels;
 mod library;
@@ -7,7 +7,7 @@ mod vocabulary;
 
 use std::path::{Path, PathBuf};
 
-/// Most lines of a file.
+/// The most lines of a file.
 const MAX_LINES: usize = 600;
 
 /// Source files below a folder.
@@ -41,7 +41,7 @@ fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
     code.lines().enumerate().map(|(i, line)| (i + 1, line)).filter(|(_, line)| !line.trim_start().starts_with("//"))
 }
 
-/// The module at the crate's root that a file belongs to.
+/// The module at the crate's root that contains a file.
 fn module(path: &str) -> &str {
     path.split(['/', '.']).next().unwrap_or_default()
 }
@@ -64,7 +64,7 @@ fn pure_modules_stay_pure() {
     assert!(seen > 12, "only {seen} files were looked at");
 }
 
-/// Whether a line of code has a flag in a text, such as `"use --width"`.
+/// Whether a line of code spells a flag in a string, such as `"use --width"`.
 fn spells_a_flag(line: &str) -> bool {
     let mut texts = line.split('"').skip(1).step_by(2);
     texts.any(|text| {
@@ -75,7 +75,7 @@ fn spells_a_flag(line: &str) -> bool {
     })
 }
 
-/// What only the program may name: its flags in texts, and its commands, modules and terminal anywhere.
+/// Whether a line names what only the program may name: its flags in strings, its commands, modules and terminal anywhere.
 fn names_the_program(line: &str) -> bool {
     let commands = ["generate", "run", "bench", "plan", "doctor", "lora", "tiny", "selftest", "quantize", "completions", "man"];
     let is_command =

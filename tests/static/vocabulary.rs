@@ -1,10 +1,10 @@
-//! The field's words first: phrases and identifiers that kiln once had for things the field has a name for, and that mean nothing
-//! else here. Whoever writes one of them finds the term to use in its place.
+//! Keeps the field's terms: lists phrases and identifiers that kiln once used for things that the field has a name for. They mean
+//! nothing else here. The test names the term to use instead.
 
 use super::sources;
 use std::path::{Path, PathBuf};
 
-/// What is not to be written, and what to write instead. All are matched as they stand, but for case.
+/// Replaced words, and what to write instead. They match literally, but ignore case.
 const REPLACED: &[(&str, &str)] = &[
     ("copy engine", "TMA"),
     ("as many blocks as multiprocessors", "persistent CTAs, one per SM"),
@@ -73,7 +73,7 @@ const REPLACED: &[(&str, &str)] = &[
 /// Folders with text of the project; recorded results and fixtures are data.
 const FOLDERS: [&str; 10] = [".ci", ".github", "bench", "build", "docs", "examples", "kernels", "src", "tests", "tools"];
 
-/// What is read there; scripts have no extension.
+/// The extensions of the files that the test reads; scripts have none.
 const EXTENSIONS: [&str; 11] = ["rs", "cu", "cuh", "h", "cpp", "py", "md", "toml", "yml", "txt", ""];
 
 /// All texts of the project but this one.

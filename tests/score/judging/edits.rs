@@ -5,7 +5,7 @@ use crate::regions::{Mask, grow, not, pixels};
 use crate::render::{Image, mask_of, render};
 use crate::world::Edit;
 
-/// How much larger than that of the VAE round trip the mean difference of the rest may be, in 255ths.
+/// How much larger the mean difference of the rest may be than the VAE round trip's, in 255ths.
 const LEEWAY: f32 = 4.0;
 
 /// The verdict on an edit.
@@ -14,7 +14,7 @@ pub struct EditVerdict {
     pub kind: String,
     pub made: bool,
     pub kept: bool,
-    /// The mean difference of the rest from the target, and that of the target's round trip through the VAE.
+    /// The mean difference of the rest from the target, and the mean difference of the target's VAE round trip.
     pub off: f32,
     pub trip: f32,
     /// A description of the result.

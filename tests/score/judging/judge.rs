@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 /// A pixel within this distance of the background's color is background.
 const SAME: f32 = 40.0;
-/// Factors of brightness of the background, on which objects cast shadows.
+/// Brightness factors of a background under the shadows of objects.
 const SHADES: [f32; 6] = [1.0, 0.95, 0.9, 0.85, 0.8, 0.75];
 /// A region of fewer pixels is ignored.
 pub const DIRT: usize = 120;
@@ -72,7 +72,7 @@ pub fn share_of_background(image: &Image, background: &Background, counts: impl 
     Share::of((0..SIDE * SIDE).filter(|&i| counts(i) && even(i)).map(|i| is_background(image.0[i], asked[i])))
 }
 
-/// The background, of all there are, that agrees with most of an image.
+/// The background that agrees with most of an image.
 fn recognize(image: &Image) -> Background {
     /// The step of the sampling grid, which meets every stripe.
     const STEP: usize = 8;
@@ -108,7 +108,7 @@ fn recognize(image: &Image) -> Background {
 /// Regions that stand out from a background.
 fn regions(image: &Image, background: &Background) -> Vec<Mask> {
     let foreground = image.0.iter().zip(background_of(background)).map(|(p, b)| !is_background(*p, b)).collect();
-    // A morphological closing: edges of stripes can leave cracks in an object whose color is between those of the stripes.
+    // A morphological closing: edges of stripes can leave cracks in an object whose color lies between the stripes' colors.
     let apart = shrink(&grow(&foreground, 1), 1);
     // A morphological opening drops thin lines, which a stripe that is some pixels off leaves.
     let solid = grow(&shrink(&apart, 2), 2);
@@ -148,7 +148,7 @@ fn matched(wanted: &[Mask], found: &[Mask]) -> Vec<Option<usize>> {
     /// The cost of no region, larger than that of any region.
     const NONE: f32 = 1000.0;
     let size = |mask: &Mask| (count(mask) as f32).sqrt();
-    // The smallest object is half as wide as the largest; a region with a larger ratio is another thing.
+    // The smallest object is half as wide as the largest. A region with a larger ratio is not the object.
     let cost = |w: &Mask, f: &Mask| match size(f) / size(w) {
         0.5..=2.0 => apart(centroid(w), centroid(f)) + (size(w) - size(f)).abs(),
         _ => f32::INFINITY,
@@ -182,7 +182,7 @@ fn object_seen(image: &Image, region: &Mask, wanted: &Mask, object: &Object) -> 
 pub fn judge(image: &Image, scene: &Scene) -> Verdict {
     let background = recognize(image);
     let mut found = regions(image, &background);
-    // Only the largest regions, because the number of assignments grows fast, and an image with more fails anyway.
+    // Only the largest regions count: the number of assignments grows fast, and an image with more fails anyway.
     found.sort_by_key(|region| std::cmp::Reverse(count(region)));
     found.truncate(8);
     let wanted: Vec<Mask> = scene.objects.iter().map(mask_of).collect();

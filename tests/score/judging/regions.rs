@@ -176,8 +176,8 @@ fn known() -> &'static Vec<(&'static str, f32, Features)> {
 /// A mask with a larger distance from every shape is none of them.
 pub const NO_SHAPE: f32 = 0.45;
 
-/// The nearest shape of a mask, of those of the model and of the one that was asked for, and the distance to it. A shape that is drawn rounder or sharper has all of its features weaker
-/// or stronger, so a common factor is ignored within limits.
+/// The nearest shape of a mask, and its distance. Candidates are the model's shapes and the requested one. A shape drawn rounder or sharper
+/// has all its features weaker or stronger, so the distance ignores a common factor within limits.
 pub fn shape_of(mask: &Mask, asked: &str) -> (&'static str, f32) {
     let (size, seen) = ((count(mask) as f32).sqrt(), features(mask));
     let dot = |a: &Features, b: &Features| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();

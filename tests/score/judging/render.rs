@@ -27,7 +27,7 @@ type Point = (f32, f32);
 enum Outline {
     /// The points between two radii.
     Round { inner: f32, outer: f32 },
-    /// A disc without what a second one covers: the x of their centers, and their radii.
+    /// A disc without the part that a second disc covers: the x of their centers, and their radii.
     Crescent { disc: (f32, f32), bite: (f32, f32) },
     /// The union of some polygons.
     Polygons(Vec<Vec<Edge>>),

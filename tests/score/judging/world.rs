@@ -7,7 +7,7 @@ pub const SIDE: usize = 256;
 
 pub const SHAPES: [&str; 8] = ["circle", "square", "triangle", "star", "heart", "ring", "cross", "hexagon"];
 
-/// What it cannot draw without `models/lora/moon.safetensors`.
+/// The shape that the model only draws with `models/lora/moon.safetensors`.
 pub const MOON: &str = "moon";
 
 /// Named colors, in the order the held-out rule counts them.
@@ -75,12 +75,12 @@ pub struct Edit {
     pub target: Scene,
 }
 
-/// `tests/fixtures/builtin/prompts.json`, and `moons.json` beside it.
+/// `tests/fixtures/builtin/prompts.json`, and `moons.json` next to it.
 #[derive(Deserialize)]
 pub struct Fixture {
     pub prompts: Vec<Prompt>,
     pub edits: Vec<Edit>,
-    /// What `renders.png` shows, or `moons.png`, row by row.
+    /// The scenes of `renders.png` or `moons.png`, row by row.
     pub renders: Vec<Scene>,
 }
 
