@@ -17,7 +17,7 @@ use rayon::prelude::*;
 /// A file format, and how an image is encoded in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Lossless; what every program reads.
+    /// Lossless; readable by every program.
     Png,
     /// Lossy, without subsampling of colors.
     Jpeg {
@@ -31,14 +31,14 @@ pub enum Format {
 /// Which threads encode. The file is the same either way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
-    /// Those of rayon's current pool.
+    /// All threads of rayon's current pool.
     All,
-    /// The calling thread alone, for one that is not part of the pool: the pool may be waiting for it.
+    /// Only the calling thread. For threads outside the pool, which the pool may be waiting for.
     One,
 }
 
 impl Threads {
-    /// The results of `work` for 0 to `count`, in order. `new` makes what each thread works with.
+    /// The results of `work` for 0 to `count`, in order. `new` makes the working state of a thread.
     fn map<S, T: Send>(
         self,
         count: usize,
@@ -56,12 +56,12 @@ impl Threads {
 }
 
 impl Format {
-    /// The quality of a JPEG that shows no artifacts beside the original.
+    /// The quality of a JPEG that shows no artifacts next to the original.
     pub const DEFAULT_QUALITY: u8 = 95;
 
-    /// An upper bound on the size in bytes of an image without its text.
+    /// An upper bound on the size in bytes of an encoded image, without its text.
     pub fn max_bytes(self, width: usize, height: usize) -> u64 {
-        // Incompressible data is stored as it is, with a few bytes for each row at most. A JPEG of 100 can be larger than that.
+        // Incompressible data is stored unmodified, with at most a few more bytes per row. A JPEG of quality 100 can be larger.
         let pixels = width as u64 * height as u64;
         match self {
             Self::Png | Self::WebP => 3 * pixels + 18 * height as u64 + (16 << 10),
@@ -100,7 +100,7 @@ impl Image {
             let mut squares = 0.0;
             for value in values() {
                 squares += (value - mean).powi(2);
-                // The sum only grows, so most images are told apart from flat ones within their first rows.
+                // The sum only grows, so the first rows of most images are enough to see that they are not flat.
                 if squares >= pixels {
                     return None;
                 }

@@ -28,7 +28,7 @@ use crate::backend::Linear;
 use crate::error::Result;
 use crate::tensor::{Arena, Tensor};
 
-/// Allocates the inputs of linear layers: for each a range of consecutive rows, stored as the layer needs it.
+/// Allocates the inputs of linear layers: one range of consecutive rows per layer, in the format that the layer needs.
 fn alloc_for(ws: &mut Arena, cols: usize, layers: &[(usize, &Linear)]) -> Result<Vec<Tensor>> {
     let ranges: Vec<_> = layers.iter().map(|(rows, layer)| (*rows, layer.input)).collect();
     ws.alloc_ranges(&ranges, cols)

@@ -1,12 +1,12 @@
 //! DEFLATE (RFC 1951) for filtered rows of photographs, in parts that are compressed independently.
 //!
-//! Rows of a photograph behind a PNG filter hold few repetitions, and nearly all that DEFLATE gains on them is Huffman coding. So the
-//! matcher probes a hash table once, takes a match only where it is cheaper than its literals, and skips ahead faster the longer it
-//! finds nothing. Every part is one block with Huffman codes of its own. Flat areas and repeated rows are still found.
+//! PNG-filtered rows of a photograph hold few repetitions: nearly all that DEFLATE gains comes from Huffman coding. So the
+//! matcher probes a hash table once, takes a match only where it is cheaper than its literals, and skips ahead faster the longer
+//! it finds nothing. Every part is one block with its own Huffman codes. Flat areas and repeated rows are still found.
 
 use super::huffman::{canonical_codes, code_lengths};
 
-/// Distances reach back this far.
+/// The largest distance of a match.
 const WINDOW: usize = 32 << 10;
 
 /// The longest match.
@@ -15,7 +15,7 @@ const MAX_MATCH: usize = 258;
 /// Bits of the hash.
 const HASH_BITS: u32 = 13;
 
-/// Every fourth probe in a row without a match makes the step to the next one byte longer.
+/// After every four probes in a row without a match, the step to the next probe grows by one byte.
 const PATIENCE: u32 = 2;
 
 /// The largest step between probes.
@@ -24,11 +24,11 @@ const MAX_STEP: usize = 64;
 /// Estimated bits of the two Huffman codes of a match.
 const MATCH_BITS: i32 = 10;
 
-/// Longest code of a literal or a length. One bit less than DEFLATE allows, so that four literals and seven pending bits fit into 64
-/// bits.
+/// The longest code of a literal or a length. One bit less than DEFLATE allows, so that four literals and seven pending bits fit
+/// into 64 bits.
 const MAX_LITERAL_BITS: usize = 14;
 
-/// Longest code of a distance.
+/// The longest code of a distance.
 const MAX_DISTANCE_BITS: usize = 15;
 
 /// The symbol that ends a block.
@@ -48,7 +48,7 @@ struct Token {
     distance: u16,
 }
 
-/// A match that could be taken, and the bits that it is estimated to save, in eighths.
+/// A possible match, and the estimated number of bits that it saves, in eighths.
 struct Match {
     at: usize,
     length: usize,
@@ -56,7 +56,7 @@ struct Match {
     gain: i32,
 }
 
-/// Compresses parts of a stream. What a part becomes depends on its bytes alone.
+/// Compresses parts of a stream. The output of a part depends only on its own bytes.
 pub(super) struct Deflater {
     /// The latest position of each hash.
     table: Vec<u32>,
@@ -70,7 +70,7 @@ impl Deflater {
         Self { table: vec![0; 1 << HASH_BITS], costs: Vec::new(), tokens: Vec::new() }
     }
 
-    /// Appends a part of a stream to `out`. Parts end at a byte; all but the last are followed by others.
+    /// Appends a part of a stream to `out`. Each part ends at a byte boundary. `is_last` ends the stream.
     pub(super) fn part(&mut self, data: &[u8], is_last: bool, out: &mut Vec<u8>) {
         self.estimate(data);
         self.tokenize(data);
@@ -83,11 +83,11 @@ impl Deflater {
         }
     }
 
-    /// Estimates what each literal will cost, from how often it occurs.
+    /// Estimates the cost of each literal from how often it occurs.
     fn estimate(&mut self, data: &[u8]) {
         let histogram = histogram(data);
-        // The logarithm is that of an integer, because `f32::log2` is not the same on every machine.
-        // However common a literal is, its code has at least a bit, of which a long match saves most.
+        // An integer logarithm, because `f32::log2` differs between machines. Even the most frequent literal has a code of one
+        // bit. A long match saves most of these bits, so the cost is at least half a bit.
         let cost = |count: u32| eighths_of_log2(data.len() as u64 * 256 / u64::from(count.max(1))).max(4);
         let bits = histogram.map(cost);
         let mut sum = 0u32;
@@ -122,12 +122,12 @@ impl Deflater {
         self.tokens.push(Token { literals: (data.len() - literals) as u32, length: 0, distance: 0 });
     }
 
-    /// The match at a position, which is remembered for later ones. `None` near the end of the data, which has no hash.
+    /// The match at a position. Stores the position for later matches. `None` near the end of the data, where there is no hash.
     fn probe(&mut self, data: &[u8], literals: usize, at: usize) -> Option<Match> {
         let word = word_at(data, at)?;
         let slot = &mut self.table[(word.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - HASH_BITS)) as usize];
         let candidate = std::mem::replace(slot, at as u32) as usize;
-        // A slot that was never written leads to position 0, which is a candidate like any other.
+        // An empty slot points to position 0, which is a candidate like any other.
         if candidate >= at || at - candidate > WINDOW || word_at(data, candidate) != Some(word) {
             return Some(Match { at, length: 0, distance: 0, gain: 0 });
         }
@@ -145,7 +145,7 @@ impl Deflater {
 
 /// How often each byte occurs.
 fn histogram(data: &[u8]) -> [u32; 256] {
-    // Four histograms, because increments of the same counter would wait for each other.
+    // Four histograms, because increments of the same counter would have to wait for each other.
     let mut parts = [[0u32; 256]; 4];
     let (fours, rest) = data.as_chunks::<4>();
     for four in fours {
@@ -155,18 +155,18 @@ fn histogram(data: &[u8]) -> [u32; 256] {
     std::array::from_fn(|byte| parts.iter().map(|part| part[byte]).sum())
 }
 
-/// Eight times the logarithm of a number of 1/256, by lines between the powers of two.
+/// Eight times log2 of `number / 256`, interpolated linearly between powers of two.
 fn eighths_of_log2(number: u64) -> u32 {
     let whole = number.max(256).ilog2();
     8 * (whole - 8) + (((number.max(256) - (1 << whole)) << 3) >> whole) as u32
 }
 
-/// Eight bytes, if as many are left.
+/// The eight bytes at a position, if that many are left.
 fn word_at(data: &[u8], at: usize) -> Option<u64> {
     data.get(at..)?.first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
 }
 
-/// How many bytes at a position are those `distance` before.
+/// How many bytes from `start` on repeat the bytes `distance` before them.
 fn match_length(data: &[u8], start: usize, distance: usize) -> usize {
     let mut length = 0;
     while length + 8 <= MAX_MATCH {
@@ -205,7 +205,7 @@ fn distance_symbol(distance: u16) -> (usize, u32, u64) {
     }
 }
 
-/// Huffman codes as they are written: the first bit is the lowest.
+/// Huffman codes in the bit order of the file: the first bit is the lowest.
 struct Codes(Vec<(u64, u32)>);
 
 impl Codes {
@@ -222,7 +222,7 @@ struct Block {
     /// The lengths of both codes, run-length coded: symbol, number of extra bits and their value.
     runs: Vec<(usize, u32, u64)>,
     run_lengths: Vec<u8>,
-    /// Its size in bits, with what ends it.
+    /// The block's size in bits, including the stored block that ends it.
     bits: u64,
 }
 
@@ -232,7 +232,7 @@ impl Block {
         let mut distances = [0u32; 30];
         let mut extra = 0;
         literals[END] = 1;
-        // Most parts have few matches, so all bytes are counted and those of matches taken off again.
+        // Most parts have few matches, so all bytes are counted first and the matched bytes subtracted.
         literals[..256].copy_from_slice(&histogram(data));
         let mut at = 0;
         for token in tokens {
@@ -260,7 +260,7 @@ impl Block {
             frequencies.iter().zip(lengths).map(|(f, length)| u64::from(*f) * u64::from(*length)).sum()
         };
         let header = 3 + 14 + 3 * 19 + cost(&frequencies, &run_lengths) + runs.iter().map(|run| u64::from(run.1)).sum::<u64>();
-        // An empty stored block of at most 42 bits behind it leads to the end of a byte.
+        // An empty stored block, of at most 42 bits, follows the block and ends at a byte boundary.
         let bits = header + extra + cost(&literals, &literal_lengths) + cost(&distances, &distance_lengths) + 42;
         Self { literals: literal_lengths, distances: distance_lengths, runs, run_lengths, bits }
     }
@@ -325,7 +325,7 @@ impl Block {
     }
 }
 
-/// Code lengths as runs: 16 repeats the last length 3 to 6 times, 17 and 18 are 3 to 10 and 11 to 138 zeros.
+/// Run-length encodes code lengths: 16 repeats the last length 3 to 6 times, 17 and 18 are 3 to 10 and 11 to 138 zeros.
 fn run_length_code(lengths: &[u8]) -> Vec<(usize, u32, u64)> {
     let mut runs = Vec::new();
     for run in lengths.chunk_by(|a, b| a == b) {
@@ -369,21 +369,21 @@ struct Bits<'a> {
 }
 
 impl<'a> Bits<'a> {
-    /// Begins behind what is there, with room for so many bits.
+    /// Starts after the bytes that are in `out`, and makes room for `bits` bits.
     fn new(out: &'a mut Vec<u8>, bits: u64) -> Self {
         let at = out.len();
-        // Whole words are written, of which only the full bytes count.
+        // Writes go in whole words, of which only the full bytes count.
         out.resize(at + (bits / 8) as usize + 16, 0);
         Self { out, at, pending: 0, count: 0 }
     }
 
-    /// Adds bits, which the caller flushes before there are more than 64.
+    /// Adds bits. The caller flushes before more than 64 bits are pending.
     fn push(&mut self, bits: u64, count: u32) {
         self.pending |= bits << self.count;
         self.count = self.count.wrapping_add(count);
     }
 
-    /// Writes all full bytes; at most seven bits stay.
+    /// Writes all full bytes. At most seven bits stay pending.
     fn flush(&mut self) {
         self.out[self.at..self.at + 8].copy_from_slice(&self.pending.to_le_bytes());
         self.at += (self.count / 8) as usize;
@@ -397,7 +397,7 @@ impl<'a> Bits<'a> {
         self.flush();
     }
 
-    /// Fills the last byte with zeros.
+    /// Pads the last byte with zeros.
     fn align(&mut self) {
         self.count = self.count.next_multiple_of(8);
         self.flush();
@@ -421,7 +421,7 @@ mod tests {
         data
     }
 
-    /// Compresses data in parts of these lengths, and compares what flate2 makes of it.
+    /// Compresses data in parts of `part` bytes and checks that flate2 restores it.
     fn check(data: &[u8], part: usize) -> usize {
         let (mut deflater, mut out) = (Deflater::new(), Vec::new());
         let mut parts = data.chunks(part.max(1)).peekable();
@@ -461,7 +461,7 @@ mod tests {
             let part = 1 + next() as usize % 100_000;
             let spread = next() % 32;
             let mut data: Vec<u8> = (0..length).map(|_| (next() >> spread) as u8).collect();
-            // Copies from anywhere before, so that distances and lengths of all sizes occur.
+            // Copies of earlier data, so that distances and lengths of all sizes occur.
             for _ in 0..next() % 200 {
                 let (from, to) = (next() as usize % length, next() as usize % length);
                 let count = (1 + next() as usize % 700).min(length - from.max(to));

@@ -1,9 +1,9 @@
 //! The filters of PNG rows: each byte minus a prediction from its neighbors.
 
-/// Bytes of an RGB pixel, which is how far the left neighbor is.
+/// Bytes of an RGB pixel: the distance to the left neighbor.
 const PIXEL: usize = 3;
 
-/// Filters rows, each with the filter whose output has the smallest sum of absolute values, which is the heuristic of the PNG
+/// Filters rows. Each row gets the filter whose output has the smallest sum of absolute values, the heuristic of the PNG
 /// specification.
 pub(super) struct RowFilter {
     /// The output of each filter for the current row.
@@ -11,12 +11,12 @@ pub(super) struct RowFilter {
 }
 
 impl RowFilter {
-    /// For rows of so many bytes.
+    /// A filter for rows of `bytes` bytes.
     pub(super) fn new(bytes: usize) -> Self {
         Self { candidates: std::array::from_fn(|_| vec![0; bytes]) }
     }
 
-    /// Appends the number of a filter and the filtered row to `out`. `above` is the row before; before the first there are zeros.
+    /// Appends the number of a filter and the filtered row to `out`. `above` is the previous row; for the first row it is zeros.
     pub(super) fn append(&mut self, row: &[u8], above: &[u8], out: &mut Vec<u8>) {
         let [none, sub, up, average, paeth] = &mut self.candidates;
         none.copy_from_slice(row);
@@ -45,7 +45,7 @@ fn each(out: &mut [u8], row: &[u8], above: &[u8], predict: impl Fn(u8, u8, u8, u
     }
 }
 
-/// Whichever of left, above and left above is nearest to left + above - left above.
+/// The neighbor (left, above or left above) that is nearest to left + above - left above.
 fn predict_paeth(a: u8, b: u8, c: u8) -> u8 {
     let (wide_a, wide_b, wide_c) = (i16::from(a), i16::from(b), i16::from(c));
     let (from_a, from_b) = (wide_b.wrapping_sub(wide_c), wide_a.wrapping_sub(wide_c));

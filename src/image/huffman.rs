@@ -1,7 +1,7 @@
 //! Huffman codes of bounded length, for DEFLATE and JPEG.
 
-/// The code length of every symbol, at most `limit`, for symbols of these frequencies; symbols that do not occur have length 0. The
-/// code is complete: with fewer than two symbols in use, others get a code as well, because some decoders refuse incomplete codes.
+/// The code length of every symbol, at most `limit`, from symbol frequencies. Symbols that do not occur have length 0. The code
+/// is complete: with fewer than two symbols in use, others get a code as well, because some decoders reject incomplete codes.
 ///
 /// Lengths come from Huffman's algorithm on two queues. Codes that are too long are shortened to the limit, and symbols with the
 /// longest codes below it are lengthened until Kraft's sum is 1 again.
@@ -30,7 +30,7 @@ pub(super) fn code_lengths(frequencies: &[u32], limit: usize) -> Vec<u8> {
 /// How many leaves of the Huffman tree are at each depth. `used` has at least two symbols, sorted by frequency.
 fn depths(used: &[(u32, usize)]) -> Vec<usize> {
     let leaves = used.len();
-    // Nodes in the order in which they are made: first all leaves, then inner nodes, whose weights only grow.
+    // Nodes in the order of their creation: first all leaves, then inner nodes, whose weights only grow.
     let mut weights: Vec<u64> = used.iter().map(|(frequency, _)| u64::from(*frequency)).collect();
     let mut parents = vec![0; 2 * leaves - 1];
     let (mut leaf, mut inner) = (0, leaves);
@@ -54,16 +54,16 @@ fn depths(used: &[(u32, usize)]) -> Vec<usize> {
     counts
 }
 
-/// Bounds the depths of leaves, given as counts by depth, such that they still are those of a complete tree.
+/// Limits the depths of leaves, given as counts by depth. The leaves still form a complete tree.
 fn limit_depths(counts: &[usize], limit: usize) -> Vec<usize> {
     let mut limited = vec![0; limit + 1];
     for (depth, count) in counts.iter().enumerate() {
         limited[depth.min(limit)] += count;
     }
-    // Kraft's sum in units of the deepest leaf. Leaves that were raised to the limit made it too large.
+    // Kraft's sum in units of the deepest leaf. Moving leaves up to the limit made it too large.
     let mut sum: usize = limited.iter().enumerate().map(|(depth, count)| count << (limit - depth)).sum();
     while sum > 1 << limit {
-        // One leaf of the limit and one above it become two leaves below the latter's place, which frees one unit.
+        // A leaf at the limit moves up and joins the deepest leaf above the limit, one level below that leaf's place. This frees one unit.
         let above = (1..limit).rev().find(|&depth| limited[depth] > 0).unwrap_or_else(|| unreachable!("more symbols than codes"));
         limited[limit] -= 1;
         limited[above] -= 1;
@@ -123,7 +123,7 @@ mod tests {
                 (0..symbols).map(|_| (next() as u32) >> (next() % 32)).map(|f| if case % 3 == 0 { f % 3 } else { f }).collect(),
             );
         }
-        // One symbol that is everything, beside all the others.
+        // One dominant symbol among all the others.
         all.push((0..286).map(|i| if i == 7 { 1 << 30 } else { 1 }).collect());
         all
     }

@@ -1,14 +1,14 @@
 //! Baseline JPEG files (ITU-T T.81) without subsampling, with Huffman codes made for the image.
 //!
-//! Every row of blocks ends with a restart marker. So the rows are transformed and coded in parallel, and the file does not depend
-//! on the number of threads.
+//! Every row of blocks ends with a restart marker. So rows are transformed and coded in parallel, and the file does not depend on
+//! the number of threads.
 
 use super::huffman::{canonical_codes, code_lengths};
 use super::{Image, Threads, xmp};
 use crate::error::{Error, Result};
 use crate::text::grouped;
 
-/// Samples of a side of a block.
+/// Samples along one side of a block.
 const SIDE: usize = 8;
 
 /// The zigzag order: row-major indices of the coefficients in the order in which they are coded (T.81, figure A.6).
@@ -17,7 +17,7 @@ pub(crate) const ZIGZAG: [u8; 64] = [
     49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63,
 ];
 
-/// Steps of the quantization of luminance at quality 50, row by row (T.81, table K.1).
+/// Quantization steps of luminance at quality 50, row by row (T.81, table K.1).
 #[rustfmt::skip]
 const LUMINANCE: [u16; 64] = [
     16, 11, 10, 16,  24,  40,  51,  61,
@@ -30,7 +30,7 @@ const LUMINANCE: [u16; 64] = [
     72, 92, 95, 98, 112, 100, 103,  99,
 ];
 
-/// The same for chrominance (table K.2).
+/// Quantization steps of chrominance at quality 50, row by row (T.81, table K.2).
 #[rustfmt::skip]
 const CHROMINANCE: [u16; 64] = [
     17, 18, 24, 47, 99, 99, 99, 99,
@@ -47,19 +47,19 @@ const CHROMINANCE: [u16; 64] = [
 const COSINES: [f32; 9] =
     [1.0, 0.980_785_3, 0.923_879_5, 0.831_469_6, 0.707_106_77, 0.555_570_2, 0.382_683_43, 0.195_090_32, 0.0];
 
-/// What XMP segments begin with.
+/// The identifier at the start of an XMP segment.
 const XMP_NAME: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
 
-/// The most bytes of a segment, with the two of its length.
+/// The most bytes of a segment, including the two of its length.
 const MAX_SEGMENT: usize = 65_535;
 
-/// Sixteen zeros in a row.
+/// The symbol for sixteen zeros in a row.
 const ZEROS: u8 = 0xF0;
 
-/// All further coefficients are zero.
+/// The symbol for a block whose remaining coefficients are zero.
 const END_OF_BLOCK: u8 = 0;
 
-/// Refuses text that is too long for the one segment that XMP has in a JPEG.
+/// Refuses text that is too long for the single XMP segment of a JPEG.
 pub(super) fn check_text(text: &[(&str, String)]) -> Result<()> {
     let (bytes, limit) = (xmp::packet(text).len(), MAX_SEGMENT - 2 - XMP_NAME.len());
     if bytes > limit {
@@ -92,7 +92,7 @@ pub(super) fn encode(image: &Image, quality: u8, text: &[(&str, String)], thread
     let coded = threads.map(rows, || (), |(), row| code_row(&transformed[row].0, &codes));
 
     let mut file = vec![0xFF, 0xD8];
-    // JFIF 1.1, pixels are square, no thumbnail.
+    // JFIF 1.1 with square pixels and no thumbnail.
     segment(&mut file, 0xE0, b"JFIF\0\x01\x01\0\0\x01\0\x01\0\0");
     if !text.is_empty() {
         segment(&mut file, 0xE1, &[XMP_NAME, xmp::packet(text).as_bytes()].concat());
@@ -198,7 +198,7 @@ fn quantize(block: &[[f32; SIDE]; SIDE], steps: &[u16; 64]) -> Block {
     })
 }
 
-/// The symbols of a row of blocks, each with its table, further bits and their number. Differences of DC begin anew with each row.
+/// Calls `symbol` for each symbol in a row of blocks: table, symbol, extra bits and their number. DC restarts with each row.
 fn each_symbol(blocks: &[Block], mut symbol: impl FnMut(usize, u8, u16, u8)) {
     let mut last = [0i16; 3];
     for (index, block) in blocks.iter().enumerate() {
@@ -227,14 +227,14 @@ fn each_symbol(blocks: &[Block], mut symbol: impl FnMut(usize, u8, u16, u8)) {
     }
 }
 
-/// The bits of a value and their number; negative values are stored less one, without their sign.
+/// The bits of a value and their number. A negative value is stored minus one, without its sign.
 fn magnitude(value: i16) -> (u16, u8) {
     let count = 16 - value.unsigned_abs().leading_zeros() as u8;
     let bits = if value < 0 { value - 1 } else { value } as u16;
     (bits & ((1u32 << count) - 1) as u16, count)
 }
 
-/// A Huffman code as it is stored and as it is used.
+/// A Huffman code: the counts that the file stores, and the codes for encoding.
 struct Code {
     /// How many codes have each length from 1 to 16.
     counts: [u8; 16],
@@ -245,8 +245,8 @@ struct Code {
 
 impl Code {
     fn new(histogram: &[u32; 256]) -> Self {
-        // No code may consist of ones alone. Such is the last of the longest codes, so it goes to a symbol that is rarer than all
-        // others and is then left out.
+        // No code may consist of ones alone. The last of the longest codes does, so it goes to an extra symbol. That symbol is
+        // rarer than all others and is then left out.
         let frequencies: Vec<u32> = histogram.iter().map(|count| 2 * count).chain([1]).collect();
         let lengths = code_lengths(&frequencies, 16);
         let codes = canonical_codes(&lengths).into_iter().zip(lengths.iter().copied()).take(256).collect();
@@ -267,7 +267,7 @@ fn code_row(blocks: &[Block], codes: &[Code; 4]) -> Vec<u8> {
     let (mut out, mut pending, mut count) = (Vec::with_capacity(16 * blocks.len()), 0u64, 0u8);
     let mut byte = |byte: u8| {
         out.push(byte);
-        // A zero tells a byte of ones from a marker.
+        // A zero byte shows that a byte of ones is data, not a marker.
         if byte == 0xFF {
             out.push(0);
         }
@@ -282,7 +282,7 @@ fn code_row(blocks: &[Block], codes: &[Code; 4]) -> Vec<u8> {
             byte((pending >> count) as u8);
         }
     });
-    // The last byte is filled with ones.
+    // Pads the last byte with ones.
     if count > 0 {
         byte((pending << (8 - count)) as u8 | ((1u16 << (8 - count)) - 1) as u8);
     }

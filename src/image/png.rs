@@ -1,15 +1,15 @@
 //! PNG files, compressed in parallel.
 //!
-//! The rows are cut into strips, each of which is filtered and compressed by itself and becomes an IDAT chunk. The strips depend on
-//! the size of the image alone, so the file is the same whatever the number of threads. For a decoder it is an ordinary file: the
-//! parts are joined at byte boundaries to one zlib stream, as pigz does.
+//! The rows are cut into strips. Each strip is filtered and compressed separately and becomes an IDAT chunk. The strips depend
+//! only on the size of the image, so the file does not depend on the number of threads. Decoders see an ordinary file: the parts
+//! are joined at byte boundaries into one zlib stream, as pigz does.
 
 use super::deflate::Deflater;
 use super::filter::RowFilter;
 use super::{Image, Threads};
 
-/// Bytes of a strip before compression. At 1024x1024 that makes 64 strips, which is enough for 16 threads to end together, and a
-/// Huffman code of its own costs a strip of this size less than 0.5 %.
+/// Bytes of a strip before compression. A 1024x1024 image has 64 strips, enough for 16 threads to finish together. A Huffman code
+/// per strip costs a strip of this size less than 0.5 %.
 const STRIP: usize = 50_000;
 
 /// zlib's header: a window of 32 KiB, the fastest level.
@@ -20,9 +20,9 @@ const ADLER: u32 = 65_521;
 
 /// A compressed strip.
 struct Strip {
-    /// Its IDAT chunk.
+    /// The strip as an IDAT chunk.
     chunk: Vec<u8>,
-    /// The checksum of what was compressed, and how many bytes that was.
+    /// The checksum of the uncompressed bytes, and their number.
     adler: u32,
     bytes: usize,
 }
@@ -54,13 +54,13 @@ pub(super) fn encode(image: &Image, text: &[(&str, String)], threads: Threads) -
     file.extend(chunk(b"IHDR", |data| {
         data.extend_from_slice(&(image.width as u32).to_be_bytes());
         data.extend_from_slice(&(image.height as u32).to_be_bytes());
-        // Eight bits of red, green and blue; the only compression and filtering there is; not interlaced.
+        // Eight bits each of red, green and blue; the only compression and filter methods that PNG has; not interlaced.
         data.extend_from_slice(&[8, 2, 0, 0, 0]);
     }));
     for (key, value) in text {
         file.extend(chunk(b"iTXt", |data| {
             data.extend_from_slice(key.as_bytes());
-            // The key ends with a zero; not compressed, no language, no translated key.
+            // A zero ends the key. Then: not compressed, no language, no translated key.
             data.extend_from_slice(&[0, 0, 0, 0, 0]);
             data.extend_from_slice(value.as_bytes());
         }));
@@ -70,7 +70,7 @@ pub(super) fn encode(image: &Image, text: &[(&str, String)], threads: Threads) -
         file.extend_from_slice(&strip.chunk);
         adler = adler_combine(adler, strip.adler, strip.bytes);
     }
-    // The checksum of the stream is known only when all strips are, so it is a chunk of its own.
+    // The stream's checksum is known only after all strips, so it gets its own chunk.
     file.extend(chunk(b"IDAT", |data| data.extend_from_slice(&adler.to_be_bytes())));
     file.extend(chunk(b"IEND", |_| {}));
     file
@@ -89,7 +89,7 @@ fn chunk(name: &[u8; 4], fill: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
     chunk
 }
 
-/// Adler-32 (RFC 1950) of bytes that follow nothing.
+/// Adler-32 (RFC 1950) of bytes at the start of a stream.
 fn adler32(bytes: &[u8]) -> u32 {
     let (mut a, mut b) = (1u32, 0u32);
     // The sums of a block stay within 32 bits: 4096 * 65,520 + 255 * 4096 * 4097 / 2 is less than 2^32.
@@ -98,7 +98,7 @@ fn adler32(bytes: &[u8]) -> u32 {
         let (parts, rest) = block.as_chunks::<32>();
         let mut left = block.len() as u32;
         for part in parts {
-            // Of these 32 bytes the first counts 32 times more often than the byte behind the last.
+            // The first of these 32 bytes counts 32 times more often than the byte after the last.
             left -= 32;
             let sum = part.iter().fold(0u32, |sum, byte| sum.wrapping_add(u32::from(*byte)));
             let weighted =
@@ -116,12 +116,12 @@ fn adler32(bytes: &[u8]) -> u32 {
     b << 16 | a
 }
 
-/// Adler-32 of two sequences in a row, from that of each and the length of the second.
+/// Adler-32 of two consecutive sequences, from their checksums and the length of the second.
 fn adler_combine(first: u32, second: u32, length: usize) -> u32 {
     let halves = |sum: u32| (u64::from(sum & 0xFFFF), u64::from(sum >> 16));
     let ((a1, b1), (a2, b2)) = (halves(first), halves(second));
     let modulus = u64::from(ADLER);
-    // The second sum was begun with 1 instead of what the first had reached, and counts that once for every byte.
+    // The second checksum started at 1 instead of at the first one's sum, and counts its start once per byte.
     let more = a1 + modulus - 1;
     let (a, b) = ((more + a2) % modulus, (b1 + b2 + more % modulus * (length as u64 % modulus)) % modulus);
     (b << 16 | a) as u32

@@ -1,5 +1,5 @@
-//! Lossless WebP files, by the encoder of image-rs, which is pure Rust. It favors speed: on photo-like images its files are 1.0 to 1.2
-//! times as large as our PNGs, where those of libwebp are 0.75 to 1.0 times.
+//! Lossless WebP files, by the pure-Rust encoder of image-rs. It favors speed: on photo-like images its files are 1.0 to 1.2
+//! times as large as our PNGs. Files from libwebp are 0.75 to 1.0 times as large.
 
 use super::{Image, bug, xmp};
 use crate::error::Result;

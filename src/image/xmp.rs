@@ -1,6 +1,6 @@
 //! XMP packets (ISO 16684-1): the text of an image as XML, for formats without text chunks.
 
-/// A packet with one property for each text, in kiln's namespace. What XML has no characters for, such as the bell, becomes U+FFFD.
+/// A packet with one property for each text, in kiln's namespace. Characters that XML cannot hold, such as the bell, become U+FFFD.
 pub(super) fn packet(text: &[(&str, String)]) -> String {
     let mut xml = String::from(
         "<?xpacket begin=\"\u{feff}\" id=\"W5M0MpCehiHzreSzNTczkc9d\"?>\n\
@@ -25,7 +25,7 @@ fn push_escaped(c: char, xml: &mut String) {
         // Quotes as well: some readers look for properties without parsing the XML, and text must not pass for one.
         '"' => xml.push_str("&quot;"),
         '\'' => xml.push_str("&apos;"),
-        // A parser would turn it into a newline.
+        // An XML parser would turn a carriage return into a newline.
         '\r' => xml.push_str("&#13;"),
         '\t' | '\n' => xml.push(c),
         '\0'..' ' | '\u{fffe}' | '\u{ffff}' => xml.push('\u{fffd}'),

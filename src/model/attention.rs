@@ -1,4 +1,4 @@
-//! The attention of the transformer's blocks: the format of queries and keys, their place in memory, and the KV cache.
+//! The attention of the transformer's blocks: the format of queries and keys, their memory, and the KV cache.
 
 use super::bounds::QkGain;
 use crate::backend::{Backend, GemmFormats, KvSegment, Linear, Op, Softmax};
@@ -8,32 +8,32 @@ use crate::names::LayerId;
 use crate::tensor::{Arena, DType, Precision, Scale, Stored, Tensor};
 use std::f32::consts::LOG2_E;
 
-/// Which format the queries and keys of the transformer's attention are to have. Values are never quantized.
+/// The requested format of queries and keys in the transformer's attention. Values are never quantized.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionFormat {
-    /// e4m3 in every block that makes them from quantized inputs, if the backend has such an attention; but not where only bf16 has a
-    /// max-free softmax.
+    /// e4m3 in every block that computes them from quantized inputs, if the backend has FP8 attention. A block in which only bf16
+    /// has a max-free softmax stays in bf16.
     #[default]
     Auto,
-    /// That of activations.
+    /// The format of activations.
     Bf16,
-    /// e4m3 in every block; it is an error if a block cannot have it.
+    /// e4m3 in every block. A block that cannot have it is an error.
     Fp8,
 }
 
 /// Why a block does not store queries and keys in e4m3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainHeads {
-    /// Nothing else was asked for.
+    /// [`AttentionFormat::Bf16`] was requested.
     Asked,
-    /// In f32 nothing is rounded that need not be.
+    /// f32 precision rounds nothing that need not be rounded.
     Precision,
-    /// The backend has no attention of e4m3.
+    /// The backend has no FP8 attention.
     Device,
-    /// The layers that make them do not all have quantized inputs, so that they are more precise than e4m3 is.
+    /// Not all layers that compute them have quantized inputs, so they are more precise than e4m3.
     Inputs,
-    /// Softmax is max-free in bf16 and would not be in e4m3, where rounding lets scores grow further. A running maximum takes more
-    /// time than e4m3 saves.
+    /// Softmax is max-free in bf16 but would not be in e4m3, where rounding lets scores grow further. A running maximum takes
+    /// more time than e4m3 saves.
     MaxFree,
 }
 
@@ -50,9 +50,9 @@ pub struct BlockFormat {
     pub why: Option<PlainHeads>,
 }
 
-/// The keys of a 1024x1024 image and its prompt. A block's format is chosen for that many, before the number is known: it must not
-/// depend on the image, and on the backend only by what that can do, so that all give the same images. With more keys a softmax
-/// that was taken for max-free may need a maximum after all; that costs time and nothing else.
+/// The number of keys of a 1024x1024 image and its prompt. It decides a block's format before the real number is known. All
+/// images must get the same format, which may depend only on what the backend can do. With more keys a softmax that was assumed
+/// to be max-free may need a maximum after all, which only costs time.
 const USUAL_KEYS: usize = 64 * 64 + 512;
 
 /// The attention of one block.
@@ -60,16 +60,16 @@ pub(super) struct BlockAttention {
     format: BlockFormat,
     /// How queries and keys are stored.
     heads: Stored,
-    /// Factor of the queries. Those of queries and keys together are log2(e)/sqrt(d), so that the softmax is a bare exp2: one
-    /// multiplication per element instead of one per score.
+    /// Factor of the queries. The factors of queries and keys multiply to log2(e)/sqrt(d), so that the softmax is a bare exp2:
+    /// one multiplication per element instead of one per score.
     pub q_scale: f32,
     /// Factor of the keys.
     pub k_scale: f32,
     softmax: Softmax,
 }
 
-/// The KV cache of one block: a cached segment to attend to besides the block's own keys, and the place to store the block's own
-/// keys and values.
+/// The KV cache of one block: a cached segment to attend to, in addition to the block's own keys, and the place to store the
+/// block's own keys and values.
 #[derive(Clone, Copy)]
 pub(super) struct KvCache {
     pub read: Option<KvSegment>,
@@ -77,7 +77,7 @@ pub(super) struct KvCache {
 }
 
 impl BlockAttention {
-    /// The attention of a block, whose queries and keys `layers` make and a qk-norm with this gain normalizes.
+    /// The attention of a block. `layers` compute its queries and keys, and a qk-norm with this gain normalizes them.
     pub fn new(
         asked: AttentionFormat,
         gemms: GemmFormats,
@@ -86,8 +86,8 @@ impl BlockAttention {
         gain: &QkGain,
     ) -> Result<Self> {
         let (scale, values) = (LOG2_E / (HEAD_DIM as f32).sqrt(), precision.activations());
-        // e4m3 has the same precision over fifteen octaves, so it suffices that both keep clear of its ends. With the same factor
-        // they do: an element is at most about 4 times the gain of its norm, and e4m3 ends at 448.
+        // e4m3 has the same precision over fifteen octaves, so queries and keys only have to stay clear of its ends. With equal
+        // factors they do: an element is at most about 4 times the gain of its norm, and e4m3 ends at 448.
         let each = scale.sqrt();
         let plain = Softmax::Base2 { bound: LOG2_E * gain.bound(HEAD_DIM) };
         let e4m3 = Softmax::Base2 { bound: gain.e4m3_bound(HEAD_DIM, each) };
@@ -111,7 +111,7 @@ impl BlockAttention {
         Ok(Self { format, heads, q_scale, k_scale, softmax })
     }
 
-    /// The format of its queries and keys.
+    /// The format of the block's queries and keys.
     pub fn format(&self) -> &BlockFormat {
         &self.format
     }
@@ -138,15 +138,15 @@ impl BlockAttention {
     }
 }
 
-/// The error for a block that cannot have the format that was asked for.
+/// The error for a block that cannot have the requested format.
 fn refused(name: &str, why: PlainHeads) -> Error {
     let why = match why {
-        // Whoever asked for FP8 has not asked for anything else, and gets it where it is slower.
+        // A request for FP8 rules out `Asked` and is met even where FP8 is slower, so only f32 precision is left.
         PlainHeads::Asked | PlainHeads::MaxFree | PlainHeads::Precision => "nothing is quantized in f32 precision".into(),
-        PlainHeads::Device => "there is no kernel for it here".into(),
+        PlainHeads::Device => "this device has no kernel for it".into(),
         PlainHeads::Inputs => format!("the inputs of `{name}` are not quantized"),
     };
-    Error::Usage { what: format!("FP8 attention cannot be had: {why}"), hint: Some(Remedy::AnyAttention) }
+    Error::Usage { what: format!("FP8 attention is impossible: {why}"), hint: Some(Remedy::AnyAttention) }
 }
 
 #[cfg(test)]
@@ -178,7 +178,7 @@ mod tests {
             (2.379, 94.226, 103.791, None),
             (2.38, 94.305, 103.878, Some(PlainHeads::MaxFree)),
             (2.497, 103.805, 114.330, Some(PlainHeads::MaxFree)),
-            // Both need a maximum, and then e4m3 is faster.
+            // Both formats need a maximum, so e4m3 is faster.
             (2.498, 103.888, 114.422, None),
             (f32::NAN, f32::INFINITY, f32::INFINITY, None),
         ] {
@@ -189,7 +189,7 @@ mod tests {
             let (dtype, bound) = if why.is_none() { (DType::E4m3, bounds[1]) } else { (DType::Bf16, bounds[0]) };
             assert_eq!((auto.format.heads, auto.heads.dtype), (dtype, dtype), "{gain}");
             assert_eq!(auto.softmax, Softmax::Base2 { bound }, "{gain}");
-            // Whoever asks for one format has it everywhere.
+            // A requested format applies to every block.
             let (asked, _) = block(AttentionFormat::Fp8, gain);
             assert_eq!((asked.format.heads, asked.softmax), (DType::E4m3, Softmax::Base2 { bound: bounds[1] }), "{gain}");
             assert_eq!(block(AttentionFormat::Bf16, gain).0.format.why, Some(PlainHeads::Asked), "{gain}");

@@ -1,4 +1,4 @@
-//! An upper bound on the attention scores of a block, from the gains of its qk-norm. With it attention can use a max-free
+//! An upper bound on the attention scores of a block, from the gains of its qk-norm. The bound allows attention to use a max-free
 //! softmax.
 //!
 //! After RMS normalization and before the gain, a head has an L2 norm of at most the square root of its size. The gain scales it,
@@ -11,12 +11,12 @@ use std::f32::consts::{LOG2_E, SQRT_2};
 /// Margin for the rounding of queries and keys to bf16, with some reserve.
 const ROUNDING: f32 = 1.02;
 
-/// Largest gain of a head norm for each pair of adjacent elements. Empty if the weights are not known.
+/// The largest gain of a head norm for each pair of adjacent elements. Empty if the weights are unknown.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct NormGain(Vec<f32>);
 
 impl NormGain {
-    /// The gain of a norm, from its weights as they are stored.
+    /// The gain of a norm, from its stored weights.
     pub fn of(parts: &[WeightSlice]) -> Self {
         let mut values = Vec::new();
         for (part, row) in parts.iter().flat_map(|part| (0..part.rows).map(move |row| (part, row))) {
@@ -58,14 +58,14 @@ impl QkGain {
         ROUNDING * self.exact_bound(head_dim)
     }
 
-    /// The upper bound on scores to base 2 of heads that are multiplied by `scale`, the root of log2(e)/sqrt(d), and rounded to
-    /// e4m3. A normal number grows by less than 1/17 of itself, from the middle of two codes, 17/16, to 18/16; and a subnormal
-    /// one by at most 2^-10. So a pair of length `a` becomes at most `18/17 a + t` long with `t = sqrt(2) 2^-10`; and the sum of
-    /// `a` over all pairs is at most the length of the head times that of its gains.
+    /// The upper bound on base-2 scores of heads that are multiplied by `scale`, the root of log2(e)/sqrt(d), and rounded to
+    /// e4m3. A normal number grows by less than 1/17 of itself, from the middle of two codes, 17/16, to 18/16. A subnormal number
+    /// grows by at most 2^-10. So a pair of length `a` becomes at most `18/17 a + t` long with `t = sqrt(2) 2^-10`. The sum of
+    /// `a` over all pairs is at most the length of the head times the length of its gains.
     pub fn e4m3_bound(&self, head_dim: usize, scale: f32) -> f32 {
         let (growth, t, d) = (18.0 / 17.0, SQRT_2 / 1024.0, head_dim as f32);
         let (exact, lengths) = (self.exact_bound(head_dim), scale * d.sqrt() * (self.q.length() + self.k.length()));
-        // The length of gains that are not known or not finite says nothing.
+        // Unknown or infinite gains have no meaningful length.
         if exact.is_infinite() { exact } else { growth * growth * LOG2_E * exact + growth * t * lengths + d / 2.0 * t * t }
     }
 
@@ -100,8 +100,8 @@ mod tests {
         let bound = QkGain { q: gain(&q), k: gain(&k) }.bound(d);
         // The products of the gains are 3 * 2, 1 * 4, 2 * 1 and 1.5 * 1.5; the first is the largest.
         assert!((bound - ROUNDING * 6.0 * (d as f32).sqrt()).abs() < 1e-4, "{bound}");
-        // The worst case: both heads are zero outside the pair with the largest gain and parallel in it. But for the rounding
-        // margin, that score is the bound.
+        // The worst case: both heads are zero outside the pair with the largest gain and parallel in it. Apart from the rounding
+        // margin, the score is the bound.
         let length = (d as f32).sqrt();
         assert!(3.0 * length * 2.0 * length / length <= bound);
         let mut worst: f32 = 0.0;
@@ -128,8 +128,8 @@ mod tests {
         let scale = (LOG2_E / (d as f32).sqrt()).sqrt();
         let round = |v: f32| e4m3(to_e4m3(v));
         for weight in [1.0, 0.01, 30.0] {
-            // All of a head's length is in elements of the same size, which a gain of `weight` makes `weight * scale`. The scale
-            // that makes them the middle of two codes is a little smaller, so that they are within the bound.
+            // A head of equal elements: its gain of `weight` makes each `weight * scale`. The scale that makes them the middle of
+            // two codes is a little smaller, so they are within the bound.
             let gains = QkGain { q: gain(&[weight; 8]), k: gain(&[weight; 8]) };
             let bound = gains.e4m3_bound(d, scale);
             let element = weight * scale;
@@ -137,7 +137,7 @@ mod tests {
             assert!(worst * worst * d as f32 <= bound, "{worst} {bound}");
             assert!(bound <= 1.129 * LOG2_E * gains.bound(d) / ROUNDING + 0.05 * weight + 1e-4, "{bound}");
         }
-        // The most that a normal number grows: 1.0625 and a little more becomes 1.125. Bf16's margin would not be enough.
+        // The largest growth of a normal number: slightly more than 1.0625 becomes 1.125. Bf16's margin would not be enough.
         let (q, k) = ([1.07_f32; 8], [1.07_f32; 8]);
         let rounded: f32 = q.iter().zip(&k).map(|(q, k)| round(*q) * round(*k)).sum();
         let exact: f32 = q.iter().zip(&k).map(|(q, k)| q * k).sum();

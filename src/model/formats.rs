@@ -1,4 +1,4 @@
-//! What became of the linear layers of a model when it was loaded.
+//! The formats of a model's linear layers after loading.
 
 use crate::backend::Weight;
 use crate::names::LayerId;
@@ -11,41 +11,41 @@ pub struct LayerFormat {
     pub id: LayerId,
     /// The weight on the backend.
     pub weight: Weight,
-    /// Those of its weight, which is stored in one part or in several, in row order.
+    /// The formats of the weight's parts, in row order. A checkpoint may store a weight in one part or several.
     pub parts: Vec<PartFormat>,
     /// The type of its input.
     pub input: DType,
     /// Why the input of quantized weights is not quantized, if it is not.
     pub why: Option<PlainInput>,
-    /// Whether the weight has what adapters add to it.
+    /// Whether adapters are merged into the weight.
     pub merged: bool,
 }
 
-/// Why the input of a layer whose weights are quantized is not.
+/// Why a layer with quantized weights has an unquantized input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlainInput {
-    /// No op before the layer could store it quantized, or the model was made for inputs as they are, as text encoders are.
+    /// No op before the layer can write it quantized, or the model expects unquantized inputs, as text encoders do.
     Model,
     /// The checkpoint does not ask for it.
     File,
-    /// The parts of the weight ask for different formats of the one input that they have.
+    /// The parts of the weight share one input, but ask for different formats.
     Parts,
-    /// In f32 nothing is rounded that need not be.
+    /// f32 precision rounds nothing that need not be rounded.
     Precision,
-    /// The backend has no GEMM of these weights and the input that the checkpoint asks for.
+    /// The backend has no GEMM for these weights and the input format that the checkpoint asks for.
     Device,
-    /// Plain inputs were asked for.
+    /// Plain inputs were requested.
     Asked,
-    /// The weights are expanded, because an adapter is merged with them.
+    /// The weights are expanded because an adapter is merged into them.
     Adapter,
 }
 
-/// The formats of consecutive rows of a weight: in the checkpoint, and on the backend. Without a checkpoint they are the same.
+/// The formats of consecutive weight rows, in the checkpoint and on the backend. Without a checkpoint the two are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartFormat {
-    /// The type in which the checkpoint stores them.
+    /// The type of the rows in the checkpoint.
     pub stored: DType,
-    /// The type in which the backend holds them.
+    /// The type of the rows on the backend.
     pub held: DType,
     /// Bytes in the checkpoint, with scales.
     pub stored_bytes: u64,

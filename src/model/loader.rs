@@ -16,7 +16,7 @@ use crate::tensor::quantize::largest_magnitude;
 use crate::tensor::{Arena, Bytes, DType, Precision, Region, Scale, ScaleKind, Scaling, Stored, Tensor, WeightSlice};
 use std::sync::Arc;
 
-/// Hands a model the tensors that its `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
+/// Provides the tensors that a model's `load` names. Every tensor's name and shape is spelled once, in `load`, and serves two
 /// purposes: with weights or a dry run the tensors are placed on a backend, and for a manifest they are only listed.
 pub struct Loader<'a> {
     target: Target<'a>,
@@ -26,41 +26,41 @@ pub struct Loader<'a> {
     quantize: Option<DType>,
 }
 
-/// What becomes of the tensors that are loaded.
+/// What the loader does with the tensors.
 enum Target<'a> {
-    /// They are placed on a backend.
+    /// Places them on a backend.
     Backend(Upload<'a>),
-    /// They are listed in the order of loading, and nothing is placed.
+    /// Lists them in loading order and places nothing.
     Manifest(&'a mut Vec<TensorSpec>),
 }
 
-/// Places tensors of a checkpoint on a backend. Without a checkpoint only shapes are placed, which is enough for a dry run.
+/// Places checkpoint tensors on a backend. Without a checkpoint it places only shapes, which is enough for a dry run.
 struct Upload<'a> {
     backend: &'a mut dyn Backend,
     region: &'a mut Arena,
     source: Option<&'a Weights>,
     loaded: &'a mut dyn FnMut(u64),
-    /// Whether weights are checked for parts that were never written.
+    /// Whether to check weights for parts that were never written.
     verify_written: bool,
-    /// Whether only shapes and formats matter, so that weights which are quantized need not be read for their scales.
+    /// Whether only shapes and formats matter. Weights to quantize then need not be read for their scales.
     shapes_only: bool,
-    /// What is added to weights.
+    /// The adapters to apply to weights.
     adapters: Option<Added<'a>>,
     merger: Merger,
     formats: Vec<LayerFormat>,
 }
 
-/// What adapters add to weights.
+/// Adapters and how to apply them.
 #[derive(Clone, Copy)]
 struct Added<'a> {
     adapters: &'a Adapters,
     mode: AdapterMode,
-    /// Where in [`Region::Adapters`] a backend has room for what it merges.
+    /// Offset of the scratch space for merging, in [`Region::Adapters`].
     room_at: u64,
 }
 
 impl<'a> Loader<'a> {
-    /// A loader that places weights of `source` into `region`; `loaded` is told the bytes of each weight as it is placed.
+    /// Creates a loader that places weights of `source` into `region`. It calls `loaded` with the bytes of each weight it places.
     pub fn new(
         backend: &'a mut dyn Backend,
         region: &'a mut Arena,
@@ -74,34 +74,34 @@ impl<'a> Loader<'a> {
         Self { target, precision, attention: AttentionFormat::Auto, nvfp4_math: Nvfp4Math::Auto, quantize: None }
     }
 
-    /// Sets the format of queries and keys that blocks are to have.
+    /// Sets the requested format of queries and keys.
     pub fn with_attention(self, attention: AttentionFormat) -> Self {
         Self { attention, ..self }
     }
 
-    /// Sets what NVFP4 weights are multiplied as.
+    /// Sets how NVFP4 weights are multiplied.
     pub fn with_nvfp4_math(self, nvfp4_math: Nvfp4Math) -> Self {
         Self { nvfp4_math, ..self }
     }
 
-    /// Sets the format that plain weights of transformer blocks and text encoders are quantized to, if they are.
+    /// Sets the format that plain weights of transformer blocks and text encoders are quantized to, if any.
     pub fn with_quantize(self, quantize: Option<DType>) -> Self {
         Self { quantize, ..self }
     }
 
-    /// Sets what adapters add to weights, how, and from where on in [`Region::Adapters`] there is room for the
+    /// Sets the adapters and how they are applied. `room_at` is the offset in [`Region::Adapters`] of the scratch space for the
     /// [factors](Adapters::factors) of a weight.
     pub fn with_adapters(self, adapters: &'a Adapters, mode: AdapterMode, room_at: u64) -> Self {
         self.with(|upload| upload.adapters = Some(Added { adapters, mode, room_at }))
     }
 
-    /// Checks weights as they are used, so that a matrix of which a part was never written is an error.
+    /// Checks weights as they are used. A matrix with a part that was never written is an error.
     pub fn verify_written(self) -> Self {
         self.with(|upload| upload.verify_written = true)
     }
 
-    /// Reads no weights. The scales of tensors that are quantized are then one instead of those that their values need, which
-    /// makes no difference to a dry run.
+    /// Reads no weights. Tensors that are quantized then have a scale of one instead of one from their values. A dry run does not
+    /// depend on it.
     pub fn shapes_only(self) -> Self {
         self.with(|upload| upload.shapes_only = true)
     }
@@ -113,13 +113,13 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Lists the tensors that `load` asks for, with their shapes, in the order in which it does.
+    /// Lists the tensors that `load` asks for, with their shapes, in that order.
     pub(super) fn record<T>(load: impl FnOnce(&mut Loader<'_>) -> Result<T>) -> Vec<TensorSpec> {
         let mut list = Vec::new();
         let target = Target::Manifest(&mut list);
         let (attention, nvfp4_math) = (AttentionFormat::Auto, Nvfp4Math::Auto);
         let mut loader = Loader { target, precision: Precision::Bf16, attention, nvfp4_math, quantize: None };
-        // Nothing is allocated or read, so there is nothing that could fail.
+        // Nothing is allocated or read, so nothing can fail.
         load(&mut loader).map(drop).expect("recording a manifest does not fail");
         list
     }
@@ -129,7 +129,7 @@ impl<'a> Loader<'a> {
         self.precision
     }
 
-    /// What became of the linear layers that were loaded.
+    /// Returns the formats of the loaded linear layers.
     pub fn formats(self) -> Vec<LayerFormat> {
         match self.target {
             Target::Backend(upload) => upload.formats,
@@ -137,7 +137,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads a plain tensor, as a matrix of its first dimension by all others together.
+    /// Loads a plain tensor as a matrix: its first dimension by the product of the others.
     fn place(&mut self, spec: TensorSpec, role: Role) -> Result<Tensor> {
         match &mut self.target {
             Target::Backend(upload) => upload.place(&spec, role, self.precision),
@@ -145,8 +145,8 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads a linear layer without its bias. Which layer it is decides whether its input may be quantized, as the checkpoint says;
-    /// otherwise that has the precision of activations.
+    /// Loads a linear layer without its bias. Some layers may have a quantized input, if the checkpoint asks for it. All other
+    /// inputs have the precision of activations.
     fn layer(&mut self, spec: TensorSpec) -> Result<Linear> {
         match &mut self.target {
             Target::Backend(upload) => match self.quantize.filter(|_| spec.layer.is_some_and(LayerId::is_quantized_on_request)) {
@@ -165,7 +165,7 @@ impl<'a> Loader<'a> {
         self.place(TensorSpec::norm(id, n), Role::Vector)
     }
 
-    /// A table of token embeddings, which stays in host memory.
+    /// Loads the table of token embeddings, which stays in host memory.
     pub(super) fn table(&mut self, id: LayerId, rows: usize, cols: usize) -> Result<TokenTable> {
         let spec = TensorSpec::linear(id, &[rows], cols);
         match &mut self.target {
@@ -181,17 +181,17 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// A linear layer without bias. Its rows may be those of several layers, which a checkpoint may store one by one.
+    /// Loads a linear layer without bias. Its rows may belong to several layers, which a checkpoint may store separately.
     pub(super) fn linear(&mut self, id: LayerId, stack: &[usize], input: usize) -> Result<Linear> {
         self.layer(TensorSpec::linear(id, stack, input))
     }
 
-    /// A linear layer with bias, `name` being the layer's.
+    /// Loads a linear layer with bias. `name` is the name of the layer.
     pub(super) fn linear_bias(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
         self.biased(name, &[out, input])
     }
 
-    /// A 1x1 convolution, which is a linear layer of every pixel's channels.
+    /// Loads a 1x1 convolution, which is a linear layer over the channels of each pixel.
     pub(super) fn conv_1x1(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
         self.biased(name, &[out, input, 1, 1])
     }
@@ -205,7 +205,7 @@ impl<'a> Loader<'a> {
         self.filters(name, out, input, Role::Conv)
     }
 
-    /// A convolution after nearest-neighbor upsampling by two.
+    /// Loads a convolution after nearest-neighbor upsampling by two.
     pub(super) fn up_conv(&mut self, name: &str, out: usize, input: usize) -> Result<Conv> {
         self.filters(name, out, input, Role::UpConv)
     }
@@ -224,7 +224,7 @@ impl<'a> Loader<'a> {
         Ok(QkNorm { q: self.norm(q, head_dim)?, k: self.norm(k, head_dim)?, eps })
     }
 
-    /// The attention of a block, whose queries and keys `layers` make and a norm with this gain normalizes.
+    /// The attention of a block. `layers` compute its queries and keys, and a norm with this gain normalizes them.
     pub(super) fn attention(&self, layers: &[&Linear], gain: &QkGain) -> Result<BlockAttention> {
         let gemms = match &self.target {
             Target::Backend(upload) => upload.backend.gemm_formats(),
@@ -233,7 +233,7 @@ impl<'a> Loader<'a> {
         BlockAttention::new(self.attention, gemms, self.precision, layers, gain)
     }
 
-    /// What that norm does to lengths.
+    /// The gains of a block's query norm and key norm.
     pub(super) fn qk_gain(&self, q: LayerId, k: LayerId, head_dim: usize) -> Result<QkGain> {
         let gain = |id| match &self.target {
             Target::Backend(upload) => Ok(NormGain::of(&upload.stored(&TensorSpec::norm(id, head_dim))?)),
@@ -243,7 +243,7 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// The extent of a tensor as a matrix: its first dimension by all others together.
+/// The size of a tensor as a matrix: its first dimension by the product of the others.
 fn extent(spec: &TensorSpec) -> (usize, usize) {
     match &spec.shape[..] {
         [n] => (1, *n),
@@ -252,15 +252,15 @@ fn extent(spec: &TensorSpec) -> (usize, usize) {
     }
 }
 
-/// Adds a tensor to a manifest. The descriptor has its shape, but no place.
+/// Adds a tensor to a manifest. The returned descriptor has the tensor's shape, but no memory.
 fn listed(list: &mut Vec<TensorSpec>, spec: TensorSpec) -> Tensor {
     let (rows, cols) = extent(&spec);
     list.push(spec);
     Tensor { region: Region::Weights, dtype: DType::Bf16, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled }
 }
 
-/// The type of a matrix of plain elements. In f32 it stays as it is stored, which every op can read exactly; quantized values are
-/// expanded.
+/// The type of a matrix of plain elements. f32 precision keeps the stored type, which every op reads exactly, but expands
+/// quantized values.
 fn plain_dtype(parts: &[WeightSlice], precision: Precision) -> DType {
     match precision {
         Precision::Bf16 => DType::Bf16,
@@ -271,11 +271,11 @@ fn plain_dtype(parts: &[WeightSlice], precision: Precision) -> DType {
     }
 }
 
-/// The formats of a weight that was loaded from these parts, or from none in a dry run without a checkpoint.
+/// The formats of a weight that was loaded from these parts. A dry run without a checkpoint has no parts.
 fn part_formats(parts: &[WeightSlice], weight: &Weight) -> Vec<PartFormat> {
     let held = |tensor: Tensor| (tensor.dtype, tensor.bytes());
     if parts.is_empty() {
-        // A checkpoint would have plain values.
+        // A checkpoint would hold plain values.
         let format = |tensor: &Tensor| {
             let stored = if tensor.dtype.is_quantized() { DType::Bf16 } else { tensor.dtype };
             let stored_bytes = stored.bytes(tensor.len()) as u64;
@@ -285,7 +285,7 @@ fn part_formats(parts: &[WeightSlice], weight: &Weight) -> Vec<PartFormat> {
     }
     let mut first = 0;
     let mut format = |part: &WeightSlice| {
-        // One tensor may hold all parts, if they are expanded to the same type.
+        // One tensor holds all parts if they are expanded to the same type.
         let rows = weight.slice(first..first + part.rows);
         first += part.rows;
         let (held, held_bytes) = held(rows.parts()[0]);
@@ -294,7 +294,7 @@ fn part_formats(parts: &[WeightSlice], weight: &Weight) -> Vec<PartFormat> {
     parts.iter().map(&mut format).collect()
 }
 
-/// A weight of several tensors.
+/// Joins several tensors into one weight.
 fn stacked(spec: &TensorSpec, tensors: &[Tensor]) -> Result<Weight> {
     Weight::stack(tensors).ok_or_else(|| Error::Op { op: "load", what: format!("the parts of `{}`", spec.name) })
 }
@@ -303,7 +303,7 @@ impl Upload<'_> {
     fn place(&mut self, spec: &TensorSpec, role: Role, precision: Precision) -> Result<Tensor> {
         let parts = self.stored(spec)?;
         let dtype = match (role, precision) {
-            // Vectors are few and always f32, and so are sums of filter taps: the type of the taps would round them.
+            // Vectors are few and always f32. So are sums of filter taps in f32 precision: the type of the taps would round them.
             (Role::Vector, _) | (Role::UpConv, Precision::F32) => DType::F32,
             (Role::Linear | Role::Conv | Role::UpConv, _) => plain_dtype(&parts, precision),
         };
@@ -312,7 +312,7 @@ impl Upload<'_> {
             (Role::Linear | Role::Conv | Role::Vector, extent) => extent,
         };
         let tensor = self.upload(role, [rows, cols], Stored::plain(dtype), &parts)?;
-        // Of the vectors only those count that something is multiplied or divided by.
+        // Biases and means are only added or subtracted, so they are not checked.
         if role != Role::Vector || !["bias", "mean"].iter().any(|end| spec.name.ends_with(end)) {
             self.note_used(spec, false)?;
         }
@@ -330,7 +330,7 @@ impl Upload<'_> {
             None => Default::default(),
         };
         let gemms = self.backend.gemm_formats();
-        // A layer of which an input in NVFP4 is asked for has nothing but NVFP4 parts.
+        // A layer that asks for an NVFP4 input has only NVFP4 parts.
         let reencoded = math.fp8_input(wanted.filter(|_| is_produced), gemms, precision)?;
         let input = match (wanted, reencoded) {
             (_, Some(input)) => Ok(input),
@@ -361,7 +361,7 @@ impl Upload<'_> {
             return self.loaded_layer(spec, &parts, weight, plain, why, true);
         }
         let weight = if stays {
-            // Every part has a tensor of its own, in the format of the file, re-encoded or expanded.
+            // Every part has its own tensor: in the file's format, re-encoded or expanded.
             let each = parts.iter().map(|part| {
                 let one = std::slice::from_ref(part);
                 let stored = match reencoded {
@@ -378,7 +378,7 @@ impl Upload<'_> {
         self.loaded_layer(spec, &parts, weight, input, why, false)
     }
 
-    /// Loads a layer and quantizes its weight on the way, each part of it with scales of its own.
+    /// Loads a layer and quantizes its weight, each part with its own scales.
     fn quantized_layer(&mut self, spec: &TensorSpec, precision: Precision, (format, math): (DType, Nvfp4Math)) -> Result<Linear> {
         let refused = |why: String| quantize::refused(format, &why);
         let (parts, (rows, cols)) = (self.stored(spec)?, extent(spec));
@@ -387,7 +387,7 @@ impl Upload<'_> {
         }
         let Format { block, scales, .. } = format.format();
         if !cols.is_multiple_of(*block) {
-            return Err(refused(format!("`{}` has {cols} columns, which is no multiple of {block}", spec.name)));
+            return Err(refused(format!("`{}` has {cols} columns, which is not a multiple of {block}", spec.name)));
         }
         let producer = spec.layer.and_then(LayerId::producer);
         let input = quantize::input(format, producer, self.backend.gemm_formats(), precision, math)?;
@@ -411,8 +411,8 @@ impl Upload<'_> {
         self.loaded_layer(spec, &parts, weight, input, why, merges)
     }
 
-    /// Whether what adapters add to a layer is merged with its weight, of which something `stays` quantized if not. Otherwise it is computed
-    /// beside the weight, or there is nothing.
+    /// Whether adapters are merged into a layer's weight. Otherwise they become a LoRA branch, or there are none. `stays` says
+    /// whether some of the weight stays quantized if not merged.
     fn merges(&self, spec: &TensorSpec, stays: bool) -> Result<bool> {
         let (Some(Added { adapters, mode, .. }), Some(id)) = (self.adapters, spec.layer) else { return Ok(false) };
         let Some(rank) = adapters.rank(id, extent(spec).into())? else { return Ok(false) };
@@ -421,14 +421,14 @@ impl Upload<'_> {
             AdapterMode::Auto => Ok(!stays || rank > MAX_RANK),
             AdapterMode::Branch if rank <= MAX_RANK => Ok(false),
             AdapterMode::Branch => Err(Error::Usage {
-                what: format!("adapters add a rank of {rank} to `{}`; up to {MAX_RANK} is computed beside a weight", spec.name),
+                what: format!("adapters add a rank of {rank} to `{}`; a LoRA branch has at most {MAX_RANK}", spec.name),
                 hint: Some(Remedy::MergeAdapters),
             }),
         }
     }
 
-    /// Uploads a weight and has the backend add to it what adapters do, if its memory is apart from the host's: the GEMM runs while the next
-    /// weight is copied. `None` if the weight is not uploaded as it is stored, or too much is added to it.
+    /// Uploads a weight and merges its adapters on the backend, if the backend has its own memory. The GEMM runs while the next
+    /// weight is copied. `None` if the weight needs a conversion before its upload, or has adapters of too high a rank.
     fn merged_by_backend(&mut self, spec: &TensorSpec, parts: &[WeightSlice], to: Stored) -> Result<Option<Tensor>> {
         let (Some(Added { adapters, room_at, .. }), Some(id)) = (self.adapters, spec.layer) else { return Ok(None) };
         if self.shapes_only || self.source.is_none() || self.backend.reads_files() {
@@ -450,7 +450,7 @@ impl Upload<'_> {
         Ok(Some(weight))
     }
 
-    /// A weight with what adapters add to it. In a dry run there are no values, but parts of another type, which count as copied.
+    /// A weight with its adapters merged. A dry run has no values: its result is parts of another type, which count as copied.
     fn merged(&mut self, spec: &TensorSpec, parts: &[WeightSlice], to: DType) -> Vec<WeightSlice> {
         match (self.adapters.filter(|_| !self.shapes_only), spec.layer) {
             (Some(Added { adapters, .. }), Some(id)) => self.merger.merged(adapters, id, parts, to),
@@ -461,7 +461,7 @@ impl Upload<'_> {
         }
     }
 
-    /// Notes what became of a layer that was loaded from these parts.
+    /// Records the formats of a layer that was loaded from these parts.
     fn loaded_layer(
         &mut self,
         spec: &TensorSpec,
@@ -489,16 +489,16 @@ impl Upload<'_> {
         Ok(tensor)
     }
 
-    /// Checks the scales of weights that are used, and notes them, so that they are checked for parts that were never written.
+    /// Checks the scales of weights that are used, and marks the weights for the check for parts that were never written.
     fn note_used(&mut self, spec: &TensorSpec, is_table: bool) -> Result<()> {
         let Some(source) = self.source.filter(|_| self.verify_written) else { return Ok(()) };
         source.check_scales(&spec.name)?;
         source.note_used(&spec.name, is_table);
-        // A backend that copies has just read all of it. Where files are used in place, their pages come with the first ops.
+        // A backend that copies has just read all of it. For files used in place, the first ops read the pages.
         if self.backend.reads_files() { Ok(()) } else { source.check_written() }
     }
 
-    /// A tensor as the checkpoint stores it; nothing without a checkpoint.
+    /// A tensor as stored in the checkpoint; empty without a checkpoint.
     fn stored(&self, spec: &TensorSpec) -> Result<Vec<WeightSlice>> {
         let Some(source) = self.source else { return Ok(Vec::new()) };
         Ok(source.weight(spec)?.parts)

@@ -1,8 +1,8 @@
-//! Manifests: every tensor that a model of a given configuration has, with its canonical name and its shape. They are what the
-//! `load` functions ask a recording [`Loader`] for, so they cannot differ from what is loaded.
+//! Manifests: the canonical name and shape of every tensor in a model of a given configuration. A recording [`Loader`] collects
+//! them from the `load` functions, so they cannot differ from what is loaded.
 //!
-//! The order is that of the data flow. A checkpoint is checked in this order, so it decides which of several missing tensors is
-//! named.
+//! Tensors are in the order of the data flow. Checkpoints are checked in this order, so it decides which of several missing
+//! tensors an error names.
 
 use super::transformer::{ContextIn, Transformer};
 use super::vae::{Decoder, Encoder, latent_stats};
@@ -25,7 +25,7 @@ impl Configs {
 /// The transformer's tensors.
 pub fn transformer_manifest(config: &TransformerConfig) -> Vec<TensorSpec> {
     let mut list = Loader::record(|loader| Transformer::load(loader, config));
-    // The projection of the prompt is loaded with the text encoder, and belongs behind that of the image, which comes first.
+    // The prompt's projection is loaded with the text encoder. Its place is after the image's projection, which comes first.
     list.splice(1..1, Loader::record(|loader| ContextIn::load(loader, config)));
     list
 }
@@ -35,7 +35,7 @@ pub fn text_manifest(config: &TextConfig) -> Vec<TensorSpec> {
     Loader::record(|loader| TextEncoder::load(loader, config))
 }
 
-/// The text encoder's tensors in files as they were published, with all layers.
+/// The text encoder's tensors in published files, which have all layers.
 pub fn text_file_manifest(config: &TextConfig) -> Vec<TensorSpec> {
     let [first, second, _] = config.text_layers;
     let mut list = text_manifest(&TextConfig { text_layers: [first, second, config.layers], ..config.clone() });

@@ -1,4 +1,4 @@
-//! Plain weights that are quantized when a model is loaded. Nothing is calibrated, so the scales of inputs are constants.
+//! Quantizes plain weights at load. Nothing is calibrated, so input scales are constants.
 
 use super::formats::PlainInput;
 use super::nvfp4_math::{self, Nvfp4Math};
@@ -12,15 +12,15 @@ use crate::tensor::{DType, Precision, Scale, Stored};
 pub enum Producer {
     /// A modulated layer norm.
     Norm,
-    /// Attention, of which each result is a mean of values.
+    /// Attention. Each result is a mean of values.
     Attention,
-    /// SwiGLU, whose results are products, or SwiGLU and attention side by side.
+    /// SwiGLU, whose results are products, or SwiGLU next to attention.
     Swiglu,
 }
 
 impl LayerId {
-    /// The op that writes what the layer multiplies, for layers of the transformer's blocks. There it can write inputs quantized; those of
-    /// all other layers stay as they are.
+    /// The op that writes the layer's input, for layers of the transformer's blocks. It can write the input quantized. All other
+    /// layers have plain inputs.
     pub const fn producer(self) -> Option<Producer> {
         match self.role {
             LayerRole::Qkv(_) | LayerRole::MlpIn(_) | LayerRole::Linear1 => Some(Producer::Norm),
@@ -30,23 +30,23 @@ impl LayerId {
         }
     }
 
-    /// Whether the weight of this linear layer is quantized if that is asked for: all of the blocks, of which published files keep a few
-    /// wider, and all of the text encoder. Embedders, modulations and output layers stay as the checkpoint has them.
+    /// Whether a request to quantize weights covers this linear layer. It covers all layers of the blocks, though published files
+    /// keep a few of them wider, and all of the text encoder. Embedders, modulations and output layers stay as stored.
     pub const fn is_quantized_on_request(self) -> bool {
         self.block.is_some()
     }
 }
 
 impl Producer {
-    /// The scale of such an input in this format, if inputs are quantized to it.
+    /// The constant scale of an input in this format, if inputs are quantized to it.
     pub fn input_scale(self, format: DType) -> Option<Scale> {
         let [plain, swiglu] = format.format().target?.input_scales?;
         Some(if self == Self::Swiglu { swiglu } else { plain })
     }
 }
 
-/// How the input of a layer is stored whose weight is quantized when it is loaded, or why it stays plain. It is an error if the
-/// backend has no GEMM of such weights at all: expanding them again would leave nothing of quantizing but its errors.
+/// How the input of a layer that is quantized at load is stored, or why it stays plain. It is an error if the backend has no GEMM
+/// for such weights: expanding them again would leave only the quantization error.
 pub(super) fn input(
     format: DType,
     producer: Option<Producer>,
@@ -70,13 +70,13 @@ pub(super) fn input(
     };
     match input {
         Err(_) if !gemms.takes(format, precision.activations()) => {
-            Err(refused(format, "this device has no GEMM of such weights"))
+            Err(refused(format, "this device has no GEMM for such weights"))
         }
         input => Ok(input),
     }
 }
 
-/// The error for a model that cannot be quantized so.
+/// The error for a model that cannot be quantized at load.
 pub(super) fn refused(format: DType, why: &str) -> Error {
     let what = format!("the weights cannot be quantized to {} at load: {why}", format.label());
     Error::Usage { what, hint: Some(Remedy::AsStored) }

@@ -1,12 +1,12 @@
-//! The table of token embeddings. It stays in host memory, in the mapped file: a prompt needs a few of its rows, and a GPU would
-//! hold hundreds of megabytes for them.
+//! The table of token embeddings. It stays in host memory, in the mapped file: a prompt needs only a few rows, which are not
+//! worth hundreds of megabytes of GPU memory.
 
 use crate::error::{Error, Result};
 use crate::tensor::{DType, WeightSlice};
 
 /// A table with one row per token of the vocabulary.
 pub struct TokenTable {
-    /// Its rows in order; none in a dry run.
+    /// The rows of the table, in order; none in a dry run.
     parts: Vec<WeightSlice>,
     rows: usize,
     cols: usize,
@@ -17,7 +17,7 @@ impl TokenTable {
         Self { parts, rows, cols }
     }
 
-    /// Bytes of the table as it is stored; without a checkpoint, in bfloat16.
+    /// Bytes of the stored table. Without a checkpoint, bytes in bfloat16.
     pub fn bytes(&self) -> u64 {
         match &*self.parts {
             [] => DType::Bf16.bytes(self.rows * self.cols) as u64,
@@ -25,7 +25,7 @@ impl TokenTable {
         }
     }
 
-    /// The rows of these tokens, one after the other; zeros in a dry run.
+    /// The embeddings of these tokens, in order; zeros in a dry run.
     pub fn rows(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let mut values = vec![0.0; ids.len() * self.cols];
         for (&id, to) in ids.iter().zip(values.chunks_exact_mut(self.cols.max(1))) {

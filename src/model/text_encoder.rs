@@ -1,9 +1,9 @@
 //! Qwen3 as klein uses it, and Mistral Small 3 as \[dev\] does: only the first layers run, the hidden states of three of them are the prompt
 //! embeddings, and there is no final norm.
 //!
-//! The transformer reads padding as well. Behind a prompt, padding tokens attend to every real token and to no padding, so that each has
-//! an embedding of its own. Before a prompt there is nothing that a causal row of padding could attend to: its attention is zero, its
-//! embedding depends on neither the prompt nor the position, and a single row is computed for all of them.
+//! The transformer reads padding as well. Padding after a prompt attends to every real token and to no padding, so each padding
+//! token has its own embedding. Padding before a prompt has nothing to attend to in a causal mask: its attention is zero, its
+//! embedding depends on neither the prompt nor the position, and one row is computed for all of it.
 
 use super::Loader;
 use super::table::TokenTable;
@@ -25,7 +25,7 @@ pub struct TextEncoder {
     precision: Precision,
     embedding: TokenTable,
     layers: Vec<Layer>,
-    /// The RoPE table of the longest prompt, once one was encoded.
+    /// The RoPE table of the longest prompt, filled with the first prompt.
     rope: OnceLock<Vec<f32>>,
 }
 
@@ -40,7 +40,7 @@ struct Layer {
 }
 
 impl TextEncoder {
-    /// Loads the weights of the layers that are used.
+    /// Loads the weights of the layers that run.
     pub fn load(loader: &mut Loader<'_>, config: &TextConfig) -> Result<Self> {
         let c = config;
         let (q, kv, mlp) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM, c.intermediate);
@@ -65,22 +65,22 @@ impl TextEncoder {
         Ok(Self { config: config.clone(), precision: loader.precision(), embedding, layers, rope: OnceLock::new() })
     }
 
-    /// Its linear layers.
+    /// The linear layers of the text encoder.
     pub fn layers_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         self.layers.iter_mut().flat_map(|Layer { qkv, out, gate_up, down, .. }| [qkv, out, gate_up, down])
     }
 
-    /// Bytes of the table of token embeddings, which is no part of the weights on a backend: it stays in host memory.
+    /// Bytes of the token embedding table. It stays in host memory and is not part of a backend's weights.
     pub fn table_bytes(&self) -> u64 {
         self.embedding.bytes()
     }
 
-    /// Computes the embeddings of a prompt, one row per token, with the hidden states of the tapped layers side by side.
+    /// Computes the embeddings of a prompt, one row per token: the hidden states of the text layers side by side.
     pub fn forward(&self, be: &mut dyn Backend, ws: &mut Arena, features: Tensor, tokens: &Tokens) -> Result<()> {
         let c = &self.config;
         let (all, act) = (tokens.ids.len(), self.precision.activations());
         let (q_cols, kv_cols) = (c.heads * HEAD_DIM, c.kv_heads * HEAD_DIM);
-        // Rows that attend to the prompt; before it, padding has one that does not.
+        // Rows that attend to the prompt. Padding before the prompt is a single row that does not.
         let (attending, ids) = match tokens.padding {
             Padding::Right => (0..all, Cow::Borrowed(&tokens.ids[..])),
             Padding::Left => {
@@ -124,8 +124,8 @@ impl TextEncoder {
                     v,
                     mlp: None,
                 }]))?;
-                // Restricting the keys to the real tokens is the padding mask: a causal row past the end attends to exactly
-                // these.
+                // Restricting the keys to the real tokens is the padding mask: a causal row past the end attends to exactly those
+                // keys.
                 let kv = [KvSegment { k: k.rows(0..tokens.real), v: v.rows(0..tokens.real) }];
                 let (out, q) = (attended.rows(0..own), q.rows(0..own));
                 let softmax = Softmax::Natural { scale: 1.0 / (HEAD_DIM as f32).sqrt() };
@@ -142,7 +142,7 @@ impl TextEncoder {
                     }
                 }
             }
-            // The rest of the rows is padding, all of it before or all of it behind.
+            // The remaining rows are padding, all before the prompt or all after it.
             let padding = if attending.start > 0 { 0..attending.start } else { attending.end..all };
             if !padding.is_empty() && own == rows {
                 be.write(features.rows(padding.start..padding.start + 1), &vec![0.0; features.cols])?;
@@ -151,8 +151,7 @@ impl TextEncoder {
         })
     }
 
-    /// Looks up the tokens of a prompt. Most of them are padding at its end, of which one row is written and the others are
-    /// copies.
+    /// Looks up the tokens of a prompt. Most are padding at its end: one of these rows is written and the others are copies.
     fn embed(&self, be: &mut dyn Backend, out: Tensor, ids: &[u32]) -> Result<()> {
         let padding = ids.iter().rev().take_while(|id| Some(*id) == ids.last()).count();
         let first = ids.len() - padding;

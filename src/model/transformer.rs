@@ -16,8 +16,8 @@ use crate::sequence::SequenceLayout;
 use crate::tensor::{Arena, Precision, Tensor};
 use std::ops::Range;
 
-/// The layer that projects prompt embeddings to the transformer's width (`txt_in`). It is separate from the other layers because
-/// it is loaded with the text encoder.
+/// The layer that projects prompt embeddings to the transformer's width (`txt_in`). It is a separate type because it is loaded
+/// with the text encoder.
 pub struct ContextIn {
     layer: Linear,
     precision: Precision,
@@ -77,7 +77,7 @@ struct Stream {
 struct DoubleBlock {
     text: Stream,
     image: Stream,
-    /// Within and between the streams.
+    /// Attention within and between the streams.
     attention: BlockAttention,
 }
 
@@ -138,7 +138,7 @@ impl ModulationOut {
 /// Operands of one denoising step.
 #[derive(Clone, Copy)]
 pub struct StepInput<'a> {
-    /// The layout of the sequence.
+    /// The sequence layout.
     pub plan: &'a SequenceLayout,
     /// The RoPE table, one row per token of the plan.
     pub rope: Tensor,
@@ -234,7 +234,7 @@ impl Transformer {
         })
     }
 
-    /// Its linear layers.
+    /// The linear layers of the transformer.
     pub fn layers_mut(&mut self) -> impl Iterator<Item = &mut Linear> {
         let streams = self.double_blocks.iter_mut().flat_map(|block| [&mut block.image, &mut block.text]);
         let double =
@@ -258,8 +258,8 @@ impl Transformer {
         self.attentions().map(BlockAttention::format)
     }
 
-    /// Computes the modulations of `rows` timesteps, whose [embeddings](crate::sampler::timestep_embeddings) are given, one row
-    /// each. `guidance` matters only for models that take the guidance scale as an input.
+    /// Computes the modulations of `rows` timesteps, one row each, from their [embeddings](crate::sampler::timestep_embeddings).
+    /// `guidance` matters only for models that take the guidance scale as an input.
     pub fn modulations(&self, be: &mut dyn Backend, ws: &mut Arena, rows: usize, times: &[f32], guidance: f32) -> Result<Tensor> {
         let (h, act) = (self.config.hidden, self.precision.activations());
         let table = ws.alloc(rows, 17 * h, act)?;
@@ -291,7 +291,7 @@ impl Transformer {
         Ok(table)
     }
 
-    /// Allocates the modulation of the current step. Every step reads it from the same address, so that a captured step can be
+    /// Allocates the modulation of the current step. Every step reads it from the same address, so a captured step can be
     /// replayed.
     pub fn modulation_slot(&self, ws: &mut Arena) -> Result<Modulation> {
         let hidden = self.config.hidden;
@@ -351,14 +351,14 @@ impl Transformer {
         })
     }
 
-    /// Allocates memory for the keys and values of so many reference tokens in every block.
+    /// Allocates memory for the keys and values of `tokens` reference tokens in every block.
     pub fn reference_cache(&self, ws: &mut Arena, tokens: usize) -> Result<Vec<KvSegment>> {
         self.attentions().map(|attention| attention.key_values(ws, tokens, self.config.hidden)).collect()
     }
 
-    /// Computes these keys and values, for models trained with a KV cache of references: the references attend only to each other and
-    /// are modulated as at timestep zero, so their keys and values do not depend on the prompt, the canvas or the step. `rope` has the
-    /// references' rows only.
+    /// Computes the reference keys and values, for models trained with a KV cache of references. The references attend only to
+    /// each other and are modulated as at timestep zero. So their keys and values do not depend on the prompt, the canvas or the
+    /// step. `rope` has only the references' rows.
     pub fn fill_reference_cache(
         &self,
         be: &mut dyn Backend,
@@ -388,7 +388,7 @@ impl Transformer {
         })
     }
 
-    /// Projects image tokens, given as consecutive parts, to the transformer's width.
+    /// Projects image tokens, given as consecutive pieces, to the transformer's width.
     fn embed_image(&self, be: &mut dyn Backend, ws: &mut Arena, out: Tensor, pieces: &[Tensor]) -> Result<()> {
         scope(be, ws, |be, ws| {
             let packed = ws.alloc(out.rows, self.config.channels, self.precision.activations())?;
@@ -423,7 +423,7 @@ impl Transformer {
             })
             .collect();
         let part = |whole: Tensor, i: usize| whole.rows(spans[i].clone());
-        // The inputs of one layer of every stream.
+        // Allocates the inputs of one layer in every stream.
         let inputs = |ws: &mut Arena, cols: usize, layer: fn(&Stream) -> &Linear| {
             let layers: Vec<_> = streams.iter().map(|s| (s.x.rows, layer(s.weights))).collect();
             alloc_for(ws, cols, &layers)

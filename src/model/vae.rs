@@ -19,7 +19,7 @@ pub struct Vae {
     stats: LatentStats,
     decoder: Decoder,
     encoder: Option<Encoder>,
-    /// Whether images with sides longer than a tile are decoded and encoded tile by tile.
+    /// Whether images with a side longer than a tile are decoded and encoded in tiles.
     tiling: bool,
 }
 
@@ -69,7 +69,7 @@ struct Attention {
 struct Level {
     channels: usize,
     resnets: Vec<Resnet>,
-    /// The convolution that changes the resolution to that of the next level.
+    /// The convolution that changes the resolution for the next level.
     resample: Option<Conv>,
 }
 
@@ -97,7 +97,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// The size behind the convolution that changes the resolution.
+    /// The size after the convolution that changes the resolution.
     fn resampled(self, sampling: Sampling, channels: usize) -> Self {
         let scaled = |side: usize| match sampling {
             Sampling::Up => 2 * side,
@@ -149,8 +149,8 @@ impl Mid {
 }
 
 impl Level {
-    /// The levels of one half, whose channels are given in the order in which they run. All but the last end in a convolution
-    /// that changes the resolution.
+    /// Loads the levels of the encoder or decoder. Their channels are given in running order. Every level but the last ends with
+    /// a convolution that changes the resolution.
     fn load_all(
         loader: &mut Loader<'_>,
         name: &str,
@@ -226,15 +226,15 @@ impl Vae {
         Ok(Self { config: c.clone(), precision: loader.precision(), stats, decoder, encoder, tiling: false })
     }
 
-    /// The same on tiles of images that have a side longer than [`VaeConfig::tile`], if `tiling`. They need no more working
-    /// memory than an image of that size, besides the results; but each tile is normalized by statistics of its own, so the image
-    /// is another one.
+    /// Sets whether images with a side longer than [`VaeConfig::tile`] are decoded and encoded in tiles. Apart from the results,
+    /// tiles need no more working memory than an image of that size. Each tile is normalized by its own statistics, so the image
+    /// differs from an untiled one.
     #[must_use]
     pub fn with_tiling(self, tiling: bool) -> Self {
         Self { tiling, ..self }
     }
 
-    /// The tiles of an image, if it is worked on in tiles; `side` is the longest of a tile in the same unit as the image's.
+    /// The tiles of an image, if it is processed in tiles. `side` is the longest tile side, in the unit of `width` and `height`.
     fn tiles(&self, width: usize, height: usize, side: usize) -> Option<Tiles> {
         Tiles::new(width, height, side).filter(|_| self.tiling)
     }
@@ -253,7 +253,7 @@ impl Vae {
         })
     }
 
-    /// The decoder, on latents of this width and height.
+    /// Decodes latents of this width and height.
     fn decode_latents(
         &self,
         be: &mut dyn Backend,
@@ -293,7 +293,7 @@ impl Vae {
         })
     }
 
-    /// The encoder, on an image of this width and height.
+    /// Encodes an image of this width and height.
     fn encode_pixels(
         &self,
         be: &mut dyn Backend,
@@ -314,17 +314,17 @@ impl Vae {
                 let out = FeatureMap { data: moments, stats: None, ..last };
                 conv(be, out, normed, &e.conv_out, Sampling::Same, Added::Nothing)
             })?;
-            // The second half of the channels is the log-variance of the posterior, which is not needed for its mean.
+            // The second half of the channels is the log-variance of the posterior. The mean does not need it.
             let mean = e.quant.rows(0..c.latent);
             be.run(Op::Linear(&[Gemm { out: z, x: moments, w: &mean }]))
         })
     }
 
-    /// Runs all levels, and the blocks at the coarsest resolution before or after them. `begin` computes what comes first, which
-    /// has this shape; `end` gets what comes out.
+    /// Runs all levels, and the blocks at the coarsest resolution before or after them. `begin` computes the input of the first
+    /// level, of this shape; `end` gets the last output.
     ///
-    /// The buffers lie in one block of memory: those of every other level at its beginning, those of the levels between at its
-    /// end. So the input of a level can be computed beside all buffers of the level before, and later takes their memory.
+    /// The buffers share one block of memory. Levels alternate between its beginning and its end. So the input of a level can be
+    /// computed while all buffers of the level before exist. Later the level takes over their memory.
     fn levels(
         &self,
         be: &mut dyn Backend,
@@ -350,8 +350,8 @@ impl Vae {
             let block = ws.alloc(bytes as usize, 1, DType::U8)?.extent();
             let place = |level: usize| -> Result<(FeatureMap, Arena)> {
                 let (shape, [input, rest]) = sizes[level];
-                // At the end of the block the input lies behind the level's other buffers, so that it is far from those of the
-                // level before.
+                // At the end of the block, the input comes after the level's other buffers. This keeps it away from the buffers
+                // of the level before.
                 let (x, rest) = match level % 2 {
                     0 => (block.end - input, block.end - input - rest),
                     _ => (block.start, block.start + input),
@@ -385,13 +385,13 @@ impl Vae {
         })
     }
 
-    /// Runs the residual blocks of a level. Its input is overwritten unless it has another number of channels.
+    /// Runs the residual blocks of a level. Its input is overwritten unless input and output differ in their channels.
     fn level(&self, be: &mut dyn Backend, ws: &mut Arena, level: &Level, x: FeatureMap) -> Result<FeatureMap> {
         let Buffers { first, second, inner, normed } = Buffers::new(self, ws, x, level.channels)?;
         let (mut current, mut other) = (x, first);
         for (i, resnet) in level.resnets.iter().enumerate() {
             match normed.filter(|_| i == 0) {
-                // The input stays until the shortcut has read it, so the first block has two more buffers.
+                // The input stays until the shortcut has read it, so the first block needs two more buffers.
                 Some(normed) => {
                     self.resnet(be, resnet, x, normed, first, second)?;
                     (current, other) = (second, first);
@@ -405,7 +405,7 @@ impl Vae {
         Ok(current)
     }
 
-    /// Runs the blocks at the coarsest resolution, in place. Afterwards the statistics of `x` are those of its new values.
+    /// Runs the blocks at the coarsest resolution, in place. Afterwards `x` has the statistics of its new values.
     fn mid(&self, be: &mut dyn Backend, ws: &mut Arena, mid: &Mid, x: FeatureMap) -> Result<()> {
         scope(be, ws, |be, ws| {
             let MidBuffers { y, inner, attention } = MidBuffers::new(self, ws, x.shape())?;
@@ -416,8 +416,8 @@ impl Vae {
         })
     }
 
-    /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`. `normed` and `inner` are overwritten by what lies between;
-    /// `normed` has the size of `x` and may be the memory of `out`.
+    /// `out = shortcut(x) + conv(silu(norm(conv(silu(norm(x))))))`. Intermediate values overwrite `normed` and `inner`; `normed`
+    /// has the size of `x` and may be the memory of `out`.
     fn resnet(
         &self,
         be: &mut dyn Backend,
@@ -437,7 +437,7 @@ impl Vae {
         conv(be, out, normed, &block.conv2, Sampling::Same, added)
     }
 
-    /// Self-attention over all pixels with one head, added to `x`. The four matrices are overwritten.
+    /// Adds self-attention over all pixels, with one head, to `x`. The four matrices are overwritten.
     fn attention(&self, be: &mut dyn Backend, block: &Attention, x: FeatureMap, [normed, q, k, v]: [Tensor; 4]) -> Result<()> {
         self.norm(be, &block.norm, normed, x, false)?;
         be.run(Op::Linear(&[
@@ -456,7 +456,7 @@ impl Vae {
         be.run(Op::LinearGateResidual(&[GatedGemm { into: x.data, x: normed, w: &block.out, gate: None }]))
     }
 
-    /// Normalizes `x` into `out`, which may be its own memory if its statistics are known.
+    /// Normalizes `x` into `out`. If the statistics are known, `out` may be the memory of `x`.
     fn norm(&self, be: &mut dyn Backend, norm: &GroupNorm, out: Tensor, x: FeatureMap, silu: bool) -> Result<FeatureMap> {
         be.run(Op::GroupNorm { out, x: x.data, norm, stats: x.stats, silu })?;
         Ok(FeatureMap { data: out, stats: None, ..x })
@@ -469,16 +469,16 @@ impl Vae {
     }
 }
 
-/// The buffers of a level besides its input.
+/// The buffers of a level, without its input.
 struct Buffers {
-    /// Outputs of residual blocks, in turn; the one is the input of the next block while the other one is written. If input and
-    /// output of the level have the same size, the input is the second.
+    /// The outputs of residual blocks alternate: one buffer is the input of the next block, which writes the other. If input and
+    /// output of the level have the same size, `second` is the input.
     first: FeatureMap,
     second: FeatureMap,
-    /// What lies between the two convolutions of a block.
+    /// Intermediate values between the two convolutions of a block.
     inner: FeatureMap,
-    /// The normalized input, if it has another number of channels than the output. It lies where `second` and `inner` are later,
-    /// as far as it has room there: the first block has no use for `inner`, and writes `second` last.
+    /// The normalized input, if input and output differ in their channels. As far as it fits, it shares the memory of `second`
+    /// and `inner`: the first block does not use `inner`, and writes `second` last.
     normed: Option<Tensor>,
 }
 
@@ -492,7 +492,7 @@ impl Buffers {
         let mut beside = ws.clone();
         let normed = beside.alloc(x.data.rows, x.data.cols, x.data.dtype)?;
         let buffers = Self { first, second: vae.map(ws, shape)?, inner: vae.map(ws, shape)?, normed: Some(normed) };
-        // Whichever takes more.
+        // The arena has to hold whichever takes more.
         ws.extend_to(beside.mark());
         Ok(buffers)
     }

@@ -422,11 +422,11 @@ fn refusals() {
         ("doctor --gpu H100", 2, "invalid value 'H100' for '--gpu <NAME>'", "-"),
         ("selftest --device -1", 2, "invalid value '-1' for '--device <N>'", "-"),
         ("x --nvfp4-math turbo", 2, "invalid value 'turbo' for '--nvfp4-math <TYPE>'", "-"),
-        ("x --attention fp8", 2, "FP8 attention cannot be had: the inputs of `double_blocks.0` are not", "leave out --attention"),
+        ("x --attention fp8", 2, "FP8 attention is impossible: the inputs of `double_blocks.0` are not", "leave out --attention"),
         (
             "plan --gpu H200 --model klein-4b --attention fp8",
             2,
-            "FP8 attention cannot be had: the inputs of `double_b",
+            "FP8 attention is impossible: the inputs of `double_b",
             "leave out --attention",
         ),
         ("x --backend gpu", 2, "invalid value 'gpu' for '--backend <WHERE>'", "-"),

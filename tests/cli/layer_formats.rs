@@ -131,7 +131,7 @@ fn how_fp8_is_computed_with_is_chosen_told_and_recorded() {
     let warning = "warning: --fp8-accumulate is ignored: the CPU adds up in f32\n";
     assert!(other.stderr.contains(warning), "{}", other.stderr);
     let refused = sandbox.run(flags.iter().chain(&["-o", "no.png", "--attention", "fp8", "--precision", "f32"]));
-    let why = "error: FP8 attention cannot be had: nothing is quantized in f32 precision\n\nhint: leave out --attention: then";
+    let why = "error: FP8 attention is impossible: nothing is quantized in f32 precision\n\nhint: leave out --attention: then";
     assert!(refused.code == Some(2) && refused.stderr.contains(why), "{}", refused.stderr);
 
     transformer(&Content::of("fp8").changed(too_small));

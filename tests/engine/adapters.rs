@@ -285,7 +285,7 @@ fn what_is_too_wide_for_a_branch_is_merged() {
     let lines = format_lines(&five().formats(narrow(AdapterMode::Auto), GemmFormats::ALL).unwrap());
     assert!(lines.iter().any(|line| line.contains("1 fp8 expanded to bf16 (merged with an adapter)")), "{lines:?}");
     let refused = merged(&five(), AdapterMode::Branch).unwrap_err();
-    let want = "adapters add a rank of 1280 to `single_blocks.1.linear2.weight`; up to 1024 is computed beside a weight";
+    let want = "adapters add a rank of 1280 to `single_blocks.1.linear2.weight`; a LoRA branch has at most 1024";
     assert_eq!((refused.to_string().as_str(), refused.hint().is_some()), (want, true));
     let mut engine = engine(Box::new(cpu()), quantized("fp8"), narrow(AdapterMode::Auto));
     let job = Job { adapters: Some(Arc::new(five().adapters)), ..job() };

@@ -1,15 +1,15 @@
-//! The VAE on tiles of an image, which bounds its working memory: they overlap, and are blended where they do. Tiles and blending
-//! are those of diffusers' `enable_tiling`.
+//! Runs the VAE on overlapping tiles of an image, which bounds its working memory. Overlaps are blended. Tiles and blending match
+//! diffusers' `enable_tiling`.
 
 use crate::backend::{Backend, Op, Seam, scope};
 use crate::error::Result;
 use crate::tensor::{Arena, DType, Tensor};
 use std::ops::Range;
 
-/// What runs on a tile: it gets the result and the input, one row for each pixel, and the width and height of the input.
+/// The network that runs on a tile. It gets the result and the input, one row per pixel, and the width and height of the input.
 pub(super) type Network<'a> = dyn Fn(&mut dyn Backend, &mut Arena, Tensor, Tensor, [usize; 2]) -> Result<()> + 'a;
 
-/// The tiles of an image, in pixels of what goes into the network.
+/// The tiles of an image, in pixels of the network's input.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Tiles {
     columns: Vec<Range<usize>>,
@@ -17,14 +17,14 @@ pub(super) struct Tiles {
 }
 
 impl Tiles {
-    /// The tiles of an image with sides longer than `side`, the longest of a tile; none if both are shorter or just as long. A
-    /// tile begins three quarters of `side` behind the one before it, and the last one ends with the image, however narrow it is.
+    /// The tiles of an image with a side longer than `side`, the longest tile side; none if both sides are at most `side`. A tile
+    /// begins three quarters of `side` after the one before it. The last one ends with the image, however narrow it is.
     pub(super) fn new(width: usize, height: usize, side: usize) -> Option<Self> {
         let along = |length: usize| (0..length).step_by(side * 3 / 4).map(|start| start..length.min(start + side)).collect();
         (width > side || height > side).then(|| Self { columns: along(width), rows: along(height) })
     }
 
-    /// Runs a network on each tile and puts the image together.
+    /// Runs a network on each tile and joins the results.
     pub(super) fn run(
         &self,
         be: &mut dyn Backend,
@@ -39,14 +39,14 @@ impl Tiles {
         let rows = || self.rows.iter().enumerate().map(|(i, range)| Span::new(range, self.rows.get(i + 1), scale));
         let columns = || self.columns.iter().enumerate().map(|(i, range)| Span::new(range, self.columns.get(i + 1), scale));
         scope(be, ws, |be, ws| {
-            // What the tiles below and to the right need of those before them, as it is after blending: their last rows, one
-            // matrix for each column of tiles, and the last columns of the tile before.
+            // Blended rows and columns that later tiles need: the last rows of earlier tiles, one matrix for each column of
+            // tiles, and the last columns of the previous tile.
             let (tallest, widest) =
                 (rows().map(|r| r.overlap).max().unwrap_or(0), columns().map(|c| c.overlap).max().unwrap_or(0));
             let mut strip = |rows: usize, width: usize| Ok(in_rows(ws.alloc(rows * width, channels, DType::F32)?, width));
             let above = columns().map(|c| strip(tallest, c.len())).collect::<Result<Vec<_>>>()?;
             let left = strip(rows().map(|r| r.len()).max().unwrap_or(0), widest)?;
-            // The last tile of a row and of a column has no overlap, so that these are zero where the next begins.
+            // The last tile of a row or column has no overlap, so these are zero when the next row or column begins.
             let (mut from_above, mut from_left) = (0, 0);
             for row in rows() {
                 for (column, &above) in columns().zip(&above) {
@@ -91,12 +91,12 @@ impl Tiles {
     }
 }
 
-/// How many pixels of the result one pixel of the input becomes along each side, or the other way round.
+/// How the network scales each side: result pixels per input pixel, or input pixels per result pixel.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Scale {
-    /// The decoder's.
+    /// The scale of the decoder.
     Up(usize),
-    /// The encoder's.
+    /// The scale of the encoder.
     Down(usize),
 }
 
@@ -111,11 +111,11 @@ impl Scale {
 
 /// One side of a tile.
 struct Span {
-    /// Its pixels in the input.
+    /// The tile's pixels in the input.
     source: Range<usize>,
-    /// Its pixels in the result.
+    /// The tile's pixels in the result.
     out: Range<usize>,
-    /// Pixels of the result that the next tile has, too.
+    /// Pixels of the result that the next tile also has.
     overlap: usize,
 }
 
@@ -130,7 +130,7 @@ impl Span {
     }
 }
 
-/// An image of one row for each pixel as a matrix of one row for each row of pixels.
+/// An image with one row per pixel, as a matrix with one row per row of pixels.
 fn in_rows(image: Tensor, width: usize) -> Tensor {
     let cols = width * image.cols;
     Tensor { rows: image.rows / width.max(1), cols, stride: cols, ..image }
@@ -145,7 +145,7 @@ mod tests {
         let tiles = Tiles::new(256, 200, 128).unwrap();
         assert_eq!(tiles.columns, [0..128, 96..224, 192..256]);
         assert_eq!(tiles.rows, [0..128, 96..200, 192..200]);
-        // One side is enough, and then the other one is tiled as well, even if it is no longer than a tile.
+        // One long side is enough: the other side is then tiled as well, even if it is no longer than a tile.
         assert_eq!(Tiles::new(129, 128, 128).unwrap().rows, [0..128, 96..128]);
         assert_eq!(Tiles::new(128, 128, 128), None);
     }

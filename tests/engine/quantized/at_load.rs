@@ -174,7 +174,7 @@ fn what_cannot_be_quantized_is_refused() {
         assert_eq!(error.hint().unwrap(), "load them as stored, or name files that hold them in bf16, f16 or f32");
     };
     let plain = plain(Layout::Bfl);
-    let none = "this device has no GEMM of such weights";
+    let none = "this device has no GEMM for such weights";
     refused(&plain, DType::E4m3, GemmFormats::NONE, none);
     refused(&plain, DType::E4m3, GemmFormats { w8a16: false, ..GemmFormats::ALL }, none);
     refused(&plain, DType::E2m1, GemmFormats { w4a16: false, ..GemmFormats::ALL }, none);

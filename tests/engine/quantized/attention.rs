@@ -203,14 +203,14 @@ fn fp8_attention_that_cannot_be_had_is_an_error() {
     let mixed = whole.with_plain_layers(|layer| layer == "single_blocks.1.linear1");
     for (content, precision, gemms, want, why) in [
         (whole, Precision::F32, GemmFormats::ALL, "nothing is quantized in f32 precision", PlainHeads::Precision),
-        (whole, Precision::Bf16, GemmFormats::NONE, "there is no kernel for it here", PlainHeads::Device),
+        (whole, Precision::Bf16, GemmFormats::NONE, "this device has no kernel for it", PlainHeads::Device),
         (&mixed, Precision::Bf16, GemmFormats::ALL, "the inputs of `single_blocks.1` are not quantized", PlainHeads::Inputs),
     ] {
         let model = open(content);
         let of = |attention| model.formats(LoadOptions { precision, attention, ..LoadOptions::DEFAULT }, gemms);
         let error = of(AttentionFormat::Fp8).unwrap_err();
         assert!(matches!(error, Error::Usage { .. }));
-        assert_eq!(error.to_string(), format!("FP8 attention cannot be had: {want}"));
+        assert_eq!(error.to_string(), format!("FP8 attention is impossible: {want}"));
         assert_eq!(error.hint().unwrap(), "leave its format open; kiln then uses FP8 where it can");
         let formats = of(AttentionFormat::Auto).unwrap().attention;
         assert_eq!(formats.last().unwrap().why, Some(why));
