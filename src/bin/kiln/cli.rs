@@ -50,7 +50,7 @@ use selftest::SelftestArgs;
 use std::ffi::OsString;
 use tiny::TinyArgs;
 
-/// Generates images from text with FLUX.2 [klein]: a prompt in, a PNG out
+/// Generate images from text with FLUX.2 [klein]
 ///
 /// `kiln PROMPT` is short for `kiln generate PROMPT`.
 #[allow(rustdoc::broken_intra_doc_links)] // the comment is a help text, and FLUX.2 [klein] a name

@@ -28,18 +28,18 @@ use std::path::PathBuf;
 /// Flags that give a prompt.
 #[derive(Args, Debug)]
 pub struct PromptArgs {
-    /// What to show; may be empty
+    /// Describe the image to generate; may be empty
     #[arg(value_name = "PROMPT")]
     pub prompt: Option<OsString>,
 
-    /// What was typed after it, which is a mistake: most likely quotes were forgotten.
+    /// Words after the prompt. Most likely the user forgot quotes.
     #[arg(hide = true)]
     pub rest: Vec<OsString>,
 
     /// Read the prompt from a file, or from standard input with `-`
     ///
-    /// UTF-8. A byte order mark at its start and one newline at its end are dropped. Standard input that is empty is an error; an
-    /// empty prompt is given as "".
+    /// The text is UTF-8. A byte order mark at its start and one newline at its end are dropped. Empty standard input is an error.
+    /// Pass an empty prompt as "".
     #[arg(long, value_name = "FILE", help_heading = "Input")]
     pub prompt_file: Option<PathBuf>,
 }
@@ -47,11 +47,11 @@ pub struct PromptArgs {
 /// Flags that say where and how to compute.
 #[derive(Args, Debug)]
 pub struct RunArgs {
-    /// Backend to compute on
+    /// Choose the backend to compute on
     #[arg(long, value_enum, value_name = "WHERE", default_value = "auto", help_heading = "Run")]
     pub backend: BackendArg,
 
-    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    /// Use the GPU with this number in `kiln doctor` [default: 0]
     #[arg(long, value_name = "N", value_parser = within(DEVICES), help_heading = "Run")]
     pub device: Option<usize>,
 
@@ -59,14 +59,13 @@ pub struct RunArgs {
     #[command(flatten)]
     pub quantized: QuantizedArgs,
 
-    /// Let the transformer take the text encoder's place in GPU memory
+    /// Let the transformer replace the text encoder in GPU memory
     ///
-    /// Done anyway where both do not fit. The image is the same; it is there a little later, because loading waits for the
-    /// prompt.
+    /// Automatic if both do not fit. The image is the same. It takes slightly longer, because loading waits for the prompt.
     #[arg(long, help_heading = "Run")]
     pub low_memory: bool,
 
-    /// CPU threads, at most one per core [default: one per core]
+    /// Set the number of CPU threads, at most one per core [default: one per core]
     #[arg(long, value_name = "N", value_parser = within(THREADS), help_heading = "Run")]
     pub threads: Option<usize>,
 
@@ -78,7 +77,7 @@ pub struct RunArgs {
     #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]
     pub quiet: bool,
 
-    /// Print more: what became of the flags and of references, and which GPU kernels ran
+    /// Print resolved settings, references and the GPU kernels used
     #[arg(short, long, help_heading = "Run")]
     pub verbose: bool,
 }
@@ -103,41 +102,42 @@ impl RunArgs {
 /// Flags that name a model.
 #[derive(Args, Debug)]
 pub struct ModelArgs {
-    /// Model folder, or repository id in the Hugging Face cache
+    /// Use this model folder, or repository id in the Hugging Face cache
     ///
-    /// A folder as diffusers writes it, ComfyUI's folder of models, or one with a file for each part; or `builtin`, the small
-    /// model that kiln has itself, or `tiny`, a random one. Without this option kiln looks at KILN_MODEL, then into the cache.
+    /// The folder is in the diffusers layout, is ComfyUI's folder of models, or has a file for each part. `builtin` is the small
+    /// model inside kiln, and `tiny` is a random model. Without this option kiln looks at KILN_MODEL, then into the cache.
     #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
-    /// Transformer to use instead of the model's
+    /// Use this transformer instead of the model's
     ///
-    /// A safetensors file in the BFL or the diffusers layout, or a folder of shards. The same goes for the other parts.
+    /// FILE is a safetensors file in the BFL or diffusers layout, or a folder of shards. The flags of the other parts take the
+    /// same.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub transformer: Option<PathBuf>,
 
-    /// Text encoder to use instead of the model's
+    /// Use this text encoder instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub text_encoder: Option<PathBuf>,
 
-    /// VAE to use instead of the model's
+    /// Use this VAE instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub vae: Option<PathBuf>,
 
-    /// The tokenizer.json to use instead of the model's
+    /// Use this tokenizer.json instead of the model's
     ///
-    /// Single files need none: the one they were trained with is built in.
+    /// Single files need none, because kiln contains the tokenizer they were trained with.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub tokenizer: Option<PathBuf>,
 
-    /// Variant of the model, where names do not tell
+    /// Set the model variant, if it cannot be inferred from the file names
     #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
     pub variant: Option<VariantArg>,
 
-    /// Order of elements and scales in NVFP4 files, most of which do not tell
+    /// Set the nibble and scale order of NVFP4 files that do not declare it
     ///
-    /// Files of ComfyUI and BFL have one order, those of ModelOpt two others. kiln goes by the names and the metadata in the
-    /// file.
+    /// ComfyUI and BFL files have one order, ModelOpt files two others. With `auto`, kiln infers the order from the names and
+    /// metadata in the file.
     #[arg(long, value_enum, value_name = "ORDER", default_value = "auto", help_heading = "Model")]
     pub nvfp4_layout: Nvfp4LayoutArg,
 }

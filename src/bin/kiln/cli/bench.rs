@@ -39,22 +39,22 @@ const EXAMPLE: &str = "Example: kiln bench --width 1024 --height 1024 --runs 10"
 const EXAMPLES: &str = "\
 Examples:
   kiln bench
-      The model that `kiln PROMPT` would use, with its own size and steps: one image cold, five warm.
+      The model, size and steps that `kiln PROMPT` would use: one image cold, five warm.
 
   kiln bench --model ~/models/FLUX.2-klein-4B --width 1024 --height 1024 --runs 10
   kiln bench \"make it night\" --reference photo.jpg --steps 8
-      Everything that decides how long an image takes is given as for an image.
+      The flags that decide how long an image takes are those of `kiln generate`.
 
   kiln bench --json | jq .warm_s[].total
   kiln bench --json=times.json
-      JSON with every single time: on standard output, or in a new file beside the table.
+      JSON with every single time: on standard output, or in a new file in addition to the table.
 
   kiln bench --runs 10 --json=times.json --svg times.svg
-  kiln bench --from times.json --svg beside.svg --compare diffusers.json
-      A chart of the stages; later, without measuring again, beside that of another engine.
+  kiln bench --from times.json --svg both.svg --compare diffusers.json
+      A chart of the stages. Later, without measuring again, one that includes another engine.
 
   kiln bench --runs 1 --trace run.json
-      What ran when, thread by thread and kernel by kernel, for ui.perfetto.dev.
+      A timeline, thread by thread and kernel by kernel, for ui.perfetto.dev.
 
   kiln bench --model ~/models/FLUX.2-klein-4B --share
       The table, and a block to paste into an issue: card, driver, figures and predictions.
@@ -63,12 +63,12 @@ Examples:
   kiln bench --kernels=attention --json=attention.json
       Single ops at klein 4B's shapes: time, rate, share of the ceiling. Needs no model.
 
-Close other programs that use the GPU: they take its time, and what they do to its memory is counted too.";
+Close other programs that use the GPU: they take its time, and their memory counts, too.";
 
-/// Benchmark: a cold image and warm ones stage by stage, or single kernels
+/// Benchmark images stage by stage, or single kernels
 ///
-/// Loads the model, generates an image cold and several warm, writes none of them, and prints the time of each stage and the
-/// memory that was planned and used. Cold is the first of this process; its files may still be in the page cache.
+/// kiln loads the model, generates one cold image and several warm ones, and writes none of them. It prints the time of each stage,
+/// and the memory that was planned and used. The cold image is the first of this process; its files may still be in the page cache.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln bench [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
@@ -85,10 +85,11 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// Time single ops at klein 4B's shapes instead of images; with NAME, those whose name contains it
+    /// Time single ops at klein 4B's shapes instead of images
     ///
-    /// Needs no model. Each row tells how much of the ceiling is reached: memory-bound ops against a copy of as many bytes in the
-    /// same run; GEMM, convolution and attention on a GPU against the peak of its tensor cores. The CPU gets smaller shapes.
+    /// With NAME, kiln times only ops whose name contains it. No model is needed. Each row shows how much of its ceiling is
+    /// reached. For memory-bound ops the ceiling is a copy of as many bytes in the same run. For GEMM, convolution and attention on
+    /// a GPU it is the peak of the tensor cores. The CPU gets smaller shapes.
     #[arg(
         long,
         value_name = "NAME",
@@ -100,17 +101,20 @@ pub struct BenchArgs {
     )]
     pub kernels: Option<String>,
 
-    /// Only show that every op can be timed: tiny shapes, few batches, figures that mean nothing
+    /// Check that every op can be timed; the figures mean nothing
+    ///
+    /// Shapes are tiny, and batches are few.
     #[arg(long, requires = "kernels", help_heading = "Measuring")]
     pub quick: bool,
 
-    /// How many warm images
+    /// Generate this many warm images
     #[arg(long, value_name = "N", value_parser = within(1usize..=1000), default_value = "5", help_heading = "Measuring")]
     pub runs: usize,
 
-    /// Print JSON instead of a table, or write it to a new file beside the table
+    /// Print JSON instead of a table, or write it to a new file
     ///
-    /// With every single time. bench/README.md in the sources describes the fields.
+    /// The JSON has every single time. With FILE, kiln prints the table as well. bench/README.md in the sources describes the
+    /// fields.
     #[arg(
         long,
         value_name = "FILE",
@@ -121,17 +125,19 @@ pub struct BenchArgs {
     )]
     pub json: Option<PathBuf>,
 
-    /// Draw the results to a new SVG file: images stage by stage, or kernels below their ceilings
+    /// Draw the results to a new SVG file
+    ///
+    /// The chart shows images stage by stage, or kernels below their ceilings.
     #[arg(long, value_name = "FILE", help_heading = "Measuring")]
     pub svg: Option<PathBuf>,
 
-    /// Draw the images of another engine or run beside; may be given several times
+    /// Add another engine or run to the chart; may be given several times
     ///
-    /// A file of tools/bench_beside_diffusers.py, or of --json. Size and steps have to be the same.
+    /// FILE comes from tools/bench_beside_diffusers.py or from --json. Size and steps have to be the same.
     #[arg(long, value_name = "FILE", requires = "svg", conflicts_with = "kernels", help_heading = "Measuring")]
     pub compare: Vec<PathBuf>,
 
-    /// Draw what a file of --json has, and measure nothing
+    /// Draw the results in a file of --json, and measure nothing
     #[arg(
         long,
         value_name = "FILE",
@@ -141,10 +147,10 @@ pub struct BenchArgs {
     )]
     pub from: Option<PathBuf>,
 
-    /// Generate an image for each line of standard input, `SEED PROMPT`, and print its times as JSON
+    /// Time an image for each line `SEED PROMPT` of standard input
     ///
-    /// So that another program can take turns with kiln. The first line of output is the JSON of a cold image, whose prompt and seed
-    /// are those of other runs; each line after it has the times of one image, prompt to PNG.
+    /// Another program can take turns with kiln this way. The first line of output is the JSON of a cold image, with the prompt and
+    /// seed of other runs. Each line after it has the times of one image, from prompt to PNG.
     #[arg(
         long,
         conflicts_with_all = ["kernels", "json", "share", "svg", "runs"],
@@ -152,9 +158,9 @@ pub struct BenchArgs {
     )]
     pub on_request: bool,
 
-    /// Also print a block to paste into an issue: card, driver, figures, and what was predicted
+    /// Also print a block to paste into an issue
     ///
-    /// It has no paths, no prompt and no name of the machine or its user.
+    /// The block has the card, driver, figures and predictions. It has no paths, no prompt, and no name of the machine or its user.
     #[arg(long, conflicts_with = "kernels", help_heading = "Measuring")]
     pub share: bool,
 

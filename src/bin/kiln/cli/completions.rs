@@ -11,27 +11,27 @@ use kiln::error::{Error, Result};
 use std::io;
 use std::sync::LazyLock;
 
-/// Print the completion script of a shell
+/// Print a shell completion script
 ///
 /// For bash: kiln completions bash > ~/.local/share/bash-completion/completions/kiln
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln completions <SHELL>")]
 pub struct CompletionsArgs {
-    /// The shell that reads the script
+    /// Choose the shell that reads the script
     #[arg(value_enum)]
     pub shell: Shell,
 }
 
-/// Print a man page, of kiln or of one of its commands
+/// Print the man page of kiln or of one of its commands
 ///
 /// To read it: kiln man | man -l -
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln man [COMMAND]")]
 pub struct ManArgs {
-    /// The command to describe, instead of kiln as a whole
+    /// Describe this command instead of kiln as a whole
     pub command: Option<String>,
 
-    /// Print the names of the commands that have a page
+    /// List the commands that have a man page
     #[arg(long, conflicts_with = "command")]
     pub list: bool,
 }

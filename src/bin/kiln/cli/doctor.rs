@@ -20,12 +20,13 @@ use kiln::text::{gib, shown_line, shown_text};
 use kiln::{Formats, LoadOptions, OpenModel, Variant, threads};
 use std::fmt::Write as _;
 
-/// Print what kiln can use on this machine: GPUs, driver, kernels, models; check a model
+/// Print the GPUs, driver, kernels and models that kiln can use
 ///
-/// With --model, or a flag that names a part, the model is checked: whether its files are known ones, by the names, dtypes and
-/// shapes of their tensors; whether every value is finite, and no part of a matrix was never written; and whether the text encoder,
-/// if it is Qwen3-4B, gives the values that were published for it. The files are read once. If a check fails, the exit code is 1,
-/// and a block says what to send us. A file that is not known is no failure.
+/// With --model, or a flag that names a part, kiln also checks the model and reads its files once. It compares the names, dtypes
+/// and shapes of all tensors with known files. It checks that every value is finite, and that every part of each matrix was
+/// written. If the text encoder is Qwen3-4B, its results are compared with published values.
+///
+/// If a check fails, the exit code is 1, and kiln prints a block to send us. An unknown file is no failure.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln doctor [OPTIONS]")]
 pub struct DoctorArgs {
@@ -33,11 +34,15 @@ pub struct DoctorArgs {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Say what would run how on a GPU that is not here: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200
+    /// Report for a GPU that is not installed
+    ///
+    /// The names are RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 and H200.
     #[arg(long, value_name = "NAME", value_parser = gpu)]
     pub gpu: Option<GpuSpec>,
 
-    /// Also hash the model's files, and say whether their SHA-256 was published
+    /// Also hash the model's files, and look up their SHA-256
+    ///
+    /// kiln prints whether the SHA-256 of each file was published.
     #[arg(long, conflicts_with = "gpu")]
     pub full: bool,
 

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// Generate images; the same as giving only a prompt
+/// Generate images; `kiln PROMPT` is short for this
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln generate [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
 // With this the error for `--seed -1` says what a seed is, and not that there is no option `-1`.
@@ -40,10 +40,10 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// The image file to write: .png, .jpg, .jpeg or .webp [default: PROMPT-SEED.png]
+    /// Write this .png, .jpg, .jpeg or .webp file [default: PROMPT-SEED.png]
     ///
     /// The default name is made from the prompt's words. With --count, `out.png` becomes `out-1.png`, `out-2.png` and so on. `-`
-    /// writes the image itself to standard output.
+    /// writes the image to standard output.
     #[arg(short, long, value_name = "PATH", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
@@ -53,8 +53,8 @@ pub struct GenerateArgs {
 
     /// Write intermediate values to a safetensors file
     ///
-    /// Its tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the
-    /// image before it is rounded; with references also `reference.1.tokens` onwards, with guidance `negative_prompt_embeds`.
+    /// The tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the image
+    /// before rounding. References add `reference.1.tokens` and so on, guidance adds `negative_prompt_embeds`.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub dump: Option<PathBuf>,
 
@@ -66,35 +66,35 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub image: ImageOptions,
 
-    /// Negative prompt: what the image should not show; base models only
+    /// Describe what the image should not show; base models only
     #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
     pub negative: Option<String>,
 
-    /// Seed of the noise [default: random]
+    /// Set the noise seed [default: random]
     ///
-    /// The same seed gives the same image. A random one is printed.
+    /// The same seed gives the same image. kiln prints a random seed.
     #[arg(long, value_name = "N", value_parser = within(0..=u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
-    /// How many images, with consecutive seeds
+    /// Generate this many images, with consecutive seeds
     #[arg(long, value_name = "N", value_parser = within(1usize..=10_000), default_value = "1", help_heading = "Sampling")]
     pub count: usize,
 
-    /// Generator of the noise [default: torch-cuda]
+    /// Choose the noise generator [default: torch-cuda]
     #[arg(long, value_enum, value_name = "KIND", conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_kind: Option<NoiseArg>,
 
-    /// SMs (multiprocessors) of the GPU that torch-cuda reproduces [default: 132]
+    /// Set the SM count of the GPU that torch-cuda reproduces [default: 132]
     #[arg(long, value_name = "N", value_parser = within(1u32..=1024), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_sms: Option<u32>,
 
-    /// Resident threads per SM of that GPU [default: 2048]
+    /// Set the resident threads per SM of that GPU [default: 2048]
     #[arg(long, value_name = "N", value_parser = within(256u32..=4096), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_threads: Option<u32>,
 
     /// Read the initial noise from a safetensors file
     ///
-    /// Its tensor `noise` has to be F32, with one row of 128 values for each 16 x 16 pixels. Files of --dump have one.
+    /// Its tensor `noise` has to be F32, with one row of 128 values for each 16 x 16 pixels. Files of --dump contain one.
     #[arg(long, value_name = "FILE", help_heading = "Sampling")]
     pub noise: Option<PathBuf>,
 

@@ -26,7 +26,7 @@ Examples:
 
   kiln \"a red fox in the snow\" --lora watercolor.safetensors:0.8 --lora owner/repository
       With LoRA or LoKr adapters, by file or by name in the Hugging Face cache. `kiln lora inspect`
-      tells what is in one.
+      prints what is in one.
 
   kiln \"the cat of image 1 on the sofa of image 2\" --reference cat.jpg --reference sofa.png
       Combines several images.
@@ -38,8 +38,8 @@ Examples:
   kiln plan --width 2048 --height 2048
   kiln bench --width 1024 --height 1024
   kiln doctor --model ~/models/FLUX.2-klein-4B
-      What such an image would take, in FLOPs and memory; how long it takes, stage by stage; what kiln
-      finds on this machine, and whether a model's files are sound.
+      The FLOPs and memory of such an image; its time, stage by stage; what kiln finds on this
+      machine, and whether a model's files are sound.
 
   kiln \"a yellow ring\" --json | jq .seed
       One JSON object per image on standard output. Everything else goes to standard error.
@@ -51,8 +51,8 @@ Examples:
 
 Models:
   kiln uses what --model names, else what the variable KILN_MODEL names, else the first FLUX.2
-  [klein] in the Hugging Face cache (HF_HUB_CACHE, HF_HOME), else its own, called `builtin`. Nothing
-  is ever downloaded.
+  [klein] in the Hugging Face cache (HF_HUB_CACHE, HF_HOME), else its own model, called `builtin`.
+  kiln never downloads anything.
 
   `builtin` is a small trained model of klein's architecture. It draws one to three shapes (circle,
   square, triangle, star, heart, ring, cross, hexagon), small or large, in twelve colors (red,
@@ -62,10 +62,10 @@ Models:
   and edits such images: \"make the star green\", \"remove the circle\", \"change the background to
   blue\". Anything else is beyond it.
 
-  `tiny` is random, not trained: its images are noise, and only show that everything works. A kiln
+  `tiny` is random, not trained. Its images are noise, and only show that everything works. A kiln
   that was built without `builtin` falls back on it.
 
 Exit codes:
-  0 done, 1 a check or a line of `kiln run` that failed, 2 wrong usage, 3 a bad input file, 4 not enough memory,
-  5 output not written, 6 no usable GPU or a fault of it, 7 a numeric fault, 70 a bug in kiln, 130 and
-  143 stopped by a signal";
+  0 done, 1 a failed check or a failed line of `kiln run`, 2 wrong usage, 3 a bad input file,
+  4 not enough memory, 5 output not written, 6 no usable GPU or a GPU fault, 7 a numeric fault,
+  70 a bug in kiln, 130 and 143 stopped by a signal";

@@ -28,16 +28,16 @@ Examples:
   kiln lora inspect watercolor.safetensors --json | jq .trigger_words
       Every layer and all metadata, for programs.";
 
-/// Look into the files of LoRA and LoKr adapters
+/// Inspect the files of LoRA and LoKr adapters
 ///
-/// Images take them with --lora.
+/// Apply adapters to images with --lora.
 #[derive(Debug, clap::Subcommand)]
 #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
 pub enum LoraCommand {
-    /// Print what an adapter's file has: layers, ranks, spelling, base model, trigger words
+    /// Print an adapter's layers, ranks, base model and trigger words
     ///
-    /// No model is needed. With --model, or a flag that names a part, it says which layers that model has. Methods that kiln does
-    /// not support, such as DoRA and LoHa, are listed as well.
+    /// kiln also prints how the file spells layer names. No model is needed. With --model, or a flag that names a part, kiln says
+    /// which layers that model has. Unsupported methods, such as DoRA and LoHa, are listed as well.
     #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
     Inspect(Box<InspectArgs>),
 }
@@ -45,7 +45,7 @@ pub enum LoraCommand {
 /// Flags of `kiln lora inspect`.
 #[derive(Args, Debug)]
 pub struct InspectArgs {
-    /// A safetensors file, a folder with one, or `owner/name` in the Hugging Face cache
+    /// Read this safetensors file, folder with one, or cached `owner/name`
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
 
@@ -53,11 +53,11 @@ pub struct InspectArgs {
     #[command(flatten)]
     pub model: ModelArgs,
 
-    /// Print a JSON object with every layer and all metadata instead of a table
+    /// Print a JSON object with every layer and all metadata
     #[arg(long)]
     pub json: bool,
 
-    /// List every layer, not only kinds of layers
+    /// List every layer instead of kinds of layers
     #[arg(short, long)]
     pub verbose: bool,
 }

@@ -43,72 +43,72 @@ Examples:
   kiln quantize ~/models/FLUX.2-klein-4B out --to nvfp4 --keep 'single_blocks.0.*' --keep '*.proj'
       Some layers stay in BF16.";
 
-/// Write the model in FP8 or NVFP4, to files as they are published
+/// Quantize a model to FP8 or NVFP4 files
 ///
-/// A run that was stopped is continued by the same command.
+/// The files are laid out as published ones are. The same command continues a stopped run.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln quantize [OPTIONS] --to <FORMAT> <IN> <OUT>", after_long_help = EXAMPLES)]
 pub struct QuantizeArgs {
-    /// Model folder, repository id in the Hugging Face cache, or the safetensors file of one part
+    /// Read this model folder, cached repository id, or file of one part
     ///
-    /// As --model of `kiln generate`, `builtin` and `tiny` included; weights in BF16, F16 or F32. A file is the part that --part
-    /// says.
+    /// IN is what --model of `kiln generate` takes, including `builtin` and `tiny`, or the safetensors file of one part. --part
+    /// names the part of a file. Weights are BF16, F16 or F32.
     #[arg(value_name = "IN")]
     pub input: PathBuf,
 
-    /// The folder to write, or with the ending .safetensors the file of one part
+    /// Write this folder, or this .safetensors file of one part
     ///
-    /// A folder holds a whole model: what is not quantized is copied. While it is written it is called OUT.tmp, and OUT.tmp.json
-    /// beside it says how far that is.
+    /// A folder holds a whole model, so kiln copies what it does not quantize. Unfinished output is called OUT.tmp, and
+    /// OUT.tmp.json next to it records the progress.
     #[arg(value_name = "OUT")]
     pub output: PathBuf,
 
-    /// Format of the quantized layers
+    /// Quantize layers to this format
     ///
-    /// The layers of the transformer are those that the official files quantize: those of the blocks, for some models without a few.
-    /// In the text encoder they are all projections, and with nvfp4 those of attention are FP8.
+    /// In the transformer, kiln quantizes the layers that official files quantize: those of the blocks, for some models without a
+    /// few. In the text encoder it quantizes all projections. With nvfp4, attention projections of the text encoder become FP8.
     #[arg(long, value_name = "FORMAT", help_heading = "Format")]
     #[arg(value_parser = weight_format(DType::targets().map(|(dtype, target)| (dtype, target.file_help))))]
     pub to: DType,
 
-    /// Which programs the transformer is laid out for, besides kiln
+    /// Lay out the transformer for this program
     ///
-    /// No file serves both, and kiln reads either without a flag. diffusers has it from `from_single_file` with a
-    /// `BFLQuantizationConfig`; NVFP4 for it needs calibration. It reads no quantized text encoders: those are always laid out for
-    /// ComfyUI.
+    /// kiln reads every layout without a flag, but ComfyUI and diffusers read only their own. diffusers loads its files with
+    /// `from_single_file` and a `BFLQuantizationConfig`; NVFP4 for diffusers needs calibration. diffusers reads no quantized text
+    /// encoders, so these are always laid out for ComfyUI.
     #[arg(long, value_enum, value_name = "PROGRAM", default_value = "comfy", help_heading = "Format")]
     pub layout: WeightLayoutArg,
 
-    /// Which part to quantize [default: both in a folder, the transformer in a file]
+    /// Choose the part to quantize [default: both in a folder, the transformer in a file]
     #[arg(long, value_enum, value_name = "PART", help_heading = "Format")]
     pub part: Option<PartArg>,
 
     /// Keep layers in BF16, by name; may be given several times
     ///
-    /// `*` stands for any characters and `?` for one, as in 'single_blocks.0.*'. Names are those of the file that is written,
-    /// without `.weight`; -v lists them.
+    /// `*` matches any characters and `?` matches one, as in 'single_blocks.0.*'. Names are those in the written file, without
+    /// `.weight`. -v lists them.
     #[arg(long, value_name = "PATTERN", help_heading = "Format")]
     pub keep: Vec<String>,
 
-    /// Prompts to calibrate with, one per line of a file [default: a built-in list]
+    /// Calibrate with the prompts of this file, one per line [default: a built-in list]
     ///
-    /// Calibration runs the model and measures the largest input of every layer, from which its `input_scale` follows, with two
+    /// Calibration runs the model and measures the largest input of every layer. Its `input_scale` follows from that, with two
     /// octaves of head room.
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     pub prompts: Option<PathBuf>,
 
-    /// Width and height of the images of the calibration [default: 512, on the CPU 128]
+    /// Set the width and height of calibration images [default: 512, on the CPU 128]
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Calibration")]
     pub calibration_size: Option<usize>,
 
-    /// Denoising steps of the calibration [default: the model's own, on the CPU at most 2]
+    /// Set the denoising steps of calibration [default: the model's own, on the CPU at most 2]
     #[arg(long, value_name = "N", value_parser = within(STEPS), help_heading = "Calibration")]
     pub calibration_steps: Option<usize>,
 
-    /// Scale the inputs of layers by constants, and run nothing
+    /// Scale layer inputs by constants, and run nothing
     ///
-    /// FP8 files then have input scales of 1, or of 8 behind a SwiGLU, which leaves room enough for any klein; NVFP4 files have
-    /// none, and kiln multiplies their layers by bf16.
+    /// FP8 files then have input scales of 1, or of 8 after a SwiGLU. This leaves room enough for any klein model. NVFP4 files have
+    /// no input scales, and kiln multiplies their layers by bf16.
     #[arg(
         long,
         conflicts_with_all = ["prompts", "calibration_size", "calibration_steps", "backend", "device"],
@@ -116,35 +116,37 @@ pub struct QuantizeArgs {
     )]
     pub no_calibration: bool,
 
-    /// Backend to calibrate on [default: auto]
+    /// Choose the backend to calibrate on [default: auto]
     #[arg(long, value_enum, value_name = "WHERE", help_heading = "Calibration")]
     pub backend: Option<BackendArg>,
 
-    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    /// Use the GPU with this number in `kiln doctor` [default: 0]
     #[arg(long, value_name = "N", value_parser = within(DEVICES), help_heading = "Calibration")]
     pub device: Option<usize>,
 
-    /// Text encoder to calibrate with or to copy, instead of the model's
+    /// Calibrate with or copy this text encoder instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub text_encoder: Option<PathBuf>,
 
-    /// VAE to copy, instead of the model's
+    /// Copy this VAE instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub vae: Option<PathBuf>,
 
-    /// The tokenizer.json to use instead of the model's
+    /// Use this tokenizer.json instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub tokenizer: Option<PathBuf>,
 
-    /// Variant of the model, where names do not tell; it decides which layers stay in BF16
+    /// Set the model variant, if it cannot be inferred from the file names
+    ///
+    /// The variant decides which layers stay in BF16.
     #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
     pub variant: Option<VariantArg>,
 
-    /// Replace a file that exists; a folder that holds something never is
+    /// Overwrite an existing file (never a non-empty folder)
     #[arg(long, help_heading = "Output")]
     pub force: bool,
 
-    /// Discard what an earlier run left unfinished
+    /// Discard the unfinished output of an earlier run
     #[arg(long, help_heading = "Output")]
     pub restart: bool,
 
@@ -152,7 +154,7 @@ pub struct QuantizeArgs {
     #[arg(long, help_heading = "Output")]
     pub json: bool,
 
-    /// CPU threads, at most one per core [default: one per core]
+    /// Set the number of CPU threads, at most one per core [default: one per core]
     #[arg(long, value_name = "N", value_parser = within(THREADS), help_heading = "Run")]
     pub threads: Option<usize>,
 
@@ -160,7 +162,7 @@ pub struct QuantizeArgs {
     #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]
     pub quiet: bool,
 
-    /// Print more: the error of every layer
+    /// Print the error of every layer
     #[arg(short, long, help_heading = "Run")]
     pub verbose: bool,
 }

@@ -22,26 +22,30 @@ Examples:
       the marks is a block to paste into an issue; it has nothing of yours in it.
 
   kiln selftest --quick --device 1
-      A second, on the second GPU.
+      Takes a second, on the second GPU.
 
   kiln selftest --json | jq '.checks[] | select(.outcome == \"failed\")'
-      What failed, for programs.";
+      The failed checks, for programs.";
 
-/// Check that a GPU computes what kiln asks of it, line by line
+/// Check that a GPU computes what kiln asks of it
 ///
-/// Copies, single instructions element by element, and whole GEMMs and attention against naive kernels, then how fast they are.
-/// Takes less than a minute and no model. A check that this GPU has no kernels for says so; one that fails makes the exit code 1.
-/// On GPUs whose own kernels need it (compute capability 12.x) kiln makes the quick checks by itself before it uses these kernels
-/// for the first time, and remembers what came of it for this GPU, driver and build of kiln; this command refreshes that.
+/// kiln checks copies, single instructions element by element, and whole GEMMs and attention against naive kernels. Then it
+/// measures how fast they are. The checks take less than a minute and no model. A check that this GPU has no kernels for says so. A
+/// failed check gives exit code 1.
+///
+/// GPUs of compute capability 12.x run kernels of their own only after the quick checks have passed. kiln makes these checks before
+/// it first uses the kernels, and remembers the result for this GPU, driver and build of kiln. This command refreshes the result.
 #[derive(Args, Debug, Default)]
 #[command(override_usage = "kiln selftest [OPTIONS]", after_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
 pub struct SelftestArgs {
-    /// Which GPU, as `kiln doctor` numbers them [default: 0]
+    /// Use the GPU with this number in `kiln doctor` [default: 0]
     #[arg(long, value_name = "N", value_parser = within(DEVICES))]
     pub device: Option<usize>,
 
-    /// Only what takes less than a second: no large GEMM, no rates
+    /// Run only checks that take less than a second
+    ///
+    /// This leaves out the large GEMM and the rates.
     #[arg(long)]
     pub quick: bool,
 

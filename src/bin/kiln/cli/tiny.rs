@@ -9,19 +9,19 @@ use kiln::error::{Error, Result};
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
-/// Write the tiny random model to a new folder, as real models are published
+/// Write the tiny random model to a folder, as real models are published
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln tiny [OPTIONS] <DIR>")]
 pub struct TinyArgs {
-    /// The folder to write; it must not hold anything yet
+    /// Write to this folder, which must be new or empty
     #[arg(value_name = "DIR")]
     pub folder: PathBuf,
 
-    /// How files and tensors are named
+    /// Choose how files and tensors are named
     #[arg(long, value_enum, default_value = "diffusers")]
     pub layout: LayoutArg,
 
-    /// Dtype of the weights
+    /// Set the dtype of the weights
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: DTypeArg,
 }

@@ -23,55 +23,58 @@ const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
 pub struct ImageOptions {
-    /// Reference image to edit or to combine; may be given several times
+    /// Edit or combine this reference image; may be given several times
     ///
-    /// PNG or JPEG. The prompt can speak of them in order: "image 1", "image 2". Large ones are scaled down, to one megapixel or
-    /// what else the model takes, and all are cropped to multiples of 16.
+    /// FILE is a PNG or JPEG. The prompt can refer to the images in order: "image 1", "image 2". Large images are scaled down to
+    /// one megapixel, or to what else the model takes. All are cropped to multiples of 16.
     #[arg(long = "reference", value_name = "FILE", help_heading = "Input")]
     pub references: Vec<PathBuf>,
 
-    /// Width in pixels, a multiple of 16 [default: 1024]
+    /// Set the width in pixels, a multiple of 16 [default: 1024]
     ///
-    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
+    /// The width is at least 64. With --reference, the default is the width of the first reference. A model may have its own
+    /// default: 256 for `builtin`.
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub width: Option<usize>,
 
-    /// Height in pixels, a multiple of 16 [default: 1024]
+    /// Set the height in pixels, a multiple of 16 [default: 1024]
     ///
-    /// At least 64. With --reference the default is the size of the first one; a model may have its own, `builtin` has 256.
+    /// The height is at least 64. With --reference, the default is the height of the first reference. A model may have its own
+    /// default: 256 for `builtin`.
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub height: Option<usize>,
 
-    /// Denoising steps [default: the model's own; 4, base models and dev 50]
+    /// Set the number of denoising steps [default: the model's own: 4, or 50 for base models and dev]
     #[arg(long, value_name = "N", value_parser = within(STEPS), help_heading = "Sampling")]
     pub steps: Option<usize>,
 
-    /// Noise levels of the steps in place of even ones: `turbo`, or 1,0.75,0.5,0.25
+    /// Set the noise levels of the steps: `turbo`, or 1,0.75,0.5,0.25
     ///
-    /// As many as there are steps, falling from at most 1. They are shifted by the size of the image, as diffusers does with its `sigmas`.
-    /// `turbo` are the eight that the Turbo adapter of dev was trained for.
+    /// The levels replace even ones. There is one level per step, and levels fall from at most 1. kiln shifts them by the image
+    /// size, as diffusers does with its `sigmas`. `turbo` stands for the eight levels that dev's Turbo adapter was trained for.
     #[arg(long, value_name = "LEVELS", conflicts_with = "steps", help_heading = "Sampling")]
     #[serde(deserialize_with = "sigmas")]
     pub sigmas: Option<Sigmas>,
 
-    /// Guidance scale of base models and of dev [default: 4]
+    /// Set the guidance scale of base models and of dev [default: 4]
     ///
-    /// From 0 to 100. Of base models it is classifier-free guidance: above 1 each step takes twice as long. Other models take none.
+    /// The scale is from 0 to 100. Base models use classifier-free guidance: above 1 each step takes twice as long. Other models
+    /// take no scale.
     #[arg(long, value_name = "SCALE", value_parser = number(GUIDANCE), help_heading = "Sampling")]
     pub guidance: Option<f32>,
 
-    /// Where the prompt is padded, and with what [default: the model's own; right, dev left]
+    /// Set how the prompt is padded [default: the model's own: right, or left for dev]
     ///
-    /// Programs differ in it for dev, and the same prompt gives another image with each: `left` is that of Black Forest Labs and of diffusers
-    /// with transformers 4, `right` that of diffusers with transformers 5, `left-zeros` ComfyUI's, `right-zeros` stable-diffusion.cpp's.
+    /// Engines pad dev prompts differently, which changes the image. `left` is used by Black Forest Labs and by diffusers with
+    /// transformers 4, `right` by diffusers with transformers 5. `left-zeros` is used by ComfyUI, `right-zeros` by
+    /// stable-diffusion.cpp.
     #[arg(long, value_enum, value_name = "SIDE", help_heading = "Sampling")]
     pub padding: Option<PaddingArg>,
 
-    /// Let the VAE work in tiles, which bounds the memory it takes
+    /// Run the VAE in tiles, to bound its memory
     ///
-    /// As diffusers does with tiling enabled, for images and references with a side above 1024 pixels, or what else the VAE's
-    /// config.json calls `sample_size`. Tiles overlap and are blended, but each has colors and contrasts of its own: the image is
-    /// another one than without.
+    /// Works as tiling in diffusers does, for images and references with a side above 1024 pixels, or above the `sample_size` in
+    /// the VAE's config.json. Tiles overlap and are blended. Normalization is per tile, so the image differs from an untiled one.
     #[arg(long, help_heading = "Run")]
     #[serde(skip)]
     pub vae_tiling: bool,

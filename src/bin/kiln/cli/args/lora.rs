@@ -10,20 +10,22 @@ use std::path::PathBuf;
 /// The flags for adapters.
 #[derive(Args, Clone, Debug)]
 pub struct LoraArgs {
-    /// LoRA or LoKr adapter, with its scale [default: 1]; may be given several times
+    /// Apply a LoRA or LoKr adapter; may be given several times
     ///
-    /// A safetensors file in any common spelling, a folder with one, or `owner/name` or `owner/name/file` in the Hugging Face
-    /// cache. A colon and a number at the end are the scale: `style.safetensors:0.8`. Adapters are added in the order given.
+    /// FILE is a safetensors file with any common spelling of layer names, a folder with one such file, or `owner/name` or
+    /// `owner/name/file` in the Hugging Face cache. A colon and a number at the end set the scale, as in `style.safetensors:0.8`.
+    /// The default scale is 1. Adapters are added in the order given.
     #[arg(long, value_name = "FILE[:SCALE]", value_parser = OsStringValueParser::new().try_map(LoraArg::parse), help_heading = "Model")]
     pub lora: Vec<LoraArg>,
 
-    /// Use adapters that have layers which the model does not have
+    /// Allow adapters with layers that the model does not have
     ///
-    /// Without it such a file is an error, because it is most likely for another model. What is left out is listed with -v.
+    /// Without this flag such a file is an error, because it is most likely for another model. -v lists the layers that are left
+    /// out.
     #[arg(long, help_heading = "Model")]
     pub lora_partial: bool,
 
-    /// How adapters are applied
+    /// Choose how adapters are applied
     #[arg(long, value_enum, value_name = "HOW", default_value = "auto", help_heading = "Model")]
     pub lora_mode: LoraModeArg,
 }

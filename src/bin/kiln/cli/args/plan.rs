@@ -6,11 +6,12 @@ use clap::{Arg, Args};
 use kiln::MODELS;
 use kiln::predict::GpuSpec;
 
-/// Print what an image would take, without computing anything
+/// Print the operations and memory that an image takes
 ///
-/// For klein 4B, or for the model that is named, as it was published or by its files' headers: tokens of each part, the schedule, floating-point
-/// operations of each stage, the formats of its layers, bytes of weights and of workspace. Formats and bytes are those on a
-/// GPU: quantized weights that it has no kernels for are counted as they are expanded.
+/// Nothing is computed. The plan is for klein 4B or the model that is named: a published model needs no files, and of other models
+/// only the headers are read. It lists the tokens of each part, the schedule, the floating-point operations of each stage, the
+/// layer formats, and the bytes of weights and workspace. Formats and bytes are for a GPU. Quantized weights for which the GPU has
+/// no kernels count as expanded.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln plan [OPTIONS]")]
 #[command(allow_negative_numbers = true)]
@@ -32,10 +33,10 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub quantized: QuantizedArgs,
 
-    /// The GPU to plan for: RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 or H200 [default: the first one here]
+    /// Plan for this GPU [default: the first one here]
     ///
-    /// With predicted times, which were not measured. Where there is no GPU, the plan is for compute capability 8.0, the least that
-    /// kiln runs on.
+    /// The names are RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 and H200. Times for these GPUs are predicted and not measured.
+    /// Without a GPU, the plan is for compute capability 8.0, the lowest that kiln runs on.
     #[arg(long, value_name = "NAME", value_parser = gpu, help_heading = "Run")]
     pub gpu: Option<GpuSpec>,
 
@@ -48,9 +49,8 @@ pub struct PlanArgs {
 fn with_names(model: Arg) -> Arg {
     let names: Vec<&str> = MODELS.iter().map(|model| model.name).collect();
     let more =
-        "Of a published model no files are needed. A folder of such a name is `./klein-9b`. Without this option kiln looks at";
-    let help =
-        format!("Name of a published model, model folder, or repository id in the Hugging Face cache [default: {}]", names[0]);
+        "A published model needs no files. Write `./klein-9b` for a folder of that name. Without this option kiln looks at";
+    let help = format!("Plan for a published model, a model folder or a cached repository id [default: {}]", names[0]);
     let long = format!("{help}\n\nThe names are {}. {more} KILN_MODEL.", names.join(", "));
     model.help(help).long_help(long).value_name("NAME|PATH|ID")
 }

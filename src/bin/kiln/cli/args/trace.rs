@@ -6,10 +6,11 @@ use std::path::PathBuf;
 /// The flag for a trace.
 #[derive(Args, Debug, Default)]
 pub struct TraceArgs {
-    /// Write when everything ran to a JSON file for ui.perfetto.dev: threads, steps, GPU kernels
+    /// Write a timeline of the run to a JSON file for ui.perfetto.dev
     ///
-    /// Also if the run fails or is interrupted. The image is the same; steps take a little longer on a GPU, because kernels are
-    /// timed one by one: none begins before the one before it has ended, and steps are not captured as CUDA graphs.
+    /// The timeline has threads, steps and GPU kernels. kiln writes it even if the run fails or is interrupted. The image is the
+    /// same. On a GPU, steps take a little longer because kernels are timed one by one. No kernel begins before the previous one
+    /// has ended, and steps are not captured as CUDA graphs.
     #[arg(long, value_name = "FILE", help_heading = "Run")]
     pub trace: Option<PathBuf>,
 }

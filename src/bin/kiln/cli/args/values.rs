@@ -53,11 +53,11 @@ choice! {
     PaddingArg for Padding {
         /// Padding tokens before the prompt, which attend to nothing
         Left => Padding::Left,
-        /// Padding tokens behind the prompt, which attend to it
+        /// Padding tokens after the prompt, which attend to it
         Right => Padding::Right,
         /// Zeros before the prompt
         LeftZeros => Padding::LeftZeros,
-        /// Zeros behind the prompt
+        /// Zeros after the prompt
         RightZeros => Padding::RightZeros,
     }
 }
@@ -75,9 +75,9 @@ choice! {
 choice! {
     /// Values of `--attention`.
     AttentionArg for AttentionFormat {
-        /// FP8 in blocks whose weights and inputs are FP8, where the device has it and it is faster
+        /// FP8 in blocks with quantized inputs, if available and faster
         Auto => AttentionFormat::Auto,
-        /// As other activations, in the format of --precision
+        /// The format of --precision, like other activations
         Bf16 => AttentionFormat::Bf16,
         /// FP8 in every block, or an error that says what is missing
         Fp8 => AttentionFormat::Fp8,
@@ -87,11 +87,11 @@ choice! {
 choice! {
     /// Values of `--fp8-accumulate`.
     AccumulateArg for Fp8Accumulate {
-        /// Partial sums of 1024 products are added up in f32 if there are more than 6144, which leaves at most 1.5 % out
+        /// Like `fast` for up to 6144 products, else partial sums of 1024 in f32, which miss at most 1.5 %
         Auto => Fp8Accumulate::Auto,
-        /// Partial sums of 128 products are added up in f32
+        /// Sum partial sums of 128 products in f32
         Exact => Fp8Accumulate::Exact,
-        /// Tensor cores add up everything and keep 13 binary places
+        /// Sum everything in tensor cores, which keep 13 binary places
         Fast => Fp8Accumulate::Fast,
     }
 }
@@ -99,7 +99,7 @@ choice! {
 choice! {
     /// Values of `--nvfp4-math`.
     Nvfp4MathArg for Nvfp4Math {
-        /// By inputs in NVFP4 where the device multiplies these, else bf16
+        /// NVFP4 inputs if the device multiplies them, else bf16
         Auto => Nvfp4Math::Auto,
         /// bf16, which is exact
         Bf16 => Nvfp4Math::Bf16,
@@ -111,11 +111,11 @@ choice! {
 choice! {
     /// Values of `--lora-mode`.
     LoraModeArg for AdapterMode {
-        /// Merged with bf16, f16 and f32 weights, beside FP8 and NVFP4 ones; `kiln run`: beside all
+        /// Merge into bf16, f16 and f32 weights, branch for FP8 and NVFP4; in `kiln run` always branch
         Auto => AdapterMode::Auto,
-        /// Added to the weights while they are loaded; quantized ones are expanded for it
+        /// Add to the weights at load; quantized weights are expanded for it
         Merge => AdapterMode::Merge,
-        /// Computed beside the layers, which stay as they are
+        /// Compute alongside the layers, whose weights do not change
         Branch => AdapterMode::Branch,
     }
 }
@@ -140,9 +140,9 @@ pub fn weight_format(formats: impl Iterator<Item = (DType, &'static str)>) -> im
 choice! {
     /// Values of `--layout` of `kiln quantize`.
     WeightLayoutArg for WeightLayout {
-        /// As ComfyUI reads it and Black Forest Labs publish it
+        /// The layout that ComfyUI reads and Black Forest Labs publishes
         Comfy => WeightLayout::Comfy,
-        /// As diffusers reads it: FP8 with a scale for each row, NVFP4 in the order of ModelOpt
+        /// diffusers' layout: FP8 row scales, NVFP4 in ModelOpt's order
         Diffusers => WeightLayout::Diffusers,
     }
 }
@@ -160,7 +160,7 @@ choice! {
 choice! {
     /// Values of `--nvfp4-layout`.
     Nvfp4LayoutArg for Option<Nvfp4Layout> {
-        /// What the file suggests
+        /// Inferred from the file
         Auto => None,
         /// First element in the high nibble, scales in tiles
         Comfy => Some(Nvfp4Layout::COMFY),
@@ -208,7 +208,7 @@ pub enum NoiseArg {
 /// Values of `--backend`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendArg {
-    /// A GPU if one can be used, else the CPU
+    /// A usable GPU, else the CPU
     Auto,
     /// An NVIDIA GPU
     Cuda,

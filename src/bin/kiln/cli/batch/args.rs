@@ -13,24 +13,24 @@ Examples:
       images under the same names.
 
   kiln run prompts.txt -o images --skip-existing
-      Continues where a run was stopped.
+      Continues a stopped run.
 
   echo '{\"prompt\": \"a red star\", \"seed\": 7, \"output\": \"star.png\"}' | kiln run | jq .path
-      Settings of its own for a line. Another program may keep the pipe open and wait for each answer.
+      A line with its own settings. Another program may keep the pipe open and wait for each answer.
 
   {\"prompt\": \"a fox\", \"lora\": [\"ink.safetensors\", {\"file\": \"owner/repository\", \"scale\": 0.5}]}
-      A line with adapters of its own, in place of those of --lora. The model is not loaded again.";
+      A line with its own adapters, which replace those of --lora. The model is not loaded again.";
 
-/// Generate an image for each line of a file or of standard input, with a model that is loaded once
+/// Generate an image per input line, with a model that is loaded once
 ///
-/// Every line is answered with a line of JSON on standard output, in order and as soon as it is done: the fields of `kiln
-/// generate --json` and the number of the line, or an `error` with its `hint` and `code`. Errors of a line do not end the run;
-/// the exit code is 1 if there were any.
+/// The lines come from a file or from standard input. kiln answers each with a line of JSON on standard output, in order and as
+/// soon as it is done. The answer has the fields of `kiln generate --json` and the line number, or an `error` with its `hint` and
+/// `code`. A failed line does not end the run; the exit code is then 1.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln run [OPTIONS] [FILE]", after_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
 pub struct BatchArgs {
-    /// The file of prompts, one on each line; `-` is standard input
+    /// Read prompts from this file, one per line; `-` is standard input
     #[arg(value_name = "FILE", default_value = "-", long_help = file_help())]
     pub file: PathBuf,
 
@@ -42,10 +42,10 @@ pub struct BatchArgs {
     #[command(flatten)]
     pub lora: LoraArgs,
 
-    /// The folder that images are written to [default: the current one]
+    /// Write images to this folder [default: the current one]
     ///
-    /// Names are made from the prompt's words and a hash of all that decides the image, unless a line names its `output`,
-    /// which is relative to this folder.
+    /// File names are made from the prompt's words and a hash of everything that decides the image. A line can name its `output`
+    /// instead, relative to this folder.
     #[arg(short, long, value_name = "DIR", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
@@ -53,9 +53,9 @@ pub struct BatchArgs {
     #[command(flatten)]
     pub image_file: FileArgs,
 
-    /// Pass over lines whose file exists, so that a run that was stopped can be continued
+    /// Skip lines whose file exists, to continue a stopped run
     ///
-    /// They are answered, too, with `"skipped": true`.
+    /// kiln answers skipped lines, too, with `"skipped": true`.
     #[arg(long, conflicts_with = "force", help_heading = "Output")]
     pub skip_existing: bool,
 
@@ -63,7 +63,7 @@ pub struct BatchArgs {
     #[command(flatten)]
     pub image: ImageOptions,
 
-    /// Negative prompt of lines without one; base models only
+    /// Set the negative prompt of lines without one; base models only
     #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
     pub negative: Option<String>,
 
@@ -76,10 +76,10 @@ pub struct BatchArgs {
 fn file_help() -> String {
     let names: Vec<String> = fields().iter().filter(|name| *name != "prompt").map(|name| format!("`{name}`")).collect();
     format!(
-        "The file of prompts, one on each line; `-` is standard input\n\n\
-         A line is a prompt, or a JSON object with `prompt` and any of {}. `size` is \"WxH\", `references` a list of files, `sigmas` \
-         a text or a list of numbers, `lora` a list of \"FILE\", \"FILE:SCALE\" or {{\"file\": .., \"scale\": ..}}; an empty one is \
-         none. A line that begins with `{{` is JSON. Empty lines are passed over.",
+        "Read prompts from this file, one per line; `-` is standard input\n\n\
+         A line is a prompt, or a JSON object if it begins with `{{`. The object has `prompt` and any of {}. `size` is \"WxH\", \
+         `references` is a list of files, and `sigmas` is a text or a list of numbers. `lora` is a list of \"FILE\", \"FILE:SCALE\" \
+         or {{\"file\": .., \"scale\": ..}}; an empty list means no adapters. kiln skips empty lines.",
         names.join(", ")
     )
 }
