@@ -1,6 +1,5 @@
-//! Side branches: what adapters add to layers whose weights stay as they are. Beside each such weight lie two thin matrices, whose product
-//! with the layer's input is added to that of the weight. They are in memory of their own, so that another set of adapters only has to be
-//! uploaded there, and sets of the same shapes have the same addresses.
+//! LoRA branches. A layer whose adapters are not merged into its weight computes `W x + up (down x)` with two thin matrices. All
+//! branches share one memory region. Switching adapters uploads only that region. Adapters of the same ranks reuse its addresses.
 
 use super::formats::Formats;
 use super::result_cache::{ResultCache, Source};
@@ -16,7 +15,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The adapters of a job: its own, or those of the model. Fails if others were merged with weights.
+/// The adapters of a job: its own, or the model's. Fails if they differ and the model's adapters are merged into its weights.
 pub fn adapters_of<'a>(
     job: Option<&'a Adapters>,
     model: &'a Adapters,
@@ -29,32 +28,32 @@ pub fn adapters_of<'a>(
         return Ok((model, own));
     }
     if let Some(layer) = layers.find(|layer| layer.merged) {
-        let what = format!("the job cannot have other adapters than the model: they are merged with `{}`", layer.id);
+        let what = format!("the job cannot use other adapters than the model's, which are merged into `{}`", layer.id);
         return Err(Error::Usage { what, hint: Some(Remedy::AdaptersBeside) });
     }
     Ok((others, set))
 }
 
-/// The weights that have something beside them, and its rank. This decides which ops a job has.
+/// The layers with a LoRA branch, and the branch ranks. They decide which ops a job has.
 pub type Ranks = Arc<[(LayerId, usize)]>;
 
-/// The side branches of a set of adapters.
+/// The LoRA branches of a set of adapters.
 #[derive(Default)]
 pub struct Branches {
     pub set: AdapterSet,
     pub ranks: Ranks,
-    /// Where the matrices of each are.
+    /// The matrices of each branch.
     places: Vec<LoraBranch>,
-    /// Bytes of all.
+    /// Bytes of the branch matrices.
     pub branch_bytes: u64,
-    /// The same with the room behind them for what is merged with a weight.
+    /// Total bytes, including scratch space for merging.
     pub bytes: u64,
-    /// The values of all, in one piece; absent where only shapes matter.
+    /// The values of all branches in one piece. `None` if only shapes matter.
     values: Option<(Tensor, WeightSlice)>,
 }
 
 impl Branches {
-    /// Places what adapters add to layers that they are not merged with.
+    /// Allocates branches for the layers whose adapters are not merged.
     pub fn place<'a>(
         (adapters, set): (&Adapters, AdapterSet),
         layers: impl Iterator<Item = &'a LayerFormat>,
@@ -76,8 +75,7 @@ impl Branches {
                 continue;
             }
             if rank > MAX_RANK {
-                let what =
-                    format!("adapters add a rank of {rank} to `{}`; up to {MAX_RANK} is computed beside a weight", layer.id);
+                let what = format!("adapters add a rank of {rank} to `{}`; a LoRA branch has at most {MAX_RANK}", layer.id);
                 return Err(Error::Usage { what, hint: Some(Remedy::MergeAdapters) });
             }
             let rank = Adapters::padded(rank);
@@ -93,7 +91,7 @@ impl Branches {
         Ok(Self { set, ranks: ranks.into(), places, branch_bytes, bytes: branch_bytes + merged, values: None })
     }
 
-    /// The same with values, ready to be uploaded. `adapters` are those that were placed.
+    /// Adds the values, ready to be uploaded. `adapters` are the ones passed to [`Branches::place`].
     fn with_values(self, adapters: &Adapters) -> Result<Self> {
         let _span = trace::span("prepare adapters");
         let Some(dtype) = self.places.first().map(|place| place.down.dtype) else { return Ok(self) };
@@ -112,7 +110,7 @@ impl Branches {
         }
         pieces.into_par_iter().for_each(|(id, rank, matrices)| adapters.write_branch(id, rank, dtype, matrices));
         adapters.verify()?;
-        // One piece is uploaded much faster than hundreds of small ones.
+        // Uploading one piece is much faster than uploading hundreds of small ones.
         let cols = dtype.elements(ALIGN as usize);
         let rows = (self.branch_bytes / ALIGN) as usize;
         let whole = Tensor { region: Region::Adapters, dtype, offset: 0, rows, cols, stride: cols, scaling: Scaling::Unscaled };
@@ -120,7 +118,7 @@ impl Branches {
         Ok(Self { values: Some((whole, values)), ..self })
     }
 
-    /// Gives layers the branches beside their weights, and takes those from them that they had.
+    /// Replaces the branches of layers with these.
     pub fn attach<'a>(&self, layers: impl Iterator<Item = &'a mut Linear>) {
         for layer in layers {
             let found = self.ranks.iter().position(|(id, _)| Some(*id) == layer.id);
@@ -129,23 +127,23 @@ impl Branches {
     }
 }
 
-/// The side branches of an engine: sets that were prepared, and the one in the backend's memory.
+/// The LoRA branches of an engine: prepared sets, and the set in the backend's memory.
 #[derive(Default)]
 pub struct SideBranches {
-    /// Those of the latest jobs, the last one at the end.
+    /// The branch sets of the latest jobs, the last one at the end.
     prepared: Vec<Arc<Branches>>,
-    /// Bytes of the backend's memory.
+    /// Bytes reserved in the backend's memory.
     reserved: u64,
-    /// What is there.
+    /// The set in the backend's memory.
     uploaded: AdapterSet,
 }
 
 impl SideBranches {
-    /// Sets that stay prepared, and their bytes at most, unless it is only one.
+    /// The most sets that stay prepared, and their most bytes. A single set may be larger.
     const KEPT: usize = 16;
     const MOST: u64 = 2 << 30;
 
-    /// A set of adapters for these layers, ready to be uploaded.
+    /// Prepares the branches of a set of adapters for these layers, ready to be uploaded.
     pub fn prepare<'a>(
         &mut self,
         (adapters, set): (&Adapters, AdapterSet),
@@ -165,18 +163,18 @@ impl SideBranches {
         Ok(branches)
     }
 
-    /// Bytes that have to be allocated for branches, and bytes that are freed for that.
+    /// Bytes to allocate for branches, and bytes that are freed for them.
     pub fn growth(&self, branches: &Branches) -> (u64, u64) {
         if branches.bytes > self.reserved { (branches.bytes, self.reserved) } else { (0, 0) }
     }
 
-    /// Uploads branches, unless they are there, or copies them from where they are kept.
+    /// Brings branches into the backend's memory: copies them from the cache, or uploads them.
     pub fn upload(&mut self, be: &mut dyn Backend, branches: &Branches, cache: &mut ResultCache) -> Result<()> {
         if branches.set == self.uploaded {
             return Ok(());
         }
         let _span = trace::span("upload adapters");
-        // Should this fail, nothing is left of what was there.
+        // If this fails, the previous branches are gone.
         self.uploaded = AdapterSet::default();
         if branches.bytes > self.reserved {
             self.reserved = 0;
@@ -184,7 +182,7 @@ impl SideBranches {
             self.reserved = branches.bytes;
         }
         if let Some((whole, values)) = &branches.values {
-            // Where ops read the host's bytes there is nothing that would be copied.
+            // Where ops read the host's bytes, a cached copy would save nothing.
             let source = (cache.is_on() && !be.reads_files()).then(|| Source::Adapters(branches.set.clone()));
             cache.copy_or(be, source, &[*whole], |be| be.upload(*whole, Role::Linear, std::slice::from_ref(values)))?;
         }
@@ -193,7 +191,7 @@ impl SideBranches {
     }
 }
 
-/// What became of an adapter.
+/// How kiln applied an adapter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdapterUse {
     /// The file.
@@ -202,18 +200,18 @@ pub struct AdapterUse {
     pub digest: String,
     /// The strength.
     pub strength: f32,
-    /// Its layers that the model has.
+    /// Number of its layers that the model has.
     pub layers: usize,
-    /// Those of them that are merged with weights.
+    /// How many of these layers are merged into weights.
     pub merged: usize,
-    /// Those that are computed beside weights. Without a strength it is none of them.
+    /// How many of these layers have a LoRA branch. Zero if the strength is zero.
     pub beside: usize,
-    /// Its layers that the model does not have.
+    /// Number of its layers that the model does not have.
     pub unmatched: usize,
 }
 
 impl Formats {
-    /// What becomes of adapters on a model whose layers have these formats.
+    /// How adapters are applied to a model whose layers have these formats.
     pub fn adapter_uses(&self, adapters: &Adapters) -> Vec<AdapterUse> {
         let merged: HashSet<LayerId> = self.layers.iter().filter(|layer| layer.merged).map(|layer| layer.id).collect();
         let of = |(adapter, strength): &(crate::adapter::Adapter, f32)| {

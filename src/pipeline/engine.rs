@@ -1,5 +1,5 @@
-//! The engine: a model's weights on a backend, and the jobs that run there. Each job runs on the dry-run backend first, which measures how
-//! much memory its stages need.
+//! The engine: a model's weights on a backend, and the jobs that run there. Each job first runs on the dry-run backend, which
+//! measures how much memory its stages need.
 
 use super::branches::{SideBranches, adapters_of};
 use super::inputs::Inputs;
@@ -36,7 +36,7 @@ pub struct Engine {
     name: String,
 }
 
-/// What the denoising of a job starts with.
+/// The input of a job's denoising.
 struct Start<'a> {
     encoded: Encoded,
     canvas: Canvas,
@@ -46,8 +46,8 @@ struct Start<'a> {
 }
 
 impl Engine {
-    /// Reserves memory for a model's weights on a backend and loads those that encode prompts. The others are loaded with the first
-    /// image.
+    /// Reserves memory for a model's weights on a backend and loads the weights that encode prompts. The others are loaded with
+    /// the first image.
     pub fn load(mut backend: Box<dyn Backend>, model: OpenModel, options: LoadOptions, progress: &dyn Progress) -> Result<Self> {
         let progress = &Traced::new(progress);
         let OpenModel { weights, tokenizer, configs, variant, name, adapters, read_ahead, .. } = model;
@@ -70,13 +70,13 @@ impl Engine {
         };
         engine.select(None)?;
         let Self { backend, stages, store, side, cache, .. } = &mut engine;
-        // What is merged with weights needs memory as well.
+        // Adapters merged into weights need memory as well.
         side.upload(backend.as_mut(), &store.branches, cache)?;
         store.load_text(&mut stages.text, backend.as_mut(), progress)?;
         Ok(engine)
     }
 
-    /// Gives layers the side branches of a job's adapters, or of the model's. They are not uploaded yet.
+    /// Attaches the LoRA branches of a job's adapters, or of the model's, to the layers. It does not upload them yet.
     fn select(&mut self, job: Option<&Job>) -> Result<()> {
         let Self { stages, store, side, .. } = self;
         let others = job.and_then(|job| job.adapters.as_deref());
@@ -99,8 +99,8 @@ impl Engine {
         self.backend.as_mut()
     }
 
-    /// Number of launches of each kernel so far, by kernel name; none on a backend without kernels. A captured launch counts once, however
-    /// often it is replayed.
+    /// Number of launches of each kernel so far, by kernel name. A backend without kernels has none. A captured launch counts
+    /// once, however often it is replayed.
     pub fn launches(&mut self) -> Vec<(&'static str, u64)> {
         self.backend.cuda().map_or_else(Vec::new, |cuda| cuda.launches())
     }
@@ -110,13 +110,13 @@ impl Engine {
         self.variant
     }
 
-    /// From now on jobs end with [`Error::Interrupted`] once this flag is set, until there is another one or none.
+    /// Sets the flag that cancels jobs. While it is true, jobs return [`Error::Interrupted`]. `None` removes it.
     pub fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
         self.backend.set_cancel(cancel);
     }
 
-    /// From now on keeps encoded prompts, references and their keys and values in the backend's memory, for later jobs with the same ones,
-    /// which have the same results to the byte. They take `most` bytes, or less where memory is short: at most a quarter of what a `usual` job leaves.
+    /// Starts caching encoded prompts, references and their keys and values on the device. A job that hits the cache gives the same bytes
+    /// as one that does not. The cache takes at most `most` bytes, and at most a quarter of what a job like `usual` leaves free.
     pub fn cache_results(&mut self, most: u64, usual: &Job) -> Result<()> {
         let inputs = self.inputs(usual, &Silent)?;
         let (branches, freed) = self.side.growth(&self.store.branches);
@@ -125,12 +125,12 @@ impl Engine {
         self.cache.reserve(self.backend.as_mut(), most.min(spare / 4))
     }
 
-    /// Refuses a job whose working memory does not fit into what is free and what earlier jobs of this engine have left. The
-    /// weights are there, or their memory is reserved.
+    /// Refuses a job whose working memory does not fit into the free memory and the memory that earlier jobs of this engine have
+    /// left. The weights are loaded, or their memory is reserved.
     pub fn check_memory(&mut self, job: &Job) -> Result<()> {
         let inputs = self.inputs(job, &Silent)?;
         let working = self.dry_run(&inputs)?.bytes;
-        // What is there already is freed before more is allocated.
+        // The existing memory is freed before more is allocated.
         let (working, freed) = if working > self.working { (working, self.working) } else { (0, 0) };
         let (branches, freed_branches) = self.side.growth(&self.store.branches);
         let need = working + branches;
@@ -151,7 +151,7 @@ impl Engine {
         }
     }
 
-    /// Measures what a job takes, unless one of its shape was measured before.
+    /// Measures the work of a job, unless a job of the same shape was measured before.
     fn dry_run(&mut self, inputs: &Inputs<'_>) -> Result<WorkNeeded> {
         let Self { backend, stages, shapes, .. } = self;
         shapes.dry_run(inputs, || {
@@ -161,14 +161,14 @@ impl Engine {
         })
     }
 
-    /// The inputs of a job, whose side branches layers have from now on.
+    /// Derives the inputs of a job, and attaches its LoRA branches to the layers.
     fn inputs<'a>(&mut self, job: &'a Job, progress: &dyn Progress) -> Result<Inputs<'a>> {
         self.select(Some(job))?;
         let files = self.backend.reads_files().then(|| self.store.files.clone());
         Inputs::new(job, self.variant, &self.store.branches, files, |what, text| self.tokenize(job.padding, what, text, progress))
     }
 
-    /// Tokenizes a text. `what` names it in the warning that it is too long.
+    /// Tokenizes a text. `what` names the text in the warning that it is too long.
     fn tokenize(&self, padding: Padding, what: &str, text: &str, progress: &dyn Progress) -> Result<Tokens> {
         let config = &self.store.configs.text_encoder;
         let tokens = self.tokenizer.encode_padded(text, config.max_tokens, padding)?;
@@ -194,7 +194,7 @@ impl Engine {
         Ok(plan)
     }
 
-    /// Generates the images of a job and hands each to `sink` as it is done.
+    /// Generates the images of a job and passes each to `sink` when it is done.
     pub fn generate(
         &mut self,
         job: &Job,
@@ -203,7 +203,7 @@ impl Engine {
     ) -> Result<()> {
         let done = self.generate_images(job, progress, sink);
         if done.is_err() {
-            // What was kept may not have been computed, or not be finite.
+            // Cached results may be incomplete or not finite.
             self.cache.forget();
         }
         done
@@ -236,19 +236,19 @@ impl Engine {
         let Self { backend, stages, store, side, shapes, cache, working, .. } = self;
         let be = backend.as_mut();
         side.upload(be, &store.branches, cache)?;
-        // Should this fail, nothing is left of what was there.
+        // If this fails, the previous working memory is gone.
         let before = std::mem::take(working);
         be.reserve(Region::Arena, bytes)?;
         *working = bytes.max(before);
         if let Some(cuda) = be.cuda() {
             shapes.preload_kernels(inputs, || cuda.preload_kernels(&mut |be| stages.walk(be, inputs, &Silent).map(drop)))?;
         }
-        // What a job that failed left is not of these images.
+        // Discards the count that a failed job left behind.
         be.take_saturated()?;
         store.load_text(&mut stages.text, be, progress)
     }
 
-    /// Encodes the prompts, while the host prepares what denoising starts with; a job without seeds has none. Loads the transformer.
+    /// Encodes the prompts while the host prepares the denoising inputs, if the job has seeds. Then loads the transformer.
     fn encode<'a>(&mut self, ws: &mut Arena, inputs: &Inputs<'a>, progress: &dyn Progress) -> Result<Option<Start<'a>>> {
         let Self { backend, stages, store, shapes, cache, .. } = self;
         let (be, job, known) = (backend.as_mut(), inputs.job, shapes.tables(inputs));
@@ -267,7 +267,7 @@ impl Engine {
             return Ok(None);
         };
         let canvas = stages.place_canvas(be, ws, inputs, &tables, &first)?;
-        // If the transformer is still to be loaded, loading overlaps with encoding the prompts, so nothing waits for them here.
+        // Loading the transformer overlaps with encoding the prompts, so nothing waits for the prompts here.
         if store.transformer {
             inputs.check_prompts(be, counts)?;
             progress.end();

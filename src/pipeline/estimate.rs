@@ -34,20 +34,20 @@ pub struct Estimate {
     pub sigmas: Vec<f32>,
     /// Floating-point operations of each stage, in order.
     pub stages: Vec<(Phase, u64)>,
-    /// Predicted seconds of each stage, if the time of ops was asked for.
+    /// Predicted seconds of each stage, if the request has an op time.
     pub seconds: Vec<(Phase, f64)>,
-    /// Number of ops of a whole run.
+    /// Number of ops of one whole image.
     pub ops: u64,
-    /// Bytes of the weights on a backend, with what adapters have beside them.
+    /// Bytes of the weights on a backend, including LoRA branches.
     pub weight_bytes: u64,
     /// Bytes of the weights in low-memory mode, where the transformer replaces the text encoder.
     pub low_memory_weight_bytes: u64,
-    /// Bytes of the weights that even a backend which reads files in place has to copy: those that are misaligned or of another
+    /// Bytes of the weights that even a backend that reads files in place has to copy: misaligned weights and weights of another
     /// dtype.
     pub copied_bytes: u64,
-    /// Bytes of such weights in low-memory mode.
+    /// The copied bytes in low-memory mode.
     pub low_memory_copied_bytes: u64,
-    /// Those of all these bytes that adapters have beside weights.
+    /// How many of these bytes are LoRA branches.
     pub adapter_bytes: u64,
     /// Bytes of the token embeddings, which stay in host memory and are not among the weights.
     pub table_bytes: u64,
@@ -57,10 +57,10 @@ pub struct Estimate {
     pub formats: Formats,
 }
 
-/// The seconds that an op takes on some device.
+/// Returns the seconds that an op takes on some device.
 pub type OpTime = Rc<dyn Fn(&Op<'_>) -> f64>;
 
-/// Reads the floating-point operations of all ops so far, and their seconds, at the beginning and the end of each phase.
+/// Measures phases: reads the floating-point operations and seconds of all ops so far at the start and end of each phase.
 #[derive(Default)]
 struct Meter {
     so_far: Rc<Cell<(u64, f64)>>,
@@ -81,27 +81,27 @@ impl Progress for Meter {
     }
 }
 
-/// What is estimated: a model, and a device for it. No weight is read.
+/// What to estimate: a model, and a device for it. No weight is read.
 #[derive(Clone)]
 pub struct EstimateRequest<'a> {
     /// The sizes of the model.
     pub configs: &'a Configs,
-    /// How it was trained.
+    /// How the model was trained.
     pub variant: Variant,
-    /// Its files, whose dtypes f32 precision keeps. Without files all weights are in bf16.
+    /// The model's files. Their dtypes matter in f32 precision, which keeps them. Without files all weights are in bf16.
     pub weights: PerComponent<Option<&'a Weights>>,
-    /// Its adapters.
+    /// The model's adapters.
     pub adapters: &'a Adapters,
-    /// How it is loaded.
+    /// How the model is loaded.
     pub options: LoadOptions,
     /// The quantized GEMMs of the device.
     pub gemms: GemmFormats,
-    /// The time of an op, if times are to be predicted.
+    /// The time of an op, to predict times.
     pub time: Option<OpTime>,
 }
 
 impl<'a> EstimateRequest<'a> {
-    /// A model without files and adapters, and no times.
+    /// A request for a model without files and adapters, and without times.
     pub fn new(configs: &'a Configs, variant: Variant, options: LoadOptions, gemms: GemmFormats) -> Self {
         static NONE: Adapters = Adapters(Vec::new());
         Self { configs, variant, weights: PerComponent::default(), adapters: &NONE, options, gemms, time: None }
@@ -138,7 +138,7 @@ pub fn estimate(request: EstimateRequest<'_>, job: &Job) -> Result<Estimate> {
     networks.attach(&branches);
     let with_branches = |bytes: u64| bytes.saturating_add(branches.bytes);
     let length = configs.text_encoder.max_tokens;
-    // Prompts are padded to the same length, so their texts do not matter.
+    // Prompts are padded to the same length, so their text does not matter.
     let tokens = Tokens { ids: vec![0; length], real: length, padding: job.padding, cut: 0 };
     let inputs = Inputs::new(job, variant, &branches, None, |_, _| Ok(tokens.clone()))?;
     let arena_bytes = {
@@ -196,7 +196,7 @@ mod tests {
         estimate.stages.iter().filter(|(p, _)| *p == phase).map(|(_, f)| *f as f64).sum::<f64>() / 1e12
     }
 
-    /// The known costs of klein, less what the last block saves: the queries, MLP and output of text tokens, which nothing reads.
+    /// The known costs of klein, minus what the last block saves: the queries, MLP and output of text tokens, which nothing reads.
     #[test]
     fn flops_match_the_known_counts() {
         let (h, text, canvas) = (3072.0, 512.0, 4096.0);
@@ -207,7 +207,7 @@ mod tests {
         let want = (plain - saved - 4.0 * context) / 1e12;
         assert!((tera(&at_1024, Phase::Denoise) - want).abs() < 0.05, "{} {want}", tera(&at_1024, Phase::Denoise));
         assert!((tera(&at_1024, Phase::Encode) - 2.91 - context / 1e12).abs() < 0.02, "{}", tera(&at_1024, Phase::Encode));
-        // Of the nine taps behind each upsampling four are left.
+        // Each upsampling leaves four of the nine taps that follow it.
         let upsampling: f64 =
             [(256.0, 512.0), (512.0, 512.0), (1024.0, 256.0)].iter().map(|(side, c)| 18.0 * side * side * c * c).sum();
         let want = 10.47 - upsampling * 5.0 / 9.0 / 1e12;
@@ -218,8 +218,8 @@ mod tests {
         assert!((tera(&edited, Phase::References) - 4.89).abs() < 0.02, "{}", tera(&edited, Phase::References));
     }
 
-    /// The decoder takes most of it: the input of its finest level with as many channels as the level before, once more
-    /// normalized, and the output.
+    /// The decoder takes most of the memory: the input of its finest level with as many channels as the level before, the
+    /// normalized input, and the output.
     #[test]
     fn working_memory_is_that_of_the_decoder() {
         let (finest, channels) = (1_u64 << 20, 256 + 256 + 128);
@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn weight_bytes_count_the_tensors_in_use() {
         let vectors = |bytes: u64| bytes / 500; // norms and biases are held in f32
-        // The table of token embeddings is not among them: it stays in host memory.
+        // The weights do not include the table of token embeddings: it stays in host memory.
         for (configs, transformer, layers) in
             [(Configs::KLEIN_4B, 7_751_089_152, 5_450_264_064), (Configs::KLEIN_9B, 18_157_162_496, 10_419_107_328_u64)]
         {
@@ -264,7 +264,7 @@ mod tests {
         assert!(formats.by_kind().iter().all(|row| row.types == [(DType::Bf16, DType::Bf16)].into() && row.input == DType::Bf16));
         let bytes: u64 = formats.by_kind().iter().map(|row| row.held_bytes).sum();
         assert!(formats.by_kind().iter().all(|row| row.stored_bytes == row.held_bytes));
-        // Besides these weights there are norms, and those of the VAE.
+        // Norms and the VAE come on top of these weights.
         let all = 7_751_089_152 + 5_450_264_064;
         assert!(bytes < all && all - bytes < all / 500, "{bytes} of {all}");
     }

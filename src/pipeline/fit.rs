@@ -1,4 +1,4 @@
-//! Checks before anything is loaded whether a job fits into a backend's memory, and whether it needs low-memory mode for that.
+//! Checks before loading whether a job fits into a backend's memory, and whether it needs low-memory mode to fit.
 
 use super::estimate::{Estimate, EstimateRequest, estimate};
 use super::job::{Job, LoadOptions};
@@ -8,8 +8,8 @@ use crate::error::{Error, Remedy, Result};
 use crate::sequence::{PATCH, Pixels};
 
 impl Estimate {
-    /// Total bytes of weights and arena. Files that are read in place do not count: the system drops their pages when memory is
-    /// short, and reads them again.
+    /// Total bytes of weights and arena. Files read in place do not count: the system drops their pages when memory is short, and
+    /// reads them again.
     fn bytes(&self, in_place: bool, low_memory: bool) -> u64 {
         let weights = match (in_place, low_memory) {
             (false, false) => self.weight_bytes,
@@ -28,7 +28,7 @@ impl Estimate {
 
 impl OpenModel {
     /// The options with which a job fits into the backend's memory: the given ones, or low-memory mode. Refuses a job that is too
-    /// large, with remedies that include the largest size that fits. `machine` names the device in the error.
+    /// large, and suggests the largest size that fits. `machine` names the device in the error.
     pub fn check_memory(&self, backend: &dyn Backend, machine: &str, options: LoadOptions, job: &Job) -> Result<LoadOptions> {
         let Some(have) = backend.available()? else { return Ok(options) };
         let request = self.estimate_request(options, backend.gemm_formats());

@@ -1,5 +1,5 @@
-//! The formats of a model's linear layers by kind of layer: what the files store, what the backend holds, what that is multiplied
-//! by, and why where that is more than the files ask for. Likewise the formats of attention.
+//! The formats of linear layers by kind: what the files store, what the backend holds, what the weights are multiplied by, and
+//! why inputs are not quantized. Also the formats of attention.
 
 use crate::backend::Fp8Accumulate;
 use crate::model::{BlockFormat, LayerFormat, Nvfp4Math, PartFormat, PlainHeads, PlainInput};
@@ -10,18 +10,18 @@ use std::collections::BTreeSet;
 /// The layers of one kind that have one format.
 #[derive(Debug, PartialEq, Eq)]
 pub struct KindFormat {
-    /// Their [kind](LayerRole::kind).
+    /// The [kind](LayerRole::kind) of these layers.
     pub kind: LayerRole,
-    /// How many they are.
+    /// Number of layers.
     pub layers: usize,
-    /// The types in which the files store their parts, each with the one in which the backend holds it.
+    /// The types of the layers' parts: in the files, and on the backend.
     pub types: BTreeSet<(DType, DType)>,
-    /// The type of their input.
+    /// The type of the layers' input.
     pub input: DType,
-    /// Why that is not quantized, though weights are.
+    /// Why the input is not quantized although the weights are.
     pub why: Option<PlainInput>,
-    /// How sums of e4m3 products are accumulated, `exact`, `promoted` or `fast`; `None` where there are none, or the device has one
-    /// way only.
+    /// How sums of e4m3 products are accumulated: `exact`, `promoted` or `fast`. `None` if there are no such sums, or if the
+    /// device has only one way.
     pub sums: Option<&'static str>,
     /// Bytes in the files, with scales.
     pub stored_bytes: u64,
@@ -32,16 +32,16 @@ pub struct KindFormat {
 /// The formats of a model's transformer and text encoder.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Formats {
-    /// Those of the linear layers.
+    /// The formats of the linear layers.
     pub layers: Vec<LayerFormat>,
-    /// Those of the attention in each block of the transformer.
+    /// The attention formats of the transformer's blocks.
     pub attention: Vec<BlockFormat>,
-    /// How sums of e4m3 products are accumulated, on a device where that is a choice.
+    /// How sums of e4m3 products are accumulated, on a device that has a choice.
     pub accumulate: Option<Fp8Accumulate>,
 }
 
 impl Formats {
-    /// Counts the layers of each kind and format. Kinds are in the order of the model, the most frequent format of each is first.
+    /// Counts the layers of each kind and format. Kinds are in model order. The most frequent format of a kind comes first.
     pub fn by_kind(&self) -> Vec<KindFormat> {
         let mut rows: Vec<KindFormat> = Vec::new();
         for layer in &self.layers {
@@ -63,7 +63,7 @@ impl Formats {
         rows
     }
 
-    /// The formats of attention, each with the number of blocks that have it.
+    /// The attention formats, each with its number of blocks.
     pub fn attention_by_format(&self) -> Vec<AttentionFormatCount> {
         let mut rows: Vec<AttentionFormatCount> = Vec::new();
         for &BlockFormat { heads, values, why, .. } in &self.attention {
@@ -75,7 +75,7 @@ impl Formats {
         rows
     }
 
-    /// Whether a block has queries and keys in FP8, and whether all have.
+    /// Whether some block has queries and keys in FP8, and whether all blocks have.
     pub fn fp8_attention(&self) -> (bool, bool) {
         let is_fp8 = |block: &BlockFormat| block.heads == DType::E4m3;
         (self.attention.iter().any(is_fp8), self.attention.iter().all(is_fp8))
@@ -86,13 +86,13 @@ impl Formats {
         self.layers.iter().any(multiplies_fp8)
     }
 
-    /// Whether there are sums of e4m3 products, and a choice how they are accumulated.
+    /// Whether there are sums of e4m3 products and a choice of how they are accumulated.
     pub fn accumulates_fp8(&self) -> bool {
         self.accumulate.is_some() && self.multiplies_fp8()
     }
 
-    /// What NVFP4 weights are multiplied as, if there are any in layers where that is a choice: those of which the files ask for
-    /// quantized inputs, and those that were quantized when they were loaded.
+    /// How NVFP4 weights are multiplied, if a layer has that choice. Layers have it if the files ask for quantized inputs, or if
+    /// their weights were quantized at load.
     pub fn nvfp4_math(&self) -> Option<Nvfp4Math> {
         let is_nvfp4 = |layer: &&LayerFormat| layer.parts.iter().any(|part| [part.stored, part.held].contains(&DType::E2m1));
         let math = |layer: &LayerFormat| match (layer.input, layer.why) {
@@ -104,13 +104,13 @@ impl Formats {
         self.layers.iter().filter(is_nvfp4).find_map(math)
     }
 
-    /// The type that plain weights were quantized to when they were loaded, if they were.
+    /// The type that plain weights were quantized to at load, if they were.
     pub fn quantized_at_load(&self) -> Option<DType> {
         let mut parts = self.layers.iter().flat_map(|layer| &layer.parts);
         parts.find(|part| part.held.is_quantized() && !part.stored.is_quantized()).map(|part| part.held)
     }
 
-    /// What of a model's quantized weights is expanded, if anything is.
+    /// The quantized weights that the backend expands, if any.
     pub fn expansion(&self) -> Option<Expansion> {
         let is_expanded = |part: &&PartFormat| part.stored.is_quantized() && !part.held.is_quantized();
         let parts = || self.layers.iter().flat_map(|layer| &layer.parts).filter(is_expanded);
@@ -128,10 +128,10 @@ fn multiplies_fp8(layer: &LayerFormat) -> bool {
     layer.input == DType::E4m3 && layer.parts.iter().any(|part| part.held == DType::E4m3)
 }
 
-/// Blocks whose attention has the same format.
+/// The number of blocks with one attention format.
 #[derive(Debug, PartialEq, Eq)]
 pub struct AttentionFormatCount {
-    /// How many they are.
+    /// Number of blocks.
     pub blocks: usize,
     /// The type of queries and keys.
     pub heads: DType,
@@ -141,7 +141,7 @@ pub struct AttentionFormatCount {
     pub why: Option<PlainHeads>,
 }
 
-/// Quantized weights that a backend holds in another format than the files do.
+/// Quantized weights that a backend holds in a format other than the file's.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Expansion {
     /// The types in the files.
@@ -150,7 +150,7 @@ pub struct Expansion {
     pub held: BTreeSet<DType>,
     /// Bytes of these weights in the files, with scales.
     pub stored_bytes: u64,
-    /// Their bytes on the backend.
+    /// Bytes of these weights on the backend.
     pub held_bytes: u64,
 }
 
@@ -163,7 +163,7 @@ mod tests {
     use crate::tensor::{Arena, Region};
     use DType::{Bf16, E2m1, E4m3, E5m2, F16, F32};
 
-    /// A layer of parts that are stored and held in these types, a thousand elements each.
+    /// A layer whose parts are stored and held in these types, a thousand elements each.
     fn layer(id: LayerId, parts: &[(DType, DType)], input: DType) -> LayerFormat {
         let bytes = |dtype: DType| dtype.bytes(1000) as u64;
         let part = |&(stored, held)| PartFormat { stored, held, stored_bytes: bytes(stored), held_bytes: bytes(held) };
@@ -195,7 +195,7 @@ mod tests {
             (LayerRole::EncoderQkv, 1, vec![(E4m3, E4m3), (E2m1, Bf16)], Bf16, 2500, 4000),
         ];
         assert_eq!(rows, want);
-        // Only the part that is expanded counts.
+        // Only the expanded part counts.
         let want = Expansion { stored: [E2m1].into(), held: [Bf16].into(), stored_bytes: 500, held_bytes: 2000 };
         assert_eq!(formats.expansion(), Some(want));
     }
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!(expansion(&[(E4m3, E4m3), (Bf16, Bf16)], Bf16), None);
         let all = expansion(&[(E5m2, F32), (E2m1, F32), (E4m3, F32), (Bf16, F32)], F32).unwrap();
         assert_eq!((all.stored, all.held), ([E4m3, E2m1, E5m2].into(), [F32].into()));
-        // Re-encoding is asked for, and is no expansion.
+        // Re-encoding was requested and is not an expansion.
         assert_eq!(expansion(&[(E2m1, E4m3)], E4m3), None);
     }
 
@@ -226,7 +226,7 @@ mod tests {
         for why in [PlainInput::Asked, PlainInput::Device] {
             assert_eq!(math(&kept, Bf16, Some(why)), Some(Nvfp4Math::Bf16));
         }
-        // Where inputs are plain in any case there is no choice, nor is there with other weights.
+        // There is no choice if inputs are always plain, or with other weights.
         for why in [PlainInput::File, PlainInput::Parts, PlainInput::Precision] {
             assert_eq!(math(&kept, Bf16, Some(why)), None);
         }

@@ -15,7 +15,7 @@ use crate::tokenizer::Tokens;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The inputs of the stages besides the weights, all known before anything runs.
+/// The inputs of the stages, apart from the weights. All are known before anything runs.
 pub struct Inputs<'a> {
     pub job: &'a Job,
     pub prompt: Tokens,
@@ -25,7 +25,7 @@ pub struct Inputs<'a> {
     pub cached: bool,
     pub plan: SequenceLayout,
     pub schedule: Schedule,
-    /// The adapters whose branches are beside weights, and the ranks of these.
+    /// The adapters that have LoRA branches, and the branch ranks.
     pub adapters: AdapterSet,
     pub ranks: Ranks,
     /// The weight files, if the backend reads them in place while ops run.
@@ -33,8 +33,8 @@ pub struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// Derives the inputs from a job for a model of this variant with these branches beside its weights. `tokenize` takes the name of a
-    /// text, for messages, and the text.
+    /// Derives the inputs from a job, for a model of this variant with these LoRA branches. `tokenize` takes the name of a text,
+    /// for messages, and the text.
     pub fn new(
         job: &'a Job,
         variant: Variant,
@@ -63,7 +63,7 @@ impl<'a> Inputs<'a> {
         })
     }
 
-    /// Refuses encoded prompts with values that are not finite. `counts` is what their encoding has counted of them.
+    /// Refuses encoded prompts with values that are not finite. `counts` is how many the encoding has found.
     pub fn check_prompts(&self, be: &mut dyn Backend, counts: Reading) -> Result<()> {
         let counts = counts.finish(be)?;
         self.check_files(&[Component::TextEncoder])?;
@@ -75,7 +75,7 @@ impl<'a> Inputs<'a> {
         Ok(())
     }
 
-    /// Fails if files that ops read from changed, or if weights of these parts were never written.
+    /// Fails if files that ops read from have changed, or if weights of these parts were never written.
     fn check_files(&self, parts: &[Component]) -> Result<()> {
         let files = || self.files.iter().flat_map(|files| files.values());
         files().try_for_each(Weights::verify)?;
@@ -83,8 +83,8 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Checks of results whose counts are still on their way to the host. They refuse values that are not finite or were computed from
-/// weights that changed or were never written: a NaN would otherwise become a black image without an explanation.
+/// Checks of results whose counts are still on their way to the host. They refuse values that are not finite or came from weights
+/// that changed or were never written. Otherwise a NaN would become a black image without an explanation.
 pub struct Checks<'a> {
     inputs: &'a Inputs<'a>,
     waiting: VecDeque<Check<'a>>,
@@ -103,7 +103,7 @@ impl<'a> Checks<'a> {
         Self { inputs, waiting: VecDeque::new() }
     }
 
-    /// Begins a check of `x`, the result of a stage. `count` is a tensor of one element for the result, which no later op may write
+    /// Begins a check of `x`, the result of a stage. `count` is a tensor of one element for the count. No later op may write it
     /// before the check is settled.
     pub fn begin(&mut self, be: &mut dyn Backend, count: Tensor, x: Tensor, parts: &'a [Component], stage: String) -> Result<()> {
         be.run(Op::NonFinite { count, x })?;
@@ -112,8 +112,8 @@ impl<'a> Checks<'a> {
         Ok(())
     }
 
-    /// Waits until at most `most` checks are left, and finishes those that need not be waited for. Returns how many have passed.
-    /// Weights are checked first, because they can be the cause of a NaN.
+    /// Waits until at most `most` checks are left, and finishes the checks that are already complete. Returns how many have
+    /// passed. Weights are checked first, because they can be the cause of a NaN.
     pub fn settle(&mut self, be: &mut dyn Backend, most: usize) -> Result<u64> {
         let mut passed = 0;
         while self.waiting.len() > most || self.waiting.front().is_some_and(|check| matches!(check.count, Reading::Done(_))) {

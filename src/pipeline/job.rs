@@ -1,4 +1,4 @@
-//! The inputs and the results of the engine.
+//! The inputs and results of the engine.
 
 use crate::adapter::{AdapterMode, Adapters};
 use crate::config::{ModelDefaults, Variant};
@@ -22,7 +22,7 @@ pub struct Job {
     pub size: Pixels,
     /// Denoising steps.
     pub steps: usize,
-    /// Noise levels of the steps, as many, in place of even ones.
+    /// The noise level of each step. Replaces the even schedule.
     pub sigmas: Option<Sigmas>,
     /// The negative prompt, which only classifier-free guidance uses.
     pub negative: String,
@@ -38,12 +38,12 @@ pub struct Job {
     pub noise: Noise,
     /// Whether images come with a `Record`.
     pub record: bool,
-    /// Adapters of this job instead of those that the model was loaded with.
+    /// Adapters of this job. They replace the adapters that the model was loaded with.
     pub adapters: Option<Arc<Adapters>>,
 }
 
 impl Job {
-    /// One image of a prompt, with the default size, steps and guidance scale of a model and its variant, and with the noise that
+    /// One image of a prompt, with the model's and variant's default size, steps and guidance scale, and with the noise that
     /// PyTorch draws on an H100 or H200.
     pub fn new(prompt: &str, seed: u64, defaults: &ModelDefaults, variant: Variant) -> Result<Self> {
         Ok(Self {
@@ -68,7 +68,7 @@ impl Job {
 pub enum Noise {
     /// Drawn from the seed.
     Drawn(NoiseKind),
-    /// Given, one row of 128 values per token.
+    /// Given as one row of 128 values per token.
     Given(Vec<f32>),
 }
 
@@ -79,12 +79,12 @@ impl Noise {
     }
 }
 
-/// A reference image as input of the VAE.
+/// A reference image as an input of the VAE.
 #[derive(Clone, Debug)]
 pub struct ReferenceInput {
-    /// Its size in tokens.
+    /// The size of the image in tokens.
     pub grid: Grid,
-    /// Its pixels within -1..1, row by row, three channels each.
+    /// The pixels within -1..1, row by row, with three channels each.
     pub pixels: Vec<f32>,
 }
 
@@ -99,19 +99,19 @@ pub struct LoadOptions {
     pub low_memory: bool,
     /// The format of queries and keys in the transformer's attention.
     pub attention: AttentionFormat,
-    /// What the transformer's NVFP4 weights are multiplied as.
+    /// How the transformer's NVFP4 weights are multiplied.
     pub nvfp4_math: Nvfp4Math,
     /// Whether the VAE decodes and encodes images with a side longer than a tile in tiles.
     pub vae_tiling: bool,
-    /// What plain weights of transformer blocks and of the text encoder are quantized to, if they are.
+    /// The format that plain weights of transformer blocks and of the text encoder are quantized to, if any.
     pub quantize: Option<DType>,
     /// How adapters are applied.
     pub adapters: AdapterMode,
 }
 
 impl LoadOptions {
-    /// bf16, without the VAE's encoder and its tiles, with all weights in memory at once and as the files have them, and FP8
-    /// attention and NVFP4 inputs where the model and the backend allow them.
+    /// bf16, without the VAE's encoder and without tiles. All weights are in memory at once and unmodified. FP8 attention and
+    /// NVFP4 inputs are used where the model and the backend allow them.
     pub const DEFAULT: Self = Self {
         precision: Precision::Bf16,
         references: false,
@@ -133,13 +133,13 @@ impl Default for LoadOptions {
 /// A finished image.
 #[derive(Debug)]
 pub struct GeneratedImage {
-    /// The seed it was generated from.
+    /// The seed of the image.
     pub seed: u64,
-    /// Its pixels.
+    /// The pixels of the image.
     pub image: Image,
     /// Intermediate values, if the job asked for them.
     pub record: Option<Record>,
-    /// How many activations did not fit into FP8 and became the largest value that does. What the images of a job share, such as
-    /// cached references, counts with the first of them.
+    /// How many activations were clamped to the largest FP8 value. Work that the images of a job share, such as cached
+    /// references, counts with the first image.
     pub saturated: u64,
 }

@@ -1,4 +1,4 @@
-//! Opens the files of a model and checks that they are complete and fit each other. No weight is read yet.
+//! Opens the files of a model and checks that they are complete and match each other. No weight is read yet.
 
 use crate::adapter::{Adapters, LayerTargets};
 use crate::checkpoint::{ReadAhead, Weights};
@@ -29,19 +29,19 @@ impl Configs {
 pub struct OpenModel {
     pub(super) weights: PerComponent<Weights>,
     pub(super) tokenizer: Tokenizer,
-    /// Sizes of its parts.
+    /// The sizes of the model's parts.
     pub configs: Configs,
-    /// How it was trained.
+    /// How the model was trained.
     pub variant: Variant,
-    /// Its defaults for size, steps and guidance, and what else its tensors do not show.
+    /// The default size, steps and guidance, and other facts that the tensors do not show.
     pub defaults: ModelDefaults,
-    /// Display name.
+    /// The display name.
     pub name: String,
-    /// Warnings about its files.
+    /// Warnings about the files.
     pub warnings: Vec<String>,
-    /// The adapters that it is loaded with.
+    /// The adapters to load the model with.
     pub adapters: Adapters,
-    /// Reads its weights before they are needed, if that was asked for.
+    /// Reads the weights before they are needed, if read-ahead is on.
     pub(super) read_ahead: Option<ReadAhead>,
 }
 
@@ -54,13 +54,13 @@ struct CheckedParts {
 }
 
 impl OpenModel {
-    /// Opens the model that was found and checks that every tensor exists and has the right shape. `variant` overrides the variant
-    /// that the files and their names imply.
+    /// Opens the model that was found and checks that every tensor exists and has the right shape. `variant` overrides the
+    /// variant that the files and their names imply.
     pub fn open(found: &Found, variant: Option<Variant>) -> Result<Self> {
         Self::open_for(found, variant, false)
     }
 
-    /// The same, and from then on reads the weights in the background, for a backend that will copy them.
+    /// Opens the model, and starts reading the weights in the background for a backend that will copy them.
     pub fn open_and_read_ahead(found: &Found, variant: Option<Variant>) -> Result<Self> {
         Self::open_for(found, variant, true)
     }
@@ -89,7 +89,7 @@ impl OpenModel {
             Some(path) => Tokenizer::open(path),
             None => Tokenizer::qwen3(),
         };
-        // Neither needs the other, and a vocabulary takes as long to parse as a driver to start.
+        // The two are independent, and parsing a vocabulary takes as long as starting a driver.
         let (parts, tokenizer) = rayon::join(parts, tokenizer);
         let ((parts, read_ahead), mut tokenizer) = (parts?, tokenizer?);
         if parts.configs.text_encoder.family == TextFamily::Mistral3 && files.tokenizer.is_none() {
@@ -131,7 +131,7 @@ impl OpenModel {
         Ok(model)
     }
 
-    /// Checks that the parts are complete and fit each other. `files` are their `config.json` files, if they have any.
+    /// Checks that the parts are complete and match each other. `files` are their `config.json` files, if they have any.
     pub fn check(
         weights: PerComponent<Weights>,
         files: PerComponent<Option<&ConfigFile>>,
@@ -154,7 +154,7 @@ impl OpenModel {
         Ok(Self { weights, tokenizer, configs, variant, defaults, name, warnings, adapters, read_ahead: None })
     }
 
-    /// The weights of its parts.
+    /// The weights of the model's parts.
     pub fn weights(&self) -> &PerComponent<Weights> {
         &self.weights
     }
@@ -169,14 +169,14 @@ impl OpenModel {
         self.weights.each_ref().map(Weights::source)
     }
 
-    /// Fails if one of the files changed since it was opened.
+    /// Fails if one of the files has changed since it was opened.
     pub fn verify(&self) -> Result<()> {
         self.weights.values().try_for_each(Weights::verify)
     }
 }
 
 impl CheckedParts {
-    /// Checks that the parts are complete and fit each other.
+    /// Checks that the parts are complete and match each other.
     fn new(weights: PerComponent<Weights>, files: PerComponent<Option<&ConfigFile>>, defaults: &ModelDefaults) -> Result<Self> {
         let _span = trace::span("check tensors");
         let configs = Configs {
@@ -202,7 +202,7 @@ impl CheckedParts {
         Ok(Self { weights, configs, manifests, warnings })
     }
 
-    /// The tokenizer of Mistral's text encoder, whose file may have its vocabulary. It has to be the one that is built in.
+    /// The tokenizer of Mistral's text encoder, whose file may contain its vocabulary. That vocabulary has to match the built-in one.
     fn mistral_tokenizer(&self) -> Result<Tokenizer> {
         let weights = &self.weights.text_encoder;
         match weights.vocabulary() {
@@ -211,12 +211,12 @@ impl CheckedParts {
         }
     }
 
-    /// Starts to read the weights in the order in which they are loaded; unless memory is short, where the first would be gone again when
-    /// they are needed.
+    /// Starts to read the weights in loading order. If memory is short, it does not: the first weights would be dropped again
+    /// before they are needed.
     fn read_ahead(&self) -> Result<Option<ReadAhead>> {
         let mut all = Vec::new();
         for part in [Component::TextEncoder, Component::Transformer, Component::Vae] {
-            // Of the token embeddings only a few rows are needed.
+            // A prompt needs only a few rows of the token embeddings.
             for spec in self.manifests[part].iter().filter(|spec| spec.layer != Some(LayerRole::TokenTable.only())) {
                 all.extend(self.weights[part].weight(spec)?.parts.into_iter().map(|part| part.bytes));
             }

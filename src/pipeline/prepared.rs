@@ -1,6 +1,5 @@
-//! What the host prepares for a job, on the threads of the pool while the device is busy: the RoPE table, the timestep embeddings
-//! and the initial noise. What depends on the shape of a job alone is kept for the next job of that
-//! shape.
+//! Prepares the RoPE table, the timestep embeddings and the initial noise of a job, on the pool's threads while the device is
+//! busy. Values that depend only on the shape of a job are kept for the next job of that shape.
 
 use super::branches::Ranks;
 use super::inputs::Inputs;
@@ -15,22 +14,22 @@ use crate::tokenizer::Padding;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// Everything of a job that decides which ops its images take, on one engine.
+/// The facts about a job that decide which ops its images take, on one engine.
 #[derive(Clone, PartialEq)]
 struct Shape {
     plan: SequenceLayout,
     steps: usize,
-    /// Real tokens of the prompt and how it is padded, and those of the negative prompt if there is one.
+    /// Real tokens and padding of the prompt, and real tokens of the negative prompt if there is one.
     prompt: (usize, Padding),
     negative: Option<usize>,
     /// Whether references are cached, and whether values are read back for a record.
     cached: bool,
     record: bool,
-    /// What adapters have beside weights.
+    /// The ranks of the LoRA branches.
     ranks: Ranks,
 }
 
-/// What a dry run has found.
+/// The result of a dry run.
 #[derive(Clone, Copy)]
 pub struct WorkNeeded {
     /// Bytes of working memory.
@@ -39,7 +38,7 @@ pub struct WorkNeeded {
     pub flops: u64,
 }
 
-/// Values that depend on the shape of a job alone; all are empty in a dry run.
+/// Values that depend only on the shape of a job; all empty in a dry run.
 #[derive(Default)]
 pub struct Tables {
     /// The RoPE table of the transformer.
@@ -55,7 +54,7 @@ impl Tables {
     }
 }
 
-/// The noise that the image of a seed begins with.
+/// The initial noise of the image with this seed.
 pub fn initial_noise(job: &Job, seed: u64, precision: Precision) -> Cow<'_, [f32]> {
     match &job.noise {
         Noise::Drawn(kind) => Cow::Owned(draw(*kind, seed, job.size.grid(), precision)),
@@ -63,7 +62,7 @@ pub fn initial_noise(job: &Job, seed: u64, precision: Precision) -> Cow<'_, [f32
     }
 }
 
-/// What was computed for the shapes of earlier jobs, the latest at the end.
+/// Values computed for the shapes of earlier jobs, the latest at the end.
 #[derive(Default)]
 pub struct ShapeCache {
     dry_runs: Vec<(Shape, WorkNeeded)>,
@@ -72,12 +71,12 @@ pub struct ShapeCache {
 }
 
 impl ShapeCache {
-    /// Dry runs that are kept; prompts of different lengths are different ones.
+    /// The most dry runs to keep. Prompts of different lengths have different dry runs.
     const DRY_RUNS: usize = 64;
-    /// Tables that are kept. One takes 2.4 MB at 1024x1024, and 27 MB at the most tokens that there can be.
+    /// The most tables to keep. A table takes 2.4 MB at 1024x1024, and 27 MB at the maximum number of tokens.
     const TABLES: usize = 4;
 
-    /// What a dry run of these inputs finds; `run` is called if none of their shape is kept.
+    /// The result of a dry run of these inputs. Calls `run` unless a result for their shape is cached.
     pub fn dry_run(&mut self, inputs: &Inputs<'_>, run: impl FnOnce() -> Result<WorkNeeded>) -> Result<WorkNeeded> {
         let shape = Shape {
             plan: inputs.plan.clone(),
@@ -97,7 +96,7 @@ impl ShapeCache {
         Ok(found)
     }
 
-    /// Calls `preload_kernels` unless ops of such inputs were gone through before.
+    /// Calls `preload_kernels` unless the kernels for inputs of this shape were preloaded before.
     pub fn preload_kernels(&mut self, inputs: &Inputs<'_>, preload_kernels: impl FnOnce() -> Result<()>) -> Result<()> {
         let shape = (inputs.plan.clone(), inputs.schedule.steps(), inputs.ranks.clone());
         if !self.preloaded.contains(&shape) {
@@ -107,13 +106,13 @@ impl ShapeCache {
         Ok(())
     }
 
-    /// The tables of these inputs, if they are kept.
+    /// The cached tables of these inputs.
     pub fn tables(&self, inputs: &Inputs<'_>) -> Option<Arc<Tables>> {
         let same = |(plan, schedule, _): &&(SequenceLayout, Schedule, _)| *plan == inputs.plan && *schedule == inputs.schedule;
         self.tables.iter().find(same).map(|(.., tables)| tables.clone())
     }
 
-    /// Keeps the tables of these inputs, in place of those that were not used for longest.
+    /// Keeps the tables of these inputs. They replace the least recently used ones.
     pub fn keep_tables(&mut self, inputs: &Inputs<'_>, tables: &Arc<Tables>) {
         self.tables.retain(|(.., kept)| !Arc::ptr_eq(kept, tables));
         keep(&mut self.tables, (inputs.plan.clone(), inputs.schedule.clone(), tables.clone()), Self::TABLES);

@@ -1,6 +1,6 @@
-//! Results that outlive a job: encoded prompts, references and their keys and values, and adapters, found by what they were computed from.
-//! They stay in memory of the backend that is theirs alone, and are copied to the working memory of a job, so that a job has the same ops and
-//! addresses with them and without.
+//! Caches results across jobs: encoded prompts, references, their keys and values, and adapters. The key is what a result was
+//! computed from. Results stay in a memory region of their own and are copied into a job's working memory. So a job has the same
+//! ops and addresses with and without a cache hit.
 
 use crate::adapter::AdapterSet;
 use crate::backend::{Backend, Op};
@@ -11,23 +11,23 @@ use crate::tokenizer::Tokens;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
-/// What a result was computed from.
+/// The cache key of a result: what it was computed from.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Source {
-    /// A prompt's tokens, and the adapters.
+    /// A prompt: its tokens, and the adapters.
     Prompt(Tokens, AdapterSet),
-    /// The digest of a reference's pixels, and its size.
+    /// A reference image: the digest of its pixels, and its size.
     Reference([u8; 32], Grid),
-    /// Those of the references whose keys and values these are, in their order, and the adapters.
+    /// Cached keys and values: the references they belong to, in order, and the adapters.
     KeyValues(Vec<Source>, AdapterSet),
-    /// The adapters whose values beside weights these are.
+    /// LoRA branches: the adapters they belong to.
     Adapters(AdapterSet),
 }
 
 impl Source {
-    /// That of a reference.
+    /// The cache key of a reference image.
     pub fn reference(grid: Grid, pixels: &[f32]) -> Self {
-        // A megabyte takes a thread about a millisecond.
+        // Hashing a megabyte takes a thread about a millisecond.
         const PIECE: usize = 1 << 18;
         let digest = |values: &[f32]| {
             let mut hash = Sha256::new();
@@ -45,7 +45,7 @@ impl Source {
     }
 }
 
-/// The results that are kept, in a ring: the next one takes the place of the oldest.
+/// The cached results, in a ring: the next one replaces the oldest.
 #[derive(Default)]
 pub struct ResultCache {
     bytes: u64,
@@ -54,7 +54,7 @@ pub struct ResultCache {
 }
 
 impl ResultCache {
-    /// Keeps results in so many bytes from now on, and those from before no longer. Zero turns it off.
+    /// Drops all results and sets the size of the cache in bytes. Zero turns it off.
     pub fn reserve(&mut self, be: &mut dyn Backend, bytes: u64) -> Result<()> {
         *self = Self::default();
         be.reserve(Region::Cache, bytes)?;
@@ -62,17 +62,17 @@ impl ResultCache {
         Ok(())
     }
 
-    /// Whether results are kept at all.
+    /// Whether results are cached.
     pub fn is_on(&self) -> bool {
         self.bytes > 0
     }
 
-    /// Keeps nothing of what there is, as after a job that failed.
+    /// Drops all results, for example after a job that failed.
     pub fn forget(&mut self) {
         (self.next, self.results) = (0, Vec::new());
     }
 
-    /// Computes a result, which these tensors hold, or copies it from where it is kept; without a source it is neither found nor kept.
+    /// Fills these tensors with a result: from the cache, or by computing and caching it. Without a source, nothing is looked up or cached.
     pub fn copy_or(
         &mut self,
         be: &mut dyn Backend,

@@ -1,5 +1,5 @@
-//! The stages of an image, written once for every backend: the prompts are encoded, then the references, then the latents are denoised and
-//! decoded.
+//! The stages of an image, written once for every backend: encode the prompts, encode the references, then denoise and decode the
+//! latents.
 
 use super::branches::Branches;
 use super::formats::Formats;
@@ -34,10 +34,10 @@ pub struct Stages {
     activations: DType,
 }
 
-/// Prompts whose encoding was issued.
+/// Prompts whose encoding is issued.
 pub struct Prompts {
     pub encoded: Encoded,
-    /// The number of values that are not finite, one per prompt.
+    /// The number of non-finite values of each prompt.
     pub counts: Reading,
 }
 
@@ -49,14 +49,14 @@ pub struct Encoded {
     values: Values,
 }
 
-/// What the images of a job are denoised in.
+/// The buffers in which the images of a job are denoised.
 #[derive(Clone, Copy)]
 pub struct Canvas {
     rope: Tensor,
     latents: Tensor,
 }
 
-/// The images of a job, and what the host prepares for them.
+/// The images of a job, and the inputs that the host prepares for them.
 pub struct Images<'a> {
     /// Holds the RoPE table and the noise of the first image.
     pub canvas: Canvas,
@@ -68,15 +68,15 @@ pub struct Images<'a> {
     pub noise_of: &'a (dyn Fn(u64) -> Cow<'a, [f32]> + Sync),
     /// Results of earlier jobs.
     pub cache: &'a mut ResultCache,
-    /// Loads the VAE where that has not been done; a device that runs on its own is denoising meanwhile.
+    /// Loads the VAE if it is not loaded. A device that runs asynchronously is denoising meanwhile.
     pub load_vae: &'a mut dyn FnMut(&mut dyn Backend) -> Result<()>,
-    /// Allocates memory for the pixels of an image, none in a dry run.
+    /// Allocates memory for the pixels of an image. Returns none in a dry run.
     pub pixel_buffer: &'a dyn Fn() -> Vec<u8>,
 }
 
 impl Stages {
-    /// Places a model's networks without loading them, for a backend with these GEMMs. Also returns how many bytes their weights
-    /// take, and how many of those even a backend that reads files in place has to copy.
+    /// Places a model's networks without loading them, for a backend with these GEMMs. Also returns the bytes of their weights,
+    /// and how many of those bytes even a backend that reads files in place has to copy.
     pub fn place(
         configs: &Configs,
         sources: PerComponent<Option<&Weights>>,
@@ -101,7 +101,7 @@ impl Stages {
         self.text.formats.iter().chain(&self.image.formats)
     }
 
-    /// Gives the linear layers these side branches.
+    /// Attaches LoRA branches to the linear layers.
     pub fn attach(&mut self, branches: &Branches) {
         self.text.attach(branches);
         self.image.attach(branches);
@@ -116,17 +116,17 @@ impl Stages {
         }
     }
 
-    /// Runs the stages of one image on the dry-run backend. Returns the bytes of the arena they need.
+    /// Runs the stages of one image on the dry-run backend. Returns the arena bytes that they need.
     pub fn dry_run(&self, plan: &mut DryRun, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
         let _span = trace::span("dry run");
         let peak = self.walk(plan, inputs, progress)?;
         Ok(peak.max(plan.arena_bytes))
     }
 
-    /// Goes through the stages of one image on a backend that computes nothing. Returns the bytes of the arena that it took.
+    /// Runs the stages of one image on a backend that computes nothing. Returns the arena bytes that they took.
     pub fn walk(&self, be: &mut dyn Backend, inputs: &Inputs<'_>, progress: &dyn Progress) -> Result<u64> {
         let mut ws = Arena::new(Region::Arena);
-        // No values are taken, so none are computed.
+        // Nothing reads the values, so none are computed.
         let (tables, first, noise_of) = (&Tables::default(), Cow::default(), &|_| Cow::default());
         let cache = &mut ResultCache::default();
         let Prompts { encoded, counts } = self.encode_prompts(be, &mut ws, inputs, cache, progress)?;
@@ -139,7 +139,7 @@ impl Stages {
         Ok(ws.peak())
     }
 
-    /// The first part of the stages: issues the encoding of the prompts, whose phase ends when their counts are there.
+    /// First part of the stages: issues the encoding of the prompts. That phase ends when the counts arrive.
     pub fn encode_prompts(
         &self,
         be: &mut dyn Backend,
@@ -150,7 +150,7 @@ impl Stages {
     ) -> Result<Prompts> {
         progress.begin(Phase::Encode, 1 + u64::from(inputs.negative.is_some()));
         let mut values = Values::default();
-        // There is one count for the prompt and one for the negative prompt.
+        // One count for the prompt and one for the negative prompt.
         let counts = ws.alloc(2, 1, DType::F32)?;
         let (context, embeds) = self.encode_prompt(be, ws, inputs, &inputs.prompt, counts.rows(0..1), cache)?;
         values.record.prompt_embeds = embeds;
@@ -165,7 +165,7 @@ impl Stages {
         Ok(Prompts { encoded: Encoded { context, negative, values }, counts })
     }
 
-    /// The second: writes what the host has prepared, while the prompts may still be encoded.
+    /// Second part of the stages: writes what the host has prepared, while the prompts may still be encoded.
     pub fn place_canvas(
         &self,
         be: &mut dyn Backend,
@@ -181,7 +181,7 @@ impl Stages {
         Ok(Canvas { rope, latents })
     }
 
-    /// The third: encodes the references, then denoises and decodes one image per seed.
+    /// Third part of the stages: encodes the references, then denoises and decodes one image per seed.
     #[allow(clippy::too_many_arguments)]
     pub fn denoise_and_decode(
         &self,
@@ -225,7 +225,7 @@ impl Stages {
         };
         let image = ws.alloc(job.size.width() * job.size.height(), 3, DType::F32)?;
         let pixels = ws.alloc(image.rows, image.cols, DType::U8)?;
-        // One for each step, and one for the decoded image.
+        // One count for each step, and one for the decoded image.
         let counts = ws.alloc(schedule.steps() + 1, 1, DType::F32)?;
         let count = |stage: usize| counts.rows(stage..stage + 1);
 
@@ -258,15 +258,15 @@ impl Stages {
                         be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                     }
                     load_vae(be)?;
-                    // The VAE's weights are checked before they are used: that is cheap, and a fault found later would waste all
-                    // steps.
+                    // The VAE's weights are checked before they are used. The check is cheap, and a fault found later would waste
+                    // all steps.
                     let parts = &[Component::Transformer, Component::Vae];
                     checks.begin(be, count(i), latents, parts, format!("denoising step {} of {}", i + 1, schedule.steps()))?;
                     if job.record {
                         values.record.latents.push(download(be, latents)?);
                     }
                     buffer.get_or_insert_with(pixel_buffer);
-                    // The host is one step ahead of a device that runs on its own, so that it never waits for work.
+                    // The host stays one step ahead of an asynchronous device, so the device never waits for work.
                     advance(progress, checks.settle(be, 1)?);
                 }
                 advance(progress, checks.settle(be, 0)?);
@@ -300,8 +300,8 @@ impl Stages {
         Ok(())
     }
 
-    /// Encodes a prompt to the transformer's context. Also returns the prompt embeddings if the job asks for a record. `count`
-    /// becomes the number of context values that are not finite.
+    /// Encodes a prompt to the transformer's context. Also returns the prompt embeddings if the job asks for a record. Sets
+    /// `count` to the number of context values that are not finite.
     fn encode_prompt(
         &self,
         be: &mut dyn Backend,
@@ -315,7 +315,7 @@ impl Stages {
         let length = self.text_config.max_tokens;
         let context = self.text.context.slot(ws, length)?;
         let mut embeds = Vec::new();
-        // A record has the embeddings as well.
+        // A record needs the embeddings as well, which are not cached.
         let source = (cache.is_on() && !inputs.job.record).then(|| Source::Prompt(tokens.clone(), inputs.adapters.clone()));
         cache.copy_or(be, source, &[context], |be| {
             scope(be, ws, |be, ws| {
@@ -331,8 +331,8 @@ impl Stages {
         Ok((context, embeds))
     }
 
-    /// Encodes the reference images to tokens, and keeps their values in `record` if the job asks for one. `sources` are what they are
-    /// kept by, if they are.
+    /// Encodes the reference images to tokens, and stores their values in `record` if the job asks for one. `sources` are the
+    /// cache keys of the references, if any.
     #[allow(clippy::too_many_arguments)]
     fn encode_references(
         &self,
@@ -368,7 +368,7 @@ impl Stages {
     }
 }
 
-/// Reports what is done, if anything is: the device may still be busy with all of it.
+/// Reports progress if there is any: the device may still be busy with all the work.
 fn advance(progress: &dyn Progress, done: u64) {
     if done > 0 {
         progress.advance(done);

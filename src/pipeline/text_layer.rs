@@ -1,4 +1,4 @@
-//! Runs the first layers of the text encoder alone, for a look at its values.
+//! Runs only the first layers of the text encoder, to examine its values.
 
 use super::inputs::download;
 use super::job::LoadOptions;
@@ -16,11 +16,11 @@ impl OpenModel {
         self.tokenizer.encode(prompt, length)
     }
 
-    /// The first columns of the first text layer: a row for each token, of which none may be padding. Nothing else of
-    /// the model is loaded, and weights that the backend held are dropped.
+    /// The first columns of the first text layer, one row per token. No token may be padding. Loads nothing else of the model,
+    /// and drops weights that the backend held.
     pub fn first_text_layer(&self, be: &mut dyn Backend, tokens: &Tokens, columns: usize) -> Result<Vec<f32>> {
         let config = &self.configs.text_encoder;
-        // The encoder ends with its last text layer, so all three are the first one.
+        // The encoder ends with its last text layer, so all three are set to the first one.
         let config = TextConfig { text_layers: [config.text_layers[0]; 3], max_tokens: tokens.ids.len(), ..config.clone() };
         let (weights, precision) = (Some(&self.weights.text_encoder), LoadOptions::DEFAULT.precision);
         let activations = precision.activations();

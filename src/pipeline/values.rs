@@ -1,13 +1,13 @@
-//! What the stages of an image leave on the host.
+//! The results of an image's stages on the host.
 
 use crate::dump::Record;
 use crate::sequence::Pixels;
 use crate::tokenizer::Tokens;
 
-/// The results of the stages on the host. Everything but the pixels and the count is kept only if the job asks for a record.
+/// The results of the stages on the host. Without a record, only the pixels and the count are kept.
 #[derive(Clone, Default)]
 pub struct Values {
-    /// What the record will have. Its image has one row of three channels per pixel until then.
+    /// The content of the record. Until the end its image has one row of three channels per pixel.
     pub record: Record,
     /// The image rounded to bytes, in the same order.
     pub pixels: Vec<u8>,

@@ -1,7 +1,7 @@
 //! A model's weights on a backend. They have two sides: the text side, which encodes prompts and is needed first, and the image
-//! side, which denoises and decodes. The image side is loaded after the prompt's ops were issued, so that loading overlaps with a
-//! GPU running them, and the VAE, unless it encodes references, after those of the first step. In low-memory mode the image side
-//! overwrites the text side, which is then loaded again for the next prompt.
+//! side, which denoises and decodes. The image side is loaded after the prompt's ops are issued, so loading overlaps with a GPU
+//! running them. The VAE is loaded after the ops of the first step, unless it encodes references. In low-memory mode the image
+//! side overwrites the text side, which is then loaded again for the next prompt.
 
 use super::branches::Branches;
 use super::job::LoadOptions;
@@ -20,14 +20,14 @@ use std::sync::Arc;
 /// Places weights in the memory of a backend.
 pub struct WeightPlacement<'a> {
     pub configs: &'a Configs,
-    /// The files of each part; without them only shapes are placed.
+    /// The files of each part. Without files only shapes are placed.
     pub sources: PerComponent<Option<&'a Weights>>,
     pub options: LoadOptions,
-    /// What is added to weights when they are loaded, or beside them.
+    /// The adapters, merged into weights or placed as LoRA branches.
     pub adapters: &'a Adapters,
-    /// Where in the memory of adapters there is room for what is merged.
+    /// Offset of the scratch space for merging, in the adapter region.
     pub merged_at: u64,
-    /// Whether the weights are loaded, or only their shapes are passed to a dry run.
+    /// Whether to load the weights. Otherwise a dry run gets only their shapes.
     pub real: bool,
 }
 
@@ -35,7 +35,7 @@ pub struct WeightPlacement<'a> {
 pub struct TextSide {
     pub encoder: TextEncoder,
     pub context: ContextIn,
-    /// The formats of their linear layers.
+    /// The formats of the linear layers.
     pub formats: Vec<LayerFormat>,
 }
 
@@ -43,11 +43,11 @@ pub struct TextSide {
 pub struct ImageSide {
     pub transformer: Transformer,
     pub vae: Vae,
-    /// The formats of their linear layers.
+    /// The formats of the linear layers.
     pub formats: Vec<LayerFormat>,
 }
 
-/// Bytes of the text side and of the two networks of the image side, in the order in which they are placed.
+/// Bytes of the text side and of the two networks of the image side, in placement order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sizes {
     pub text: u64,
@@ -56,7 +56,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Bytes of both sides, which are placed one after the other or, if `shared`, in the same memory.
+    /// Bytes of both sides. They are placed one after the other or, if `shared`, in the same memory.
     pub fn total(self, shared: bool) -> u64 {
         let image = self.transformer + self.vae;
         if shared { self.text.max(image) } else { self.text + image }
@@ -74,7 +74,7 @@ impl Sizes {
 }
 
 impl TextSide {
-    /// Gives its layers these side branches.
+    /// Attaches LoRA branches to the layers of the text side.
     pub fn attach(&mut self, branches: &Branches) {
         let layers = self.encoder.layers_mut().chain([self.context.layer_mut()]);
         branches.attach(layers);
@@ -82,15 +82,15 @@ impl TextSide {
 }
 
 impl ImageSide {
-    /// Gives its layers these side branches.
+    /// Attaches LoRA branches to the layers of the image side.
     pub fn attach(&mut self, branches: &Branches) {
         branches.attach(self.transformer.layers_mut());
     }
 }
 
 impl WeightPlacement<'_> {
-    /// Places both sides on the dry-run backend, as one with these GEMMs does. Also returns the bytes they take, and how many of
-    /// those even a backend that reads files in place has to copy.
+    /// Places both sides on the dry-run backend, as a backend with these GEMMs would. Also returns their bytes, and how many of
+    /// those bytes even a backend that reads files in place has to copy.
     pub fn both(&self, gemms: GemmFormats) -> Result<(TextSide, ImageSide, Sizes, Sizes)> {
         let mut plan = DryRun::new(gemms);
         let (text, text_bytes) = self.text(&mut plan, &mut |_| ())?;
@@ -118,12 +118,12 @@ impl WeightPlacement<'_> {
         if self.real { loader.verify_written() } else { loader.shapes_only() }
     }
 
-    /// The span of loading a part; that of placing shapes is not worth one.
+    /// The trace span for loading a part. Placing shapes is too short for one.
     fn span(&self, what: &'static str) -> Option<Span> {
         self.real.then(|| trace::span(what))
     }
 
-    /// Places the text side, and calls `loaded` with the bytes of each weight. Also returns their total.
+    /// Places the text side. Calls `loaded` with the bytes of each weight. Also returns the total bytes.
     fn text(&self, be: &mut dyn Backend, loaded: &mut dyn FnMut(u64)) -> Result<(TextSide, u64)> {
         let configs = self.configs;
         let mut region = Arena::new(Region::Weights);
@@ -139,8 +139,8 @@ impl WeightPlacement<'_> {
         Ok((TextSide { encoder, context, formats }, region.peak()))
     }
 
-    /// Places the transformer from byte `at` on, and calls `loaded` with the bytes of each weight. Also returns the formats of its
-    /// layers, and the total.
+    /// Places the transformer from byte `at` on. Calls `loaded` with the bytes of each weight. Also returns the formats of its
+    /// layers, and the total bytes.
     fn transformer(
         &self,
         be: &mut dyn Backend,
@@ -155,7 +155,7 @@ impl WeightPlacement<'_> {
         Ok((transformer, formats, region.peak() - at))
     }
 
-    /// Places the VAE in the same way.
+    /// Places the VAE from byte `at` on. Calls `loaded` with the bytes of each weight. Also returns the total bytes.
     fn vae(&self, be: &mut dyn Backend, at: u64, loaded: &mut dyn FnMut(u64)) -> Result<(Vae, u64)> {
         let mut region = Arena::starting_at(Region::Weights, at);
         let mut loader = self.loader(Component::Vae, be, &mut region, loaded);
@@ -173,15 +173,15 @@ pub struct Store {
     pub sizes: Sizes,
     /// The model's adapters.
     pub adapters: Adapters,
-    /// What is beside the weights; those of a job may be others.
+    /// The LoRA branches in use. A job may have other ones than the model.
     pub branches: Arc<Branches>,
     /// Whether all of the text side is on the backend.
     pub text: bool,
-    /// Whether the transformer is.
+    /// Whether the transformer is on the backend.
     pub transformer: bool,
-    /// Whether the VAE is.
+    /// Whether the VAE is on the backend.
     pub vae: bool,
-    /// Reads the files before they are needed; it ends with the last weights.
+    /// Reads the files before they are needed. Dropped with the last weights.
     pub read_ahead: Option<ReadAhead>,
 }
 
@@ -192,14 +192,14 @@ impl Store {
         WeightPlacement { configs: &self.configs, sources, options: self.options, adapters, merged_at, real: true }
     }
 
-    /// Fails if a file changed since it was opened.
+    /// Fails if a file has changed since it was opened.
     fn verify(&self) -> Result<()> {
         self.files.values().try_for_each(Weights::verify)?;
         self.adapters.verify()
     }
 
-    /// Loads the text side, unless it is on the backend already. A dry run has placed it in the same memory, but only here the
-    /// scales of weights that are quantized are known, which replaces what was placed in `side`.
+    /// Loads the text side, unless it is on the backend. A dry run has placed it in the same memory, but did not know the scales
+    /// of weights that are quantized at load. So the loaded text side replaces the one in `side`.
     pub fn load_text(&mut self, side: &mut TextSide, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.text {
             return Ok(());
@@ -213,7 +213,7 @@ impl Store {
         side.attach(&self.branches);
         self.verify()?;
         if side.formats.iter().any(|layer| layer.merged) {
-            // Ops may prefetch weights before those that were issued earlier have ended, merging among them.
+            // Ops may prefetch weights before earlier ops, such as merging, have ended.
             be.synchronize()?;
         }
         progress.end();
@@ -221,7 +221,7 @@ impl Store {
         Ok(())
     }
 
-    /// Loads the transformer in the same way, unless it is on the backend already, and waits until that is done.
+    /// Loads the transformer, unless it is on the backend, and waits until that is done.
     pub fn load_transformer(&mut self, side: &mut ImageSide, be: &mut dyn Backend, progress: &dyn Progress) -> Result<()> {
         if self.transformer {
             return Ok(());
@@ -240,7 +240,7 @@ impl Store {
         Ok(())
     }
 
-    /// Loads the VAE, unless it is on the backend already. It is never quantized, so it is what the dry run has placed.
+    /// Loads the VAE, unless it is on the backend. The VAE is never quantized, so the one that the dry run placed is kept.
     pub fn load_vae(&mut self, be: &mut dyn Backend) -> Result<()> {
         if self.vae {
             return Ok(());
