@@ -1,5 +1,5 @@
-// The policies of a persistent GEMM for compute capability 12.x (RTX 50, RTX PRO Blackwell): warps multiply by mma.sync what TMA loads. There
-// are neither wgmma nor multicast, and less than half of Hopper's shared memory: stages have rows of 64 bytes.
+// The policies of a persistent GEMM for compute capability 12.x (RTX 50, RTX PRO Blackwell): TMA loads operands, and warps multiply by
+// mma.sync. There is neither wgmma nor multicast, and less than half of Hopper's shared memory: stages have rows of 64 bytes.
 #pragma once
 
 #include <common/e4m3.cuh>
@@ -10,13 +10,13 @@
 #include <ptx/sm120.cuh>
 
 namespace kl::gemm {
-// Instructions of single warps, with fragments in registers. Sums keep 25 binary places or more, so none of them is promoted.
+// MMA instructions of single warps, with fragments in registers. Sums keep 25 binary places or more, so none of them is promoted.
 struct WarpMma {
   static constexpr bool kPerWarp = true;
   static constexpr uint32_t kRowBytes = 64;
   static constexpr int kPromotionInterval = 0;
 
-  // The scales of blocks that a lane supplies to an MMA; here there are none.
+  // The block scales that a lane supplies to an MMA. By default there are none.
   template <class Config>
   struct Scales {
     struct OfBlocks {};
@@ -24,7 +24,7 @@ struct WarpMma {
     __device__ __forceinline__ OfBlocks load(uint32_t, uint32_t) const { return {}; }
   };
 
-  // Calls mma(d, a, b0, b1, m, n) for each fragment d of the accumulators: n is that of eight columns.
+  // Calls mma(d, a, b0, b1, m, n) for each accumulator fragment d: wgmma tile m, eight-column group n.
   template <class Config, class F>
   static __device__ __forceinline__ void for_each_fragment(typename Config::Acc& acc, const uint32_t (&a)[Config::kMmaM][4],
                                                            const uint32_t (&b)[Config::kBlockN / 16][4], F mma) {
@@ -67,15 +67,14 @@ struct WarpMmaE4m3 : WarpMma {
 // A k-block has two tiles of block scales along K, which follow each other: 128 columns.
 constexpr uint32_t kScaleTiles = 2, kScaleTileBytes = KL_SCALE_TILE_BYTES, kScaleBytes = kScaleTiles * kScaleTileBytes;
 
-// Where the scales of rows begin, from tile row `row` / 128 of a matrix on. Tiles beyond its end repeat the last one: their results are not
-// stored.
+// The block scales from tile row `row` / 128 of a matrix on. Tile rows past the end repeat the last one: their results are not stored.
 __device__ __forceinline__ const uint8_t* scale_tiles(const KlMat& m, uint32_t row) {
   const uint32_t along = ceil_div(static_cast<uint32_t>(m.stride), KL_SCALE_TILE_COLS);
   const uint32_t tile = min(row, m.rows - 1) / KL_SCALE_TILE_ROWS;
   return reinterpret_cast<const uint8_t*>(m.scales) + static_cast<uint64_t>(tile) * along * kScaleTileBytes;
 }
 
-// A is rows of e2m1; the scales of their blocks come in tiles of 128 rows, as they are in memory.
+// A is rows of e2m1. Their block scales come in tiles of 128 rows, stored as in memory.
 struct BlockScaledA : RowsA {
   static constexpr uint32_t scale_bytes(uint32_t rows) { return rows / KL_SCALE_TILE_ROWS * kScaleBytes; }
 
@@ -130,9 +129,9 @@ struct WarpMmaNvfp4 : WarpMma {
   using Element = uint8_t;  // two elements, as tensor maps count them
   static constexpr int kElementBits = 4, kInstructionK = 64;
 
-  // Sixteen bytes of a scale tile have a word, of four blocks, for each of the rows r, r + 32, r + 64 and r + 96. mma_nvf4 takes those of
-  // sixteen rows of A from lanes that kA selects, and of eight columns from those that kB selects: with r = 8 (lane % 4) + lane / 4 a lane
-  // loads what it supplies to one fragment in two of A, and to one in four of B.
+  // Sixteen bytes of a scale tile have a word, of four blocks, for each of the rows r, r + 32, r + 64 and r + 96. mma_nvf4 takes the scales
+  // of sixteen rows of A from the lanes that kA selects, and those of eight columns from the lanes that kB selects. With r = 8 (lane % 4) +
+  // lane / 4 a lane loads what it supplies to one fragment in two of A, and to one in four of B.
   template <class Config>
   struct Scales {
     static_assert(Config::kBlockN == KL_SCALE_TILE_ROWS, "a half of a tile's columns is half of a scale tile's rows");
@@ -165,7 +164,7 @@ struct WarpMmaNvfp4 : WarpMma {
   static __device__ __forceinline__ void multiply(typename Config::Acc& acc, const uint32_t (&a)[Config::kMmaM][4],
                                                   const uint32_t (&b)[Config::kBlockN / 16][4],
                                                   const typename Scales<Config>::OfBlocks& scales) {
-    // Selectors are part of the instruction; the loops around this are unrolled, so that one of the branches is left.
+    // Selectors are part of the instruction. The loops around this are unrolled, so one of the branches is left.
     const auto select = [&](float(&d)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1, int m, int n) {
       const uint2 pair = scales.b[n / 8];
       const uint32_t of_b = n / 4 % 2 ? pair.y : pair.x;
@@ -183,13 +182,13 @@ struct WarpMmaNvfp4 : WarpMma {
   }
 };
 
-// Boxes of half as many columns as Hopper's, because shared memory has room for no more.
+// Boxes with half of Hopper's columns, because shared memory has no room for more.
 template <class Rows>
 struct NarrowBoxes : Rows {
   static constexpr int kMaxBoxCols = KL_SM120_BOX_COLS * sizeof(bf16) / sizeof(typename Rows::Element);
 };
 
-// The output is rows of bf16 or of e4m3 or, of SwiGLU, of e2m1.
+// The output is rows of bf16 or e4m3 or, for SwiGLU, e2m1.
 struct StoreRowsSm120 : NarrowBoxes<StoreBf16Rows> {
   static constexpr bool kStoresE4m3 = true, kStoresE2m1 = true;
   using E4m3Rows = NarrowBoxes<StoreE4m3Rows>;

@@ -12,23 +12,23 @@
 namespace kl::gemm {
 using namespace persistent;
 
-// What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each has half of K. kSingle: there
-// are no clusters, because the GPU has no multicast.
+// What the CTAs of a cluster share: A (the same rows of x), B (the same rows of w), or one tile, of which each CTA has half of K. kSingle
+// means no clusters, because the GPU has no multicast.
 enum class ClusterMode { kMulticastA, kMulticastB, kSplitK, kSingle };
 
-// The columns of a box of Store, for a tile of `cols` columns: the largest power of two that divides them, up to what a box can have.
+// The columns of a Store box, for a tile of `cols` columns: the largest power of two that divides them, up to the box limit.
 template <class Store>
 __host__ __device__ constexpr int box_cols(int cols) {
   const int bits = cols | Store::kMaxBoxCols;
   return bits & -bits;
 }
 
-// Ids of named barriers; 0 is __syncthreads. Each consumer warpgroup has one, from kWarpgroupBarrier on; that of hand-overs comes after
+// Ids of named barriers; 0 is __syncthreads. Each consumer warpgroup has one, from kWarpgroupBarrier on. The hand-over barrier comes after
 // them.
 enum NamedBarrier : uint32_t { kWarpgroupBarrier = 1 };
 
-// Registers per thread: what an SM has is divided among two or three consumer warpgroups and a producer. A producer that expands B, or
-// loads scales of blocks, gets some more where consumers with few accumulators can do with less.
+// Registers per thread: the SM's file is split between two or three consumer warpgroups and a producer. A producer that expands B or loads
+// block scales gets some more if the consumers have few accumulators and can do with less.
 template <int kConsumers, int kBlockM, int kBlockN, bool kMore>
 constexpr auto gemm_registers() {
   if constexpr (kConsumers == 3) {
@@ -42,9 +42,9 @@ constexpr auto gemm_registers() {
   }
 }
 
-// A tile of kBlockM x kBlockN outputs, kBlockK of K per pipeline stage. It is kConsumers consumer warpgroups, one below the other, with
-// kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. Where warps multiply by
-// themselves (mma.sync), each has the rows and accumulators that a warp has of a wgmma. Policies are described in tma_policies.cuh.
+// A tile of kBlockM x kBlockN outputs, kBlockK of K per pipeline stage. It has kConsumers consumer warpgroups, one below the other, with
+// kMmaM wgmma tiles of 64 rows by kBlockN columns each. kMmaN counts the 8-column fragments of an accumulator row. If warps multiply by
+// themselves (mma.sync), each has the rows and accumulators that a warp has in a wgmma. Policies are described in tma_policies.cuh.
 template <class Policies, int kBlockM_, int kBlockN_, int kBlockK_, int kConsumers_, int kStages_, ClusterMode kMode_>
 struct GemmConfig : Policies {
   using Params = typename Policies::Params;
@@ -56,9 +56,9 @@ struct GemmConfig : Policies {
   static constexpr int kMmaM = kBlockM / (kConsumers * kWgmmaRows), kMmaN = kBlockN / 8, kMmaK = kBlockK / Mma::kInstructionK;
   static_assert(kBlockM == kConsumers * kMmaM * kWgmmaRows, "consumer warpgroups have whole wgmma tiles");
   static_assert(kBlockK * Mma::kElementBits == 8 * Mma::kRowBytes, "a stage has rows of as many bytes as the swizzle has");
-  // Columns of a k-block as tensor maps count them: of e2m1, two elements are one.
+  // Columns of a k-block as tensor maps count them: two elements of e2m1 are one column.
   static constexpr uint32_t kMapCols = Mma::kRowBytes / sizeof(typename Mma::Element);
-  // Columns of bf16 that a stage holds of a LoRA branch; convolutions have none.
+  // bf16 columns of a LoRA branch that a stage holds; convolutions have none.
   static constexpr uint32_t kLoraCols = Mma::kRowBytes / sizeof(bf16);
   static constexpr bool kLora = Policies::OperandA::kWindows == 0;
   // Accumulators of a thread.
@@ -75,14 +75,14 @@ struct GemmConfig : Policies {
   static constexpr uint32_t kClusterM = kMode == ClusterMode::kMulticastB ? 2 : 1;
   static constexpr uint32_t kClusterN = kMode == ClusterMode::kMulticastA ? 2 : 1;
 
-  // A stage has both operands of a k-block, or that of B alone where several k-blocks multiply the same window of A.
+  // A stage has both operands of a k-block. If several k-blocks multiply the same window of A, it has B alone.
   static constexpr int kWindows = Policies::OperandA::kWindows;
   static constexpr uint32_t kWindowBytes = ceil_div(Policies::OperandA::window_bytes(kBlockM), kSwizzleAlignment) * kSwizzleAlignment;
   static constexpr uint32_t kABytes = kWindows > 0 ? 0 : kBlockM * Mma::kRowBytes, kBBytes = kBlockN * Mma::kRowBytes;
-  // Behind the operands a stage has the scales of their blocks, if there are any.
+  // Behind the operands, a stage has their block scales, if there are any.
   static constexpr uint32_t kAScaleBytes = Policies::OperandA::scale_bytes(kBlockM), kBScaleBytes = OperandB::scale_bytes(kBlockN);
   static constexpr uint32_t kOperandBytes = kABytes + kBBytes + kAScaleBytes + kBScaleBytes;
-  // The residual comes through the pipeline in boxes of a warpgroup's rows and 64 bf16 columns, as many at a time as a stage holds.
+  // The residual comes through the pipeline in boxes of a warpgroup's rows by 64 bf16 columns, as many at a time as fit in a stage.
   static constexpr uint32_t kResidualCols = KL_SM90_BOX_COLS, kResidualBoxBytes = kMmaM * kWgmmaRows * kResidualCols * sizeof(bf16);
   static constexpr uint32_t kStageBytes = kOperandBytes > kResidualBoxBytes ? kOperandBytes : kResidualBoxBytes;
   static_assert(kStageBytes % kSwizzleAlignment == 0, "stages are aligned to the swizzle");
@@ -93,14 +93,14 @@ struct GemmConfig : Policies {
 
   // With split-K a CTA finishes one warpgroup's rows and receives the peer's partial accumulators of them, per warp.
   static constexpr uint32_t kPartialBytes = kMmaN * 32 * sizeof(float4);
-  // Staging buffers of each warp for TMA stores: as many as fit, up to four. With split-K they overlay the peer's partials, one for every
-  // piece that is stored.
+  // Staging buffers of each warp for TMA stores: as many as fit, up to four. With split-K they overlay the peer's partials, and there is
+  // one for every piece that is stored.
   static constexpr int kStoreCols = box_cols<Store>(kBlockN);
   static constexpr uint32_t kStoreBufferBytes = KL_TMA_STORE_ROWS * kStoreCols * sizeof(typename Store::Element);
   static constexpr uint32_t kMbarrierReserve = 512;  // bytes, more than the mbarriers of any configuration take
-  // An SM has one CTA, by its registers, and gives it all of its shared memory.
+  // An SM has one CTA, because of its registers, and gives it all of its shared memory.
   static constexpr int kSharedBytes = Mma::kPerWarp ? KL_SM120_SHARED_LIMIT : KL_SM90_SHARED_LIMIT;
-  // What the warps of a warpgroup exchange in their epilogue.
+  // Bytes that the warps of a warpgroup exchange in their epilogue.
   static constexpr uint32_t kExchangeBytes = Policies::kExchangeBytes;
   static constexpr uint32_t kPipelineBytes = kStages * kStageBytes + kWindows * kWindowBytes;
   static constexpr int kFreeBytes = kSharedBytes - kSwizzleAlignment - kMbarrierReserve - kPipelineBytes - kConsumers * kExchangeBytes;
@@ -108,13 +108,13 @@ struct GemmConfig : Policies {
       kSplitK ? kPartialBytes / kStoreBufferBytes : kFreeBytes / static_cast<int>(kWarps * kStoreBufferBytes);
   static constexpr int kMaxBuffers = kSplitK ? kBlockN / kStoreCols : 4;
   static constexpr int kStoreBuffers = kBuffersThatFit < kMaxBuffers ? kBuffersThatFit : kMaxBuffers;
-  // Pieces that are staged and stored together, at least 2 KB of them, because the fence and barrier in between cost more than a small
-  // piece. With split-K all of them, because the CTA has nothing else to do.
+  // Pieces that are staged and stored together: at least 2 KB, because the fence and barrier in between cost more than a small piece. With
+  // split-K it is all of them, because the CTA has nothing else to do.
   static constexpr uint32_t kStoreBatchBytes = 2048;
   static constexpr int kStoresPerBatch = kStoreBatchBytes / kStoreBufferBytes;
   static constexpr int kStoresAtOnce = kSplitK || kStoresPerBatch > kStoreBuffers ? kStoreBuffers : kStoresPerBatch;
   static constexpr uint32_t kStoreBytes = kSplitK ? kWarpgroupWarps * kPartialBytes : kWarps * kStoreBuffers * kStoreBufferBytes;
-  // Full and empty for each stage and window; with split-K one for the peer's partials of each warp.
+  // Full and empty for each stage and window; with split-K one more per warp, for the peer's partials.
   static constexpr uint32_t kMbarriers = 2 * (kStages + kWindows) + (kSplitK ? kWarpgroupWarps : 0);
   static_assert(kMbarriers * kMbarrierBytes <= kMbarrierReserve, "more mbarriers than there is shared memory for");
   static constexpr uint32_t kSmemBytes =
@@ -141,7 +141,7 @@ struct TileCoord {
     find_part(s);
   }
 
-  // Tile `col_tile` of the columns of all parts.
+  // Tile `col_tile`, counted over the columns of all parts.
   __device__ __forceinline__ TileCoord(const KlGemmTma& p, uint32_t stream, uint32_t col_tile)
       : stream(stream), row_tile(0), col_tile(col_tile) {
     find_part(p.stream[stream]);
@@ -154,7 +154,7 @@ struct TileCoord {
   }
 };
 
-// Shared memory: the pipeline stages (A, then B), the windows of A, the warps' staging buffers, the mbarriers, and what warps exchange.
+// Shared memory: the pipeline stages (A, then B), the windows of A, the warps' staging buffers, the mbarriers, and the exchange space.
 template <class Config>
 struct SmemLayout {
   uint32_t base;
@@ -179,7 +179,7 @@ struct SmemLayout {
     constexpr uint32_t kWarpBytes = Config::kSplitK ? Config::kPartialBytes : Config::kStoreBuffers * Config::kStoreBufferBytes;
     return base + kStoreOffset + (Config::kSplitK ? warp % kWarpgroupWarps : warp) * kWarpBytes;
   }
-  // What the warps of a consumer warpgroup exchange.
+  // The exchange space of a consumer warpgroup.
   __device__ __forceinline__ uint32_t exchange(uint32_t group) const {
     return base + kRingOffset + Config::kMbarriers * kMbarrierBytes + group * Config::kExchangeBytes;
   }
@@ -190,7 +190,7 @@ struct SmemLayout {
 };
 
 // Lanes of a warp that release a stage, after all of them have read it. racecheck does not follow __syncwarp from one lane's reads to
-// another's arrival, so with KL_EMULATE, the builds for sanitizers, each lane arrives for itself.
+// another's arrival, so each lane arrives for itself in builds for sanitizers (KL_EMULATE).
 #ifdef KL_EMULATE
 constexpr uint32_t kArrivalsPerWarp = 32;
 #else
@@ -202,7 +202,7 @@ template <class Config>
 struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {
   PipelineState<Config::kWindows> windows;
 
-  // Called by consumers that have read a stage: by whole warpgroups or, where warps multiply by themselves, by each warp.
+  // Called by consumers that have read a stage: by whole warpgroups or, if warps multiply by themselves, by each warp.
   __device__ __forceinline__ void release(uint32_t stage) const {
     if constexpr (Config::Mma::kPerWarp) {
       __syncwarp();

@@ -11,7 +11,7 @@
 #include <gemm/tma_policies.cuh>
 
 namespace kl::gemm {
-// The fused epilogue: what a warp does with the accumulators of its rows of a finished tile.
+// The fused epilogue, which a warp runs on the accumulators of its rows of a finished tile.
 template <class Config>
 struct GemmEpilogue {
   const typename Config::Params& p;
@@ -36,7 +36,7 @@ struct GemmEpilogue {
     col0 = at.col_tile * (part.epilogue == KL_SWIGLU ? kBlockN / 2 : kBlockN);
   }
 
-  // The first of the warp's rows of a tile.
+  // The warp's first row in a tile.
   static __device__ __forceinline__ uint32_t first_row(uint32_t thread) {
     const uint32_t warp = thread / 32 - kWarpgroupWarps;
     return warp / kWarpgroupWarps * (Config::kMmaM * kWgmmaRows) + warp % kWarpgroupWarps * kWarpRows;
@@ -44,10 +44,10 @@ struct GemmEpilogue {
 
   __device__ __forceinline__ uint32_t lane() const { return thread % 32; }
 
-  // Where staging buffer i is.
+  // The offset of staging buffer i.
   static __device__ __forceinline__ uint32_t buffer_offset(int i) { return i % Config::kStoreBuffers * Config::kStoreBufferBytes; }
 
-  // Stores the first kWidth columns of all rows; f(m, e) returns the value that belongs to accumulator e of wgmma tile m.
+  // Stores the first kWidth columns of all rows; f(m, e) returns the value of accumulator e of wgmma tile m.
   template <class Rows, int kWidth, class F>
   __device__ __forceinline__ void store_as(F f) {
     constexpr int kPiece = box_cols<Rows>(kWidth), kAcross = kWidth / kPiece, kCount = Config::kMmaM * kAcross;
@@ -74,9 +74,9 @@ struct GemmEpilogue {
     }
   }
 
-  // Stores columns into e2m1. A lane has two of every eight columns, a byte; the lanes of a quad exchange those of eight fragments, so that
-  // each has eight bytes of a row, and the row is a whole sector of 32. It is stored directly, with the four scales of its blocks as one
-  // word.
+  // Stores columns as e2m1. A lane has two of every eight columns, which are one byte. The lanes of a quad exchange the bytes of eight
+  // fragments: each then has eight bytes of a row, and the row is a whole sector of 32. It is stored directly, with the four scales of its
+  // blocks as one word.
   template <int kWidth, class F>
   __device__ __forceinline__ void store_e2m1(F f) {
     static_assert(kWidth % KL_SCALE_TILE_COLS == 0, "a row has whole words of scales");
@@ -114,7 +114,7 @@ struct GemmEpilogue {
     }
   }
 
-  // Stores columns in the type of the output, which the kernels of some policies choose.
+  // Stores columns in the output's type, if the policies leave a choice.
   template <int kWidth, class F>
   __device__ __forceinline__ void store_all(F f) {
     if constexpr (Store::kStoresE4m3 && kWidth % 32 == 0) {
@@ -123,8 +123,8 @@ struct GemmEpilogue {
     store_as<Store, kWidth>(f);
   }
 
-  // What is left to multiply accumulators by, gate columns of SwiGLU or its up columns: the scales of the operands, unless a LoRA branch
-  // was added to the product of both.
+  // The factor that accumulators still need, for gate columns of SwiGLU or its up columns: the scales of the operands. It is one if a LoRA
+  // branch was added, because add_lora has applied the scales.
   __device__ __forceinline__ float alpha(int half = 0) const {
     if constexpr (kScaled) return s.down_out.data ? 1.0f : part.w[half].alpha;
     return 1.0f;
@@ -135,7 +135,7 @@ struct GemmEpilogue {
     return v;
   }
 
-  // Multiplies the accumulators by the scales of single rows of the weight, if there are any.
+  // Multiplies the accumulators by the weight's row scales, if there are any.
   __device__ __forceinline__ void apply_row_scales() {
     if constexpr (kScaled) {
       const bool paired = part.epilogue == KL_SWIGLU;
@@ -161,7 +161,7 @@ struct GemmEpilogue {
     }
   }
 
-  // Adds the LoRA branch to the product of the operands, scaled: as many columns at a time as come through the pipeline.
+  // Scales the product of the operands and adds the LoRA branch, as many columns at a time as come through the pipeline.
   __device__ __forceinline__ void add_lora(Pipeline<Config>& pipe) {
     if constexpr (kScaled) {
       const bool paired = part.epilogue == KL_SWIGLU;
@@ -183,7 +183,7 @@ struct GemmEpilogue {
     }
   }
 
-  // Calls f(fragment, column of the part) for those of the thread's column pairs that exist.
+  // Calls f(fragment, column of the part) for the thread's column pairs that exist.
   template <class F>
   __device__ __forceinline__ void for_each_column(F f) {
 #pragma unroll
@@ -194,7 +194,7 @@ struct GemmEpilogue {
     }
   }
 
-  // Adds the bias to what the accumulators stand for, and returns what is left to multiply them by.
+  // Adds the bias to the scaled accumulators, and returns the factor that they still need.
   __device__ __forceinline__ float add_bias() {
     const float factor = alpha();
     if (!s.bias.data) return factor;
@@ -238,7 +238,7 @@ struct GemmEpilogue {
     });
   }
 
-  // Adds the residual: the boxes of the warpgroup's rows, as they come through the pipeline.
+  // Adds the residual, whose boxes for the warpgroup's rows come through the pipeline.
   __device__ __forceinline__ void add_residual(Pipeline<Config>& pipe) {
     constexpr uint32_t kChunks = Config::kResidualCols / 8;  // of 16 bytes, in the rows of a box
     static_assert(Config::kResidualCols * sizeof(bf16) == kSwizzleRowBytes, "a row of a box is a row of the swizzle");
@@ -249,7 +249,7 @@ struct GemmEpilogue {
       mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
 #pragma unroll
       for (uint32_t across = 0; across < Config::kResidualBoxesN; across++) {
-        // Boxes are in sequence, those of all warpgroups for the same columns together.
+        // Boxes are in sequence, column by column: each column has the boxes of all warpgroups.
         const uint32_t box = across * Config::kResidualBoxesM + (Config::kSplitK ? 0 : group);
         if (box / Config::kBoxesPerStage != stage) continue;
         const uint32_t box_offset = box % Config::kBoxesPerStage * Config::kResidualBoxBytes;
@@ -310,7 +310,7 @@ struct GemmEpilogue {
           // The norm cancels scales but for its epsilon.
           const float a = alpha();
           scale[h] = times(qk_norm_scale(times(quad_sum(sum), a * a), 128.0f, s.eps, part.scale), a);
-          // A head past the end is not stored, and nothing of it is counted.
+          // A head past the end is not stored, and its values are not counted.
           if (Store::kStoresE4m3 && col0 + 128 * h >= part.out.cols) scale[h] = 0.0f;
         }
         // The row's angles, which all heads share: 64 cosines, then 64 sines.

@@ -16,14 +16,14 @@ template <class Config>
 struct TilePartials : PartialTile<PartialsOfWarp, Config::kMmaM * Config::kMmaN> {
   static constexpr int kVectors = Config::kMmaM * Config::kMmaN;
   using Partials = PartialTile<PartialsOfWarp, kVectors>;
-  // As many loads in flight as there are registers for next to the accumulators and some forty for addresses and the state of the loops.
+  // As many loads in flight as registers allow, next to the accumulators and some forty registers for addresses and loop state.
   static constexpr int kOtherRegisters = 40, kFreeVectors = (Config::Registers::kConsumer - 4 * kVectors - kOtherRegisters) / 4;
   static constexpr int kInFlight = kFreeVectors < 1 ? 1 : kFreeVectors < kVectors ? kFreeVectors : kVectors;
 
   __device__ __forceinline__ TilePartials(const KlTileSchedule& schedule, uint32_t worker)
       : Partials(schedule, partials_of_warp<Config::kCluster, Config::kWarps>(worker)) {}
 
-  // The accumulators by reference: captured by the caller's lambda, convolutions compile to other machine code.
+  // Takes the accumulators by reference: captured by the caller's lambda, convolutions compile to other machine code.
   __device__ __forceinline__ void store_acc(const typename Config::Acc& acc) const {
     Partials::store_acc([&](int i) { return &acc[i / Config::kMmaN][4 * (i % Config::kMmaN)]; });
   }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void send_partials(const Pipeline<Config>& pipe, cons
   }
 }
 
-// Split-K: adds the accumulators that the peer has sent.
+// Split-K: adds the accumulators that the peer CTA has sent.
 template <class Config>
 __device__ __forceinline__ void reduce_partials(const Pipeline<Config>& pipe, typename Config::Acc& acc) {
   const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps, from = pipe.store_buffers(warp) + lane() * sizeof(float4);
@@ -65,7 +65,7 @@ template <class Config>
 __device__ __forceinline__ void skip_lora(const KlGemmStream& s, Pipeline<Config>& pipe, uint32_t group) {
   for (uint32_t col = 0; col < s.down_out.cols; col += Config::kLoraCols, pipe.advance()) {
     mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
-    // A warp that has not seen this phase when the stage is filled twice more would take the second for it, and wait forever.
+    // A warp that misses this phase until the stage is filled twice more would take the second fill for it, and wait forever.
     warpgroup_sync(kWarpgroupBarrier + group);
     pipe.release(pipe.stage);
   }
@@ -88,7 +88,7 @@ __device__ __forceinline__ void produce_residual(const typename Config::Params& 
   }
 }
 
-// Loads the operands of the LoRA branch of a tile through the pipeline, a block of its columns at a time.
+// Loads a tile's LoRA operands through the pipeline, a block of their columns at a time.
 template <class Config>
 __device__ __forceinline__ void produce_lora(const typename Config::Params& p, Pipeline<Config>& pipe, const TileCoord<Config>& at,
                                                  uint32_t rank) {
@@ -106,13 +106,13 @@ __device__ __forceinline__ void produce_lora(const typename Config::Params& p, P
   }
 }
 
-// Whether this CTA finishes a tile: then the operands of the epilogue follow the k-blocks through the pipeline.
+// Whether this CTA finishes a tile. If so, the operands of the epilogue follow the k-blocks through the pipeline.
 template <class Config>
 __device__ __forceinline__ bool is_finished(const KlGemmTma& p, const WorkTile& work) {
   return Config::kSplitK || !work.is_unfinished(p.schedule);
 }
 
-// Loads the window of A that a k-block multiplies. It belongs to this CTA alone.
+// Loads the window of A that a k-block multiplies, for this CTA alone.
 template <class Config, class LoaderA, class Cursor>
 __device__ __forceinline__ void produce_window(Pipeline<Config>& pipe, const LoaderA& a, const Cursor& k) {
   const uint32_t full = pipe.window_ring().full(pipe.windows.stage);
@@ -174,7 +174,7 @@ __device__ __forceinline__ void produce(const typename Config::Params& p, Pipeli
   }
 }
 
-// Prefetches what the epilogue of a tile reads.
+// Prefetches the tensor map and the gate that a tile's epilogue reads.
 template <class Config>
 __device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmTma& p, const TileCoord<Config>& at) {
   const KlOutputRange& part = p.stream[at.stream].part[at.part];
@@ -186,7 +186,7 @@ __device__ __forceinline__ void prefetch_epilogue_operands(const KlGemmTma& p, c
   }
 }
 
-// A named barrier at which one of two consumer warpgroups waits for the other, after those of each warpgroup.
+// The named barrier at which one of two consumer warpgroups waits for the other. Its id follows the warpgroups' own barriers.
 template <class Config>
 constexpr uint32_t kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
 
@@ -194,8 +194,8 @@ constexpr uint32_t kHandOverBarrier = kWarpgroupBarrier + Config::kConsumers;
 template <class Config>
 __device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work, uint32_t group,
                                            bool finishes) {
-  // With split-K, the warpgroup whose accumulators the peer needs gets the tensor cores to itself for the last k-blocks that the
-  // pipeline holds: its partials travel while the other warpgroup finishes.
+  // With split-K, the warpgroup whose accumulators the peer needs gets the tensor cores to itself for the last k-blocks that the pipeline
+  // holds: its partials travel while the other warpgroup finishes.
   constexpr uint32_t kLeadKBlocks = Config::kStages - 1;
   const bool leads = Config::kSplitK && work.k_end - work.k_begin >= kLeadKBlocks;
   for (uint32_t k = work.k_begin; k < work.k_end; k++, pipe.advance()) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void accumulate(Pipeline<Config>& pipe, typename Conf
   pipe.release(pipe.previous());
 }
 
-// Accumulates the k-blocks of a tile where several of them multiply the same window of A, each its own rows of it.
+// Accumulates the k-blocks of a tile if several of them multiply the same window of A, each its own rows of the window.
 template <class Config>
 __device__ __forceinline__ void accumulate_windows(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
                                                    typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
@@ -228,7 +228,7 @@ __device__ __forceinline__ void accumulate_windows(const typename Config::Params
     } else {
       mma_k_block<Config>(acc, a, pipe.b(pipe.stage), k > work.k_begin);
     }
-    // The MMAs of the previous k-block are done: its stage is free, and its window if that was the last to read it.
+    // The MMAs of the previous k-block are done: its stage is free. If it was the last to read its window, the window is free, too.
     wgmma_wait<1>();
     if (k > work.k_begin) pipe.release(pipe.previous());
     if (leaves) release_window();
@@ -243,9 +243,9 @@ __device__ __forceinline__ void accumulate_windows(const typename Config::Params
 
 // Accumulates with promotion: the wgmma tiles of a warpgroup take turns with one set of partial accumulators, which covers a single k-block
 // and is then added to the accumulators of the tile. Registers have no room for a second set, so a warpgroup does not multiply while it
-// adds. The other one does, if it is half a k-block apart: tensor cores serve both alike, so warpgroups that start together also add
-// together, and then nobody multiplies. The second one starts when the first has finished its first MMAs, and the distance stays. Not so
-// with a range of fewer k-blocks than the pipeline holds, after which the first one could arrive once more before the second has waited.
+// adds. The other warpgroup does, if it is half a k-block apart. Tensor cores serve both alike: warpgroups that start together also add
+// together, and then nobody multiplies. So the second one starts when the first has finished its first MMAs, and the distance stays. A
+// range of fewer k-blocks than the pipeline holds skips this: the first one could arrive once more before the second has waited.
 template <class Config>
 __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work,
                                                     uint32_t group) {
@@ -273,8 +273,8 @@ __device__ __forceinline__ void accumulate_promoted(Pipeline<Config>& pipe, type
   }
 }
 
-// Accumulates with promotion after several k-blocks. These are multiplied as without promotion, and their sum is added to the
-// accumulators of the tile.
+// Accumulates with promotion after several k-blocks. They are multiplied without promotion, and their sum is added to the accumulators of
+// the tile.
 template <class Config>
 __device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, typename Config::Acc& acc, const WorkTile& work,
                                                     uint32_t group) {
@@ -289,8 +289,7 @@ __device__ __forceinline__ void accumulate_in_parts(Pipeline<Config>& pipe, type
   }
 }
 
-// Accumulates by warps that multiply by themselves. Each loads fragments of its rows and of all columns: 64 bytes of K a k-block, in steps
-// of 32.
+// Accumulates with MMAs of single warps. Each warp loads fragments of its rows and of all columns: 64 bytes of K a k-block, in steps of 32.
 template <class Config>
 __device__ __forceinline__ void accumulate_per_warp(const typename Config::Params& p, const TileCoord<Config>& at, Pipeline<Config>& pipe,
                                                     typename Config::Acc& acc, const WorkTile& work, uint32_t group) {
@@ -327,7 +326,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
   TileScheduler<Config::kCluster> scheduler{p.schedule};
   for (WorkTile work; scheduler.next(work);) {
     if constexpr (Config::kSplitK) split_k_range(work);
-    // Opaque to the compiler, which would otherwise hoist everything derived from it out of the loop and keep it in registers.
+    // Hidden from the compiler, which would otherwise hoist everything derived from it out of the loop and keep it in registers.
     uint32_t thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
     typename Config::Acc acc;
@@ -348,7 +347,7 @@ __device__ __forceinline__ void consume(const typename Config::Params& p, Pipeli
     }
     const auto finish = [&] {
       TileCoord<Config> tile = at;
-      // Where accumulators take most registers, the addresses of what belongs to the tile are computed anew instead of being kept since its
+      // If accumulators take most registers, addresses that belong to the tile are computed anew instead of being kept since its
       // prefetches.
       if constexpr (Config::kMmaM > 1 && !Config::Mma::kPerWarp) asm volatile("" : "+r"(tile.stream), "+r"(tile.part));
       typename Config::template Epilogue<Config>(p, tile, acc, pipe, thread).run(pipe);

@@ -1,18 +1,18 @@
-// The policies of a persistent GEMM with TMA: what differs between element types, operands and outputs, as structs that are resolved at compile time. A
-// configuration takes one of each, and what one does costs the others neither an instruction nor a register.
+// The policies of a persistent GEMM with TMA: what differs between element types, operands and outputs, as structs that are resolved at
+// compile time. A configuration takes one of each. A policy costs configurations without it neither an instruction nor a register.
 //
 //   Params     the kernel's parameter, KlGemmTma or a struct derived from it    KlGemmTma
 //   OperandA   loads a k-block of A into a stage, or windows of A that           RowsA: rows of a matrix
 //              several k-blocks multiply
 //   OperandB   loads a k-block of B                                              CopiedB: rows of a weight; ExpandedB
-//                                                                                (expand_sm90.cuh): as soon as they are expanded
+//                                                                                (expand_sm90.cuh): as soon as its rows are expanded
 //   Mma        the element type, the MMA instruction, and promotion              MmaBf16, MmaE4m3
 //   Scaling    whether accumulators are multiplied by scales                     NoScaling, Scaled
-//   Store      the element type and shape of what is stored, and where it is     StoreBf16Rows, StoreBf16OrE4m3Rows
-//   Epilogue   what becomes of the accumulators of a finished tile               GemmEpilogue (tma_epilogue.cuh)
+//   Store      the element type, shape and place of the output                   StoreBf16Rows, StoreBf16OrE4m3Rows
+//   Epilogue   what to do with the accumulators of a finished tile               GemmEpilogue (tma_epilogue.cuh)
 //
-// Policies for compute capability 12.x are in policies_sm120.cuh, policies of convolutions in conv/policies_sm90.cuh.
-// tests/emulated/policies.cu has others, which no kernel needs yet.
+// Policies for compute capability 12.x are in policies_sm120.cuh, policies of convolutions in conv/policies_sm90.cuh. More, which no kernel
+// needs yet, are in tests/emulated/policies.cu.
 #pragma once
 
 #include <common/e4m3.cuh>
@@ -36,19 +36,19 @@ struct BlockCursor {
 // A is rows of a matrix. The CTAs of a cluster that multicast A load one half each.
 struct RowsA {
   using Cursor = BlockCursor;
-  // Windows in shared memory, and bytes of one for so many rows.
+  // Windows in shared memory, and the bytes of a window for the given rows.
   static constexpr int kWindows = 0;
   static constexpr uint32_t window_bytes(uint32_t) { return 0; }
-  // Bytes of block scales that a stage has for so many rows.
+  // Bytes of block scales that a stage has for the given rows.
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
   static __device__ __forceinline__ const KlTensorMap* first_map(const KlGemmTma& p) { return &p.x[0]; }
-  // The descriptor of 64 rows at an address, and the bytes from them to the next 64.
+  // The descriptor of 64 rows at an address; kTileBytes is the distance to the next 64.
   static __device__ __forceinline__ uint64_t descriptor(uint32_t address) { return wgmma_descriptor(address); }
   static constexpr uint32_t kTileBytes = kWgmmaTileBytes;
 
   template <class Config>
   struct Loader {
-    static constexpr uint32_t kTmaBytes = Config::kABytes;  // that arrive in a stage
+    static constexpr uint32_t kTmaBytes = Config::kABytes;  // bytes that arrive in a stage
     const KlTensorMap* map;
     uint32_t rank, row_tile;
 
@@ -58,7 +58,7 @@ struct RowsA {
     // Loads k-block `k` to the address `to`; the mbarrier `full` counts the bytes.
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols, to, full); }
 
-    // Loads as much from column `col` on.
+    // Loads a k-block's bytes from column `col` on.
     __device__ __forceinline__ void load_from(uint32_t col, uint32_t to, uint32_t full) const {
       if constexpr (Config::kMode == ClusterMode::kMulticastA) {
         to += rank * (Config::kABytes / 2);
@@ -70,7 +70,7 @@ struct RowsA {
   };
 };
 
-// Where the rows of a weight are that make up one half of a tile's columns. Gate and up rows are apart, or in two matrices.
+// Locates the weight rows that make up one half of a tile's columns. Gate and up rows are apart, or in two matrices.
 template <class Config>
 struct HalfOfB {
   const KlTensorMap* map;
@@ -87,7 +87,7 @@ struct HalfOfB {
 
   __device__ __forceinline__ bool is_expanded() const { return dtype != KL_BF16; }
 
-  // Goes to the rows of the LoRA branch's up matrix that belong to the same columns.
+  // Moves to the rows of the LoRA up matrix that belong to the same columns.
   __device__ __forceinline__ void point_at_up(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t half) {
     const KlOutputRange& part = p.stream[at.stream].part[at.part];
     const bool second = part.epilogue == KL_SWIGLU && half == 1;
@@ -96,7 +96,7 @@ struct HalfOfB {
   }
 };
 
-// B is rows of a weight, loaded as they are. The CTAs of a cluster that multicast B load one half each.
+// B is rows of a weight, loaded unchanged. The CTAs of a cluster that multicast B load one half each.
 struct CopiedB {
   static constexpr bool kExpands = false;
   static constexpr bool kPreloads = true;  // while the previous kernel ends, on which weights do not depend
@@ -117,7 +117,7 @@ struct CopiedB {
 
     __device__ __forceinline__ void load(uint32_t k, uint32_t to, uint32_t full) const { load_from(k * Config::kMapCols, to, full); }
 
-    // Loads as much from column `col` on.
+    // Loads a k-block's bytes from column `col` on.
     __device__ __forceinline__ void load_from(uint32_t col, uint32_t to, uint32_t full) const {
       if constexpr (kMulticast) {
         tma_load_2d_multicast(to + rank * (Config::kBBytes / 2), first.map, col, first.row, full, kAllCtas);
@@ -129,7 +129,7 @@ struct CopiedB {
   };
 };
 
-// Instructions of whole warpgroups, with operands in shared memory.
+// MMA instructions of whole warpgroups, with operands in shared memory.
 struct WarpgroupMma {
   static constexpr bool kPerWarp = false;
   static constexpr uint32_t kRowBytes = kSwizzleRowBytes;  // of an operand in a stage
@@ -149,11 +149,11 @@ struct MmaBf16 : WarpgroupMma {
   }
 };
 
-// Issues the MMAs of a k-block, or of the first kMmaK steps of its K, for kTiles wgmma tiles, whose rows of A are at `a`, and commits them as
-// one group.
+// Issues the MMAs of a k-block, or of the first kMmaK steps of its K, and commits them as one group. There are kTiles wgmma tiles, whose
+// rows of A are at `a`.
 template <class Config, int kMmaK = Config::kMmaK, int kTiles>
 __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN / 2], uint32_t a, uint32_t b, bool accumulate) {
-  // From one instruction to the next, within the rows of a stage.
+  // The descriptor step from one instruction to the next, within the rows of a stage.
   constexpr uint64_t kStep = Config::Mma::kInstructionK * sizeof(typename Config::Mma::Element) / kDescriptorUnitBytes;
   const uint64_t b_descriptor = wgmma_descriptor(b);
   wgmma_fence();
@@ -168,8 +168,8 @@ __device__ __forceinline__ void mma_k_block(float (&acc)[kTiles][Config::kBlockN
   wgmma_commit();
 }
 
-// Where a lane's rows of both operands are in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes. `row`
-// is the first of the warp's rows. The caller gives the lane, and so decides whether the compiler keeps it in a register.
+// Addresses of a lane's rows of both operands in a stage, for ldmatrix: sixteen rows of A, or twice eight of B, by two chunks of 16 bytes.
+// `row` is the first of the warp's rows. The caller passes the lane so that it can hide it from the compiler and save registers.
 template <class Config>
 struct WarpFragments {
   static constexpr uint32_t kRowBytes = Config::Mma::kRowBytes, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
@@ -190,8 +190,8 @@ struct WarpFragments {
   }
 };
 
-// Adds the first `steps` steps of a block of bf16, whatever the type of the other k-blocks, by mma.sync: accumulators that other instructions
-// have written are in the way of wgmma, which ptxas would then serialize in the main loop as well.
+// Adds the first `steps` steps of a LoRA block, which is bf16 whatever the type of the k-blocks. It uses mma.sync, because wgmma on
+// accumulators that other instructions have written makes ptxas serialize the main loop as well.
 template <class Config>
 __device__ __forceinline__ void add_lora_block(typename Config::Acc& acc, uint32_t row, uint32_t lane, uint32_t stage, uint32_t steps) {
   const WarpFragments<Config> fragments(row, lane);
@@ -214,8 +214,8 @@ __device__ __forceinline__ void add_lora_block(typename Config::Acc& acc, uint32
   }
 }
 
-// With an interval of one, sums are exact but for f32: tensor cores keep thirteen binary places of a sum of e4m3 products, so that long
-// sums of one sign come out too small.
+// With an interval of one, sums are exact up to f32. Without promotion tensor cores keep thirteen binary places of a sum of e4m3 products,
+// so long sums of one sign come out too small.
 template <int kInterval>
 struct MmaE4m3 : WarpgroupMma {
   using Element = e4m3;
@@ -228,22 +228,22 @@ struct MmaE4m3 : WarpgroupMma {
   }
 };
 
-// Operands have no scales.
+// For operands without scales.
 struct NoScaling {
   static constexpr bool kScaled = false;
 };
 
-// The epilogue multiplies accumulators by the scales of A and B: by `alpha` of the rows of B, and by the scales that single rows have.
+// For operands with scales. The epilogue multiplies accumulators by `alpha` of the rows of B, and by row scales, if there are any.
 struct Scaled {
   static constexpr bool kScaled = true;
 };
 
-// Where the rows of a warpgroup or of a warp begin, of an output that consists of rows.
+// The first row of a warpgroup or warp in an output that consists of rows.
 template <class Config>
 struct RowOrigin {
   uint32_t row;
 
-  // The rows from row `first` of a tile on.
+  // Begins at row `first` of a tile.
   __device__ __forceinline__ RowOrigin(const KlGemmTma&, const TileCoord<Config>& at, uint32_t first)
       : row(at.row_tile * Config::kBlockM + first) {}
 
@@ -252,7 +252,7 @@ struct RowOrigin {
     tma_load_2d(to, map, col, row, full);
   }
 
-  // Stores a staged box, `skipped` rows further on.
+  // Stores a staged box `skipped` rows further down.
   __device__ __forceinline__ void store(const KlTensorMap* map, uint32_t from, uint32_t col, uint32_t skipped) const {
     tma_store_2d(map, from, col, row + skipped);
   }
@@ -263,11 +263,11 @@ struct StoreBf16Rows {
   template <class Config>
   using Origin = RowOrigin<Config>;
   using Element = bf16;
-  static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;  // besides, where an output asks for it
+  static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;  // as well, for outputs of that type
   static constexpr int kMaxBoxCols = KL_SM90_BOX_COLS;
 
-  // Writes a box of kCols columns, from accumulator fragments at v on, to the staging buffer that is `offset` after `buffers`. The 16-byte
-  // chunks of a row are swizzled as the tensor map of the output says. Each lane supplies stmatrix_x4 with an address.
+  // Writes a box of kCols columns, from the accumulator fragments at `v`, to the staging buffer that is `offset` after `buffers`. The
+  // 16-byte chunks of a row are swizzled as in the output's tensor map. Each lane supplies stmatrix_x4 with an address.
   template <int kCols>
   static __device__ __forceinline__ void stage(const KlGemmTma&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
     static_assert(kCols % 16 == 0, "stmatrix stores sixteen columns at a time");
@@ -286,7 +286,7 @@ struct StoreE4m3Rows : StoreBf16Rows {
   using Element = e4m3;
   static constexpr int kMaxBoxCols = 2 * KL_SM90_BOX_COLS;
 
-  // Writes a box, as StoreBf16Rows does. Of every eight columns a lane has two, a byte each: the lanes of a quad exchange those of four
+  // Writes a box, as StoreBf16Rows does. A lane has two of every eight columns, a byte each. The lanes of a quad exchange the bytes of four
   // fragments, so that each can write eight bytes.
   template <int kCols>
   static __device__ __forceinline__ void stage(const KlGemmTma& p, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
@@ -316,11 +316,11 @@ struct StoreBf16OrE4m3Rows : StoreBf16Rows {
 template <class Config>
 struct GemmEpilogue;
 
-// What all GEMMs have in common.
+// Policies that all GEMMs have in common.
 struct GemmPolicies {
   template <class Config>
   using Epilogue = GemmEpilogue<Config>;
-  static constexpr uint32_t kExchangeBytes = 0;  // of a warpgroup, in the epilogue
+  static constexpr uint32_t kExchangeBytes = 0;  // per warpgroup, in the epilogue
 };
 
 struct Bf16Policies : GemmPolicies {
@@ -332,7 +332,7 @@ struct Bf16Policies : GemmPolicies {
   using Store = StoreBf16Rows;
 };
 
-// FP8: e4m3 by e4m3. `kInterval` is that of promotion.
+// FP8: e4m3 by e4m3. `kInterval` is the promotion interval.
 template <int kInterval>
 struct Fp8Policies : GemmPolicies {
   using Params = KlGemmTma;
