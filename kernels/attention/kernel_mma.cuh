@@ -15,8 +15,8 @@
 namespace kl::attention::portable {
 constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_ATTENTION_BLOCK_Q;
 
-// A kernel: its warps, the keys of a block, what multiplies queries by keys, the exponential of its softmax, and whether there may be a
-// causal mask.
+// The configuration of a kernel: its warps, the keys of a block, the MMA of queries and keys, the exponential of its softmax, and whether
+// it takes a causal mask.
 template <int kWarps, int kBlockKV_, class QKMma_, class Exponential_, bool kMayBeCausal_>
 struct AttentionConfig {
   using QKMma = QKMma_;
@@ -30,7 +30,7 @@ struct AttentionConfig {
   static constexpr uint32_t kSharedBytes = kQBytes + 2 * kStageBytes;
 };
 
-// The segments up to key `limit`, past which a causal mask leaves nothing.
+// The segments up to key `limit`, after which a causal mask leaves nothing.
 struct Segments {
   static constexpr bool kMayBeEmpty = true;
   const KlAttention& p;
@@ -40,7 +40,7 @@ struct Segments {
   __device__ __forceinline__ uint32_t keys(uint32_t segment) const { return min(p.kv[segment].k.rows, limit); }
 };
 
-// How scores of keys of a segment are turned into exponents.
+// The exponential that applies to the scores of a segment's keys.
 __device__ __forceinline__ Exp2Masked exponential_of(Type<Exp2Masked>, const KlAttention& p, uint32_t) { return {p.scale * kLog2e}; }
 __device__ __forceinline__ Exp2MaxFree exponential_of(Type<Exp2MaxFree>, const KlAttention&, uint32_t) { return {}; }
 __device__ __forceinline__ Exp2Scaled exponential_of(Type<Exp2Scaled>, const KlAttention& p, uint32_t segment) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void attention(const KlAttention& p, unsigned char* s
       }
     }
 
-    // Masks keys beyond the end of the segment, and with a causal mask those after the query.
+    // Masks keys past the end of the segment and, with a causal mask, keys after the query.
     const uint32_t keys = p.kv[now.segment].k.rows;
     if (now.key + kBlockKV > keys || (causal() && now.key + kBlockKV > query0)) {
 #pragma unroll

@@ -10,14 +10,14 @@
 // Max-free softmax: subtracting a constant from all logits of a row changes neither the softmax nor its floating-point precision; the
 // maximum only keeps exponentials in range. Q and K come out of RMS norms whose weights bound their lengths, so logits are bounded, too.
 // Where 2^logit can neither overflow nor underflow, no maximum is computed and no accumulator is ever rescaled. Q is pre-scaled by
-// log2(e) / sqrt(d) in the epilogue that wrote it, so softmax is a bare exp2; in e4m3 Q and K have the square root of that each, and a
-// scale of one.
+// log2(e) / sqrt(d) in the epilogue that wrote it, so softmax is a bare exp2. In e4m3, Q and K are each pre-scaled by the square root of
+// that factor, and have a scale of one.
 //
-// With a causal mask later rows attend to more keys. The first warpgroup of a CTA takes rows from the end of the sequence and the second
-// as many from its beginning, so that all CTAs have the same work.
+// With a causal mask, later rows attend to more keys. The first warpgroup of a CTA takes rows from the end of the sequence and the second
+// as many from its beginning, so all CTAs have the same work.
 //
-// The output is up to two ranges of rows, each of bf16 or e4m3: those of the text and of the image stream of a double block are the
-// inputs of different layers, with scales of their own.
+// The output has up to two row ranges, each in bf16 or e4m3. A double block needs two: its text and image rows feed different layers, which
+// have different scales.
 //
 // Tiles are scheduled by Stream-K over their KV blocks (persistent/stream_k.cuh); row sums and maxima go with the partial accumulators.
 #pragma once
@@ -36,21 +36,21 @@ constexpr int kHeadDim = KL_MMA_COLS, kBlockQ = KL_SM90_BLOCK_Q, kBlockKV = KL_S
 constexpr int kConsumers = 2, kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
 static_assert(kBlockQ == kWgmmaRows * kConsumers, "abi.h states another size: each consumer warpgroup has one wgmma tile of queries");
 using AttentionRegisters = RegisterSplit<kConsumers, /*producer*/ 24, /*consumer*/ 240>;
-// The 128-byte swizzle limits a TMA box to 128 bytes of a row, so that tiles of bf16 are two slices of 64 columns each in shared memory,
-// those of e4m3 one slice of 128.
+// The 128-byte swizzle limits a TMA box to 128 bytes of a row. In shared memory a bf16 tile is two slices of 64 columns, and an e4m3 tile
+// is one slice of 128.
 template <class Element>
 constexpr uint32_t kSliceCols = kSwizzleRowBytes / sizeof(Element);
 template <class Element>
 constexpr int kSlices = kHeadDim / kSliceCols<Element>;
 constexpr uint32_t kQSliceBytes = kBlockQ * kSwizzleRowBytes, kKVSliceBytes = kBlockKV * kSwizzleRowBytes;
 constexpr uint32_t kVBytes = kSlices<bf16> * kKVSliceBytes;
-constexpr int kMmaBytes = 32;  // of a row of Q and of K per wgmma, whatever their type
+constexpr int kMmaBytes = 32;  // bytes of a row of Q and of K per wgmma, whatever their type
 constexpr int kPVKeys = 16;    // keys per wgmma of P and V
 
 // Ids of named barriers; 0 is __syncthreads. A consumer warpgroup waits at its own for its turn on the tensor cores.
 enum NamedBarrier : uint32_t { kTurnWG0 = 1, kTurnWG1 = 2 };
 
-// Without a running maximum, with one, and with a causal mask as well.
+// Softmax without a running maximum, with one, and with a running maximum and a causal mask.
 enum class Softmax { max_free, online_softmax, causal };
 
 // QKElement is the type of queries and keys.
@@ -63,7 +63,7 @@ struct AttentionConfig {
   static constexpr uint32_t kQBytes = kQKSlices * kQSliceBytes, kKBytes = kQKSlices * kKVSliceBytes, kKVBytes = kKBytes + kVBytes;
   static constexpr uint32_t kBarrierOffset = kQBytes + kStages * kKVBytes, kStageBarrierBytes = 5 * kMbarrierBytes;
   static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + 2 * kMbarrierBytes + kStages * kStageBarrierBytes;
-  // An SM has one CTA, by its registers, and gives it all of its shared memory.
+  // An SM has one CTA, because of its registers, and gives it all of its shared memory.
   static constexpr uint32_t kThreads = attention::kThreads, kSharedBytes = KL_SM90_SHARED_LIMIT;
   static_assert(kSmemBytes <= kSharedBytes, "more shared memory than a CTA can have");
   static_assert(kBlockKV / kCluster % 8 == 0 && kBlockKV % kPVKeys == 0,
@@ -80,7 +80,7 @@ struct SmemLayout {
   __device__ __forceinline__ uint32_t v(uint32_t i) const { return k(i) + Config::kKBytes; }
   __device__ __forceinline__ uint32_t barriers() const { return base + Config::kBarrierOffset; }
   __device__ __forceinline__ RingBarriers<1, 0, kMbarrierBytes> q_ring() const { return {barriers()}; }
-  // The mbarriers of V follow those of K one by one.
+  // In a stage, each mbarrier of V follows the same mbarrier of K.
   using KVRing = RingBarriers<Config::kStages, Config::kStageBarrierBytes, 2 * kMbarrierBytes>;
   __device__ __forceinline__ KVRing k_ring() const { return {barriers() + 2 * kMbarrierBytes}; }
   __device__ __forceinline__ KVRing v_ring() const { return {barriers() + 3 * kMbarrierBytes}; }
@@ -101,7 +101,7 @@ struct Pipeline : SmemLayout<Config>, PipelineState<Config::kStages> {};
 template <class Config>
 struct TileCoord {
   const KlAttentionSm90& p;
-  uint32_t head, row;  // the first head, and the index of the tile among those of that head
+  uint32_t head, row;  // the first head, and the index of the tile within that head
   uint32_t rows;       // queries of each head that a warpgroup has
 
   __device__ __forceinline__ TileCoord(const KlAttentionSm90& p, uint32_t tile) : p(p), rows(kWgmmaRows / p.pack) {
@@ -116,7 +116,7 @@ struct TileCoord {
     return (kConsumers * row + group) * rows;
   }
 
-  // The end of a warpgroup's KV blocks: with a causal mask its last query limits them. The first warpgroup has the most.
+  // The end of a warpgroup's KV blocks. With a causal mask the warpgroup's last query limits them; the first warpgroup has the most.
   __device__ __forceinline__ uint32_t kv_end(const WorkTile& work, uint32_t group) const {
     if constexpr (Config::kCausal) return min(work.k_end, ceil_div<uint32_t>(first_query(group) + rows, kBlockKV));
     return work.k_end;
@@ -133,7 +133,7 @@ struct Segments {
 // The producer: one thread that issues all TMA loads of a CTA.
 template <class Config>
 __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Config> pipe) {
-  // Loads a head, of the rows that this CTA loads for the cluster.
+  // Loads the rows of a head that this CTA loads for the cluster.
   const auto load_kv = [&](auto t, uint32_t to, const KlTensorMap* map, uint32_t head, uint32_t row, uint32_t full) {
     using Element = typename decltype(t)::type;
 #pragma unroll
@@ -183,7 +183,7 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, Pipeline<Confi
   }
 }
 
-// A thread's registers of a tile: two rows that are eight apart, and of every eight columns two.
+// A thread's registers of a tile: two rows that are eight apart, and two of every eight columns.
 template <class Config>
 struct AttentionTile : OutputTile<kHeadDim> {
   static constexpr bool kIsE4m3 = sizeof(typename Config::QKElement) == sizeof(e4m3);
@@ -217,7 +217,7 @@ struct AttentionTile : OutputTile<kHeadDim> {
     wgmma_commit();
   }
 
-  // Masks scores whose key, counted from the first of the block, is not below the limit of its row.
+  // Masks scores whose key is not below the limit of its row. Keys are counted from the first key of the block.
   __device__ __forceinline__ void mask(uint32_t limit0, uint32_t limit1) {
 #pragma unroll
     for (int i = 0; i < kBlockKV / 2; i++) {
@@ -244,8 +244,8 @@ struct AttentionTile : OutputTile<kHeadDim> {
   }
 };
 
-// Stores values of four times eight columns of a row: of every eight, a lane has two. The lanes of a quad exchange them, so that each has
-// eight contiguous ones, which it stores if the row is `valid`.
+// Stores a row's values from four groups of eight columns. A lane has two values of each group. The lanes of a quad exchange them, so that
+// each has eight contiguous ones, which it stores if the row is `valid`.
 __device__ __forceinline__ void store_eight(const KlAttentionSm90&, bf16* to, bool valid, const float (&v)[8]) {
   const uint32_t pairs[4] = {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
   const uint4 eight = transpose_quad(pairs);
@@ -287,7 +287,7 @@ __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<
           store_eight(p, to + 8 * j, valid, v);
         }
       };
-      // All lanes of a warp go the same way, though their rows may be in different ranges, because they exchange values.
+      // Lanes exchange values, so all lanes of a warp take the same branch, though their rows may be in different ranges.
       if (__ballot_sync(0xffffffffu, valid)) {
         if (out.dtype == KL_E4M3) {
           store_as(Type<e4m3>(), inverse / out.scale);
@@ -295,7 +295,7 @@ __device__ __forceinline__ void store(const KlAttentionSm90& p, const TileCoord<
           store_as(Type<bf16>(), inverse);
         }
       }
-      row -= out.rows;  // wraps around in rows of this range, so that they are in no other
+      row -= out.rows;  // wraps around for rows of this range, so that no other range has them
     }
   }
 }
@@ -321,7 +321,7 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
       if (k + 1 == kv_end) release_stage</*CTAs*/ 1>(pipe.q_empty());
       if (Config::kCausal && k + 1 == kv_end) {
         const uint32_t row = threadIdx.x % kWarpgroupThreads / 32 * kWarpRows + lane() / 4;
-        // The keys up to the row's own, counted from the first of the block.
+        // The number of keys up to the row's own, counted from the first key of the block.
         const auto limit = [&](uint32_t row) {
           return min(count, max(at.first_query(group) + row % at.rows + 1, k * kBlockKV) - k * kBlockKV);
         };
@@ -340,8 +340,8 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, Pipeline<Confi
     if constexpr (kPingPong) named_barrier_arrive(other_turn);
     wgmma_wait<0>();
     softmax_block(work.k_begin, count);
-    // Waits for the P V wgmma in flight, if there is one, and rounds P for the next. The mbarrier wait comes first because the compiler
-    // would otherwise move the wgmma wait before the softmax.
+    // Waits for the P V wgmma in flight, if there is one, and rounds P for the next. The mbarrier wait comes first: otherwise the compiler
+    // would move the wgmma wait before the softmax.
     uint32_t pv_in_flight = Config::kStages;
     const auto finish_pv = [&](uint32_t full, uint32_t parity) {
       mbarrier_wait(full, parity);

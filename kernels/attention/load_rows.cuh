@@ -6,8 +6,8 @@
 #include <ptx/sm80.cuh>
 
 namespace kl::attention {
-// Copies `kRows` rows of one head, of kHeadDim values each, with all kThreads threads of a CTA; rows beyond the matrix are zero-filled.
-// kUnroll bounds the registers that addresses take. With kClip a head may have fewer values than kHeadDim; the others are zero-filled as well.
+// Copies `kRows` rows of one head, of kHeadDim values each, with all kThreads threads of a CTA; rows past the end are zero-filled. kUnroll
+// bounds the registers that addresses take. With kClip a head may have fewer values than kHeadDim; the missing ones are zero-filled.
 template <class Element, int kHeadDim, int kThreads, int kRows, int kUnroll, bool kClip = false>
 __device__ __forceinline__ void load_rows_async(uint32_t to, const KlMat& m, uint32_t first, uint32_t col) {
   constexpr uint32_t kPerChunk = 16 / sizeof(Element), kChunks = kHeadDim / kPerChunk;

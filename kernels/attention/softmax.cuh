@@ -1,14 +1,14 @@
-// Online softmax (Milakov and Gimelshein 2018): scores come in blocks, and a row keeps the largest so far, `row_max`, or one not much
-// smaller, and the sum of the exponentials relative to it, `row_sum`. When a block raises row_max, row_sum and the output are multiplied
-// by a `correction`.
+// Online softmax (Milakov and Gimelshein 2018). Scores come in blocks. A row keeps `row_max`, the largest score so far or a value not much
+// smaller, and `row_sum`, the sum of the exponentials relative to it. When a block raises row_max, row_sum and the output are multiplied by
+// a `correction`.
 //
 // A kernel chooses the exponential, which also says how scores are scaled:
 //   Exp2         2^(scale * (score - row_max)), `scale` having a factor of log2(e): the hardware has exp2. The first block of a row must
 //                have a key that is not masked, because -inf - -inf is NaN.
-//   Exp2Masked   the same for rows of which all keys so far may be masked
+//   Exp2Masked   Exp2 for rows whose keys so far may all be masked
 //   Exp2Scaled   Exp2 where blocks have scales of their own, so that row_max is an exponent: 2^(scale * score - row_max)
-//   Exp2MaxFree  2^score without a maximum, of scores that are scaled and known to be bounded
-//   NaturalExp   e^(score - row_max), of scores that are scaled
+//   Exp2MaxFree  2^score without a maximum, for scores that are scaled and known to be bounded
+//   NaturalExp   e^(score - row_max), for scores that are scaled
 #pragma once
 
 #include <common/reduce.cuh>
@@ -53,7 +53,7 @@ struct NaturalExp {
   __device__ __forceinline__ float prob(float score, float offset) const { return expf(score - offset); }
 };
 
-// The largest of row_max and the kCount scores that each lane of a quad has of a row; score(i) returns a reference to the i-th.
+// The maximum of row_max and a row's scores in a quad, kCount of them in each lane; score(i) returns a reference to the i-th.
 template <int kCount, class Score>
 __device__ __forceinline__ float quad_row_max(float row_max, Score score) {
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ __forceinline__ float raised_max(Exp2MaxFree, float row_max, Score) {
 }
 
 // Replaces kCount scores of a row by unnormalized probabilities and adds them to row_sum, of which each lane has its part. Returns the
-// correction for the output. kChains partial sums let the additions overlap.
+// correction for the output. The additions overlap in kChains partial sums.
 template <int kCount, int kChains = 1, class Exponential, class Score>
 __device__ __forceinline__ float online_softmax(float& row_max, float& row_sum, float new_max, Exponential exponential, Score score) {
   const float offset = exponential.offset(new_max), correction = exponential.correction(row_max, new_max);

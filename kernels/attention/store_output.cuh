@@ -9,7 +9,7 @@
 
 namespace kl::attention {
 // Stores kCols columns of a row, from column `first` on, as bf16, e4m3 or e2m1. value(n, i) returns the i-th of the two values that the
-// lane has of the n-th eight columns; they are multiplied by `factor`. All lanes of a warp call it, those of a row past the end too.
+// lane has of the n-th eight columns; values are multiplied by `factor`. All lanes of a warp call it, also for rows past the end.
 template <int kCols, class Value>
 __device__ __forceinline__ void store_output_row(const KlMat& out, uint32_t row, uint32_t first, float factor, uint64_t saturated,
                                                  Value value) {

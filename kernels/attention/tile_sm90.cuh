@@ -1,4 +1,4 @@
-// What the attention kernels of Hopper keep of a tile from one KV block to the next, and its Stream-K partials.
+// The registers that Hopper's attention kernels keep of a tile from one KV block to the next, and its Stream-K partials.
 #pragma once
 
 #include <attention/softmax.cuh>
@@ -7,20 +7,20 @@
 namespace kl::attention {
 using namespace persistent;
 
-// A row maximum is left as it is until a score exceeds it by so many powers of two: probabilities up to 2^8 are as precise as those up to
-// one, and `out` is hardly ever rescaled (FlashAttention-4).
+// A row maximum stays until a score exceeds it by this many powers of two. Probabilities up to 2^8 are as precise as those up to one, and
+// `out` is hardly ever rescaled (FlashAttention-4).
 constexpr float kMaxSlack = 8.0f;
 
-// A thread's registers of the output, a warpgroup's rows by kCols columns: two rows that are eight apart, and of every eight columns two.
+// A thread's registers of the output, a warpgroup's rows by kCols columns: two rows that are eight apart, and two of every eight columns.
 template <int kCols>
 struct OutputTile {
   float out[kCols / 2] = {}, row_sum[2] = {}, row_max[2] = {-INFINITY, -INFINITY};
-  float correction[2];  // by which `out` must be rescaled, because the row maximum rose
-  bool raised;          // whether that of any row of the warp did
+  float correction[2];  // factors that rescale `out` after the row maximum rose
+  bool raised;          // whether the maximum of any row of the warp rose
 
-  // Online softmax of a block of which the thread has kCount scores of each row, with a running maximum: scores become unnormalized
-  // probabilities and are added to the row sums. score_of(h) are those of row h; block_max[h] is the largest of the row's and of
-  // row_max[h]. Two partial sums, so that the additions are not one dependency chain.
+  // Online softmax of a block with a running maximum: scores become unnormalized probabilities and are added to the row sums. The thread
+  // has kCount scores of each row: score_of(h) gives the scores of row h. block_max[h] is the largest of them and row_max[h]. Two partial
+  // sums keep the additions from being one dependency chain.
   template <int kCount, class ScoreOf>
   __device__ __forceinline__ void online_softmax_block(const float (&block_max)[2], float scale, ScoreOf score_of) {
     const auto rises = [&](int h) { return (block_max[h] - row_max[h]) * scale > kMaxSlack; };

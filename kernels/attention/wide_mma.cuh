@@ -1,8 +1,8 @@
 // Attention with a wide head on tensor cores by mma.sync: the body of entry/attention_wide_bf16_sm80.cu.
 //
-// Online softmax as in attention_bf16_sm80.cu. A row of the output is too wide for the registers of one warp, so the two MMAs are split across
-// warps in two ways: Q K^T by queries and keys, P V by output columns. P passes from one to the other through shared memory, 32 keys at
-// a time, together with the correction by which a new row maximum rescales the output. K is copied while V is used, and V while K is.
+// Online softmax as in attention_bf16_sm80.cu. A row of the output is too wide for the registers of one warp, so the two MMAs are split
+// across warps in two ways: Q K^T by queries and keys, P V by output columns. P passes from one to the other through shared memory, 32 keys
+// at a time, together with the correction by which a new row maximum rescales the output. K is copied while V is used, and V while K is.
 #pragma once
 
 #include <attention/load_rows.cuh>
@@ -19,13 +19,13 @@ struct Wide {
   static_assert(kHeadDim == KL_WIDE_HEAD && kBlockQ == 8 * kWarps, "two warps have 16 queries of Q K^T");
   static constexpr int kBlockKV = 32, kThreads = 32 * kWarps;
   static constexpr uint32_t kRowBytes = kHeadDim * 2, kTileBytes = kBlockKV * kRowBytes;
-  // Q K^T: a warp has 16 queries by half of the keys. P V: a warp has all queries by kWarpCols columns.
+  // For Q K^T a warp has 16 queries by half of the keys, for P V all queries by kWarpCols columns.
   static constexpr int kMmaM = kBlockQ / 16, kWarpCols = kHeadDim / kWarps;
   static constexpr uint32_t kKOffset = kBlockQ * kRowBytes, kVOffset = kKOffset + kTileBytes, kPOffset = kVOffset + kTileBytes;
   static constexpr uint32_t kSideStatsOffset = kPOffset + kBlockQ * kBlockKV * 2, kCorrectionOffset = kSideStatsOffset + 2 * kBlockQ * 4;
   static constexpr uint32_t kSharedBytes = kCorrectionOffset + kBlockQ * 4;
 
-  // An offset in P, where a row has a query's probabilities for the keys of a block.
+  // An offset in P. A row of P has a query's probabilities for the keys of a block.
   static __device__ __forceinline__ uint32_t swizzled_p(uint32_t row, uint32_t chunk) { return swizzled<kBlockKV * 2>(row, chunk); }
 
   template <int kRows>
@@ -35,7 +35,7 @@ struct Wide {
 
   static __device__ __forceinline__ void run(const KlAttention& p) {
     const uint32_t base = shared_address(dynamic_shared), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32_t side = warp % 2, score_row = warp / 2 * 16;  // which half of the keys and which queries the warp has scores of
+    const uint32_t side = warp % 2, score_row = warp / 2 * 16;  // the half of the keys, and the first query, of the warp's scores
     const uint32_t query0 = blockIdx.x * kBlockQ, q_col = blockIdx.y * kHeadDim, kv_col = blockIdx.y / p.group * kHeadDim;
     const KlMat &k = p.kv[0].k, &v = p.kv[0].v;
     float* const side_stats = reinterpret_cast<float*>(dynamic_shared + kSideStatsOffset);
@@ -120,7 +120,7 @@ struct Wide {
       }
     }
 
-    // Each side has the row sums of its own keys; both are exchanged and added.
+    // Each side has the row sums of its own keys. The sides exchange and add them.
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       row_sum[half] = quad_sum(row_sum[half]);

@@ -1,22 +1,22 @@
 // Attention with a wide head on Hopper: the body of entry/attention_wide_bf16_sm90.cu.
 //
-// What follows is counted for a head of 512; the other one is the small decoder's.
+// Numbers below are for a head of 512; the small decoder has the other head dimension.
 //
-// The accumulators of 64 queries by 512 columns are half of an SM's registers, so an SM cannot have more outputs. Two CTAs, a cluster,
-// therefore compute a tile of 128 queries together, and a KV block of 128 keys at a time. Each has half of the scores, those of all
-// queries by 64 of the keys, and half of the outputs, those of all queries by 256 columns. So each loads half of K by rows and half of V
-// by columns, and no byte of them twice. The two consumer warpgroups of a CTA have 64 queries each. A warpgroup and the one of the other
-// CTA with the same queries exchange, through distributed shared memory, the row maxima of their scores and then their probabilities P.
-// P of its own keys a warpgroup has in registers, that of the others it reads from shared memory.
+// The accumulators of 64 queries by 512 columns are half of an SM's registers, so an SM cannot have more outputs. A cluster of two CTAs
+// therefore computes a tile of 128 queries together, a KV block of 128 keys at a time. Each CTA has half of the scores (all queries by 64
+// of the keys) and half of the outputs (all queries by 256 columns). So each loads half of K by rows and half of V by columns, and no byte
+// is loaded twice. The two consumer warpgroups of a CTA have 64 queries each. Through distributed shared memory, a warpgroup exchanges row
+// maxima and then probabilities P with the warpgroup of the other CTA that has the same queries. It has P of its own keys in registers, and
+// reads P of the other keys from shared memory.
 //
 // Per KV block an SM's tensor cores take 4096 clocks. Its shared memory takes 4480: Q K^T reads 2048 (m64n64k16: 16 for A, 16 for B), P V
 // 1152 (m64n256k16: 64 for B, 16 for an A that is not in registers), TMA writes 1024, and P takes 256. With a tile of 64 queries for each
 // CTA, and scores of 32 keys for each warpgroup, it would take 6400. 128 KiB of K and V per CTA, at the 25 bytes per clock and SM that L2
 // delivers, take 5200.
 //
-// Q K^T of the next KV block is issued before P V of this one. Softmax runs while the first half of that P V, the one of the warpgroup's
-// own keys, is in flight; the second half follows it, so that the exchanged P has that time to arrive. K and V come in stages of 8 KiB,
-// sixteen for a KV block, of which there are ten: a stage is released as soon as a wgmma has read it.
+// Q K^T of the next KV block is issued before P V of this one. Softmax runs while the first half of that P V is in flight, which takes the
+// warpgroup's own keys. The second half follows, so the exchanged P has that time to arrive. K and V come in stages of 8 KiB. A KV block
+// takes sixteen stages, and there are ten: a stage is released as soon as a wgmma has read it.
 //
 // Tiles are scheduled by Stream-K over their KV blocks (persistent/stream_k.cuh); row sums and maxima go with the partial accumulators.
 #pragma once
@@ -35,36 +35,36 @@ constexpr int kCluster = KL_SM90_CLUSTER, kConsumers = 2;
 constexpr int kWarps = kWarpgroupWarps * kConsumers, kThreads = kWarpgroupThreads * (1 + kConsumers);
 static_assert(kBlockQ == kWgmmaRows * kConsumers, "abi.h states another size: each consumer warpgroup has one wgmma tile of queries");
 using AttentionRegisters = RegisterSplit<kConsumers, /*producer*/ 40, /*consumer*/ 232>;
-constexpr int kKeys = kBlockKV / kCluster;  // of a CTA
+constexpr int kKeys = kBlockKV / kCluster;  // per CTA
 
 // Tiles lie in shared memory in slices of 64 columns, the 128 bytes of a row that the swizzle allows. A stage is a slice of a CTA's keys,
-// or its columns of V for the sixteen keys of a wgmma, in slices as well.
+// or the CTA's columns of V for the sixteen keys of a wgmma, in slices as well.
 constexpr uint32_t kSliceCols = kSwizzleRowBytes / sizeof(bf16);
 constexpr int kVKeys = KL_WIDE_SM90_V_ROWS, kMmaBytes = 32;
-constexpr int kHalfStages = kKeys / kVKeys;  // of V, for the keys of one CTA
+constexpr int kHalfStages = kKeys / kVKeys;  // stages of V for the keys of one CTA
 constexpr uint32_t kStageBytes = kKeys * kSwizzleRowBytes, kVSliceBytes = kVKeys * kSwizzleRowBytes;
 static_assert(kKeys * sizeof(bf16) == kSwizzleRowBytes, "a row of P is a row of the swizzle");
-// Statistics of rows are exchanged through two buffers in turn.
+// Row statistics are exchanged through two alternating buffers.
 constexpr uint32_t kStatsBuffers = 2, kStatsBytes = kWgmmaRows * sizeof(float), kAllStatsBytes = kStatsBuffers * kConsumers * kStatsBytes;
 constexpr uint32_t kRingBytes = 2 * kMbarrierBytes;
-// Stages that a group of wgmma reads. While one is in flight the next is issued.
+// Stages that a wgmma group reads. While one group is in flight the next is issued.
 constexpr int kGroupStages = 2;
 
 template <int kBlockQ, int kHeadDim_, int kStages_>
 struct WideConfig {
   static constexpr int kHeadDim = kHeadDim_, kStages = kStages_;
-  static constexpr int kCols = kHeadDim / kCluster;  // of the output, of a CTA
+  static constexpr int kCols = kHeadDim / kCluster;  // output columns of a CTA
   static constexpr int kQKSlices = kHeadDim / kSliceCols, kVSlices = kCols / kSliceCols;
   static_assert(kVSlices * kSliceCols == kCols, "slices are whole");
   static_assert(kHalfStages % kGroupStages == 0 && kQKSlices % kGroupStages == 0, "groups are whole");
-  static constexpr uint32_t kVBytes = kVSlices * kVSliceBytes;  // of a stage
+  static constexpr uint32_t kVBytes = kVSlices * kVSliceBytes;  // bytes of V in a stage
   static_assert(kVBytes <= kStageBytes, "a stage has room for keys and for values");
   static constexpr uint32_t kGroupQBytes = kQKSlices * kWgmmaTileBytes, kQBytes = kConsumers * kGroupQBytes;
   static constexpr uint32_t kPOffset = kQBytes + kStages * kStageBytes, kStatsOffset = kPOffset + kConsumers * kWgmmaTileBytes;
-  // Mbarriers: full and empty for Q and for each stage; for each warpgroup P full and empty, and full for each buffer of statistics.
+  // Mbarriers: full and empty for Q and for each stage; for each warpgroup full and empty for P, and full for each statistics buffer.
   static constexpr uint32_t kBarrierOffset = kStatsOffset + kAllStatsBytes;
   static constexpr uint32_t kSmemBytes = kSwizzleAlignment + kBarrierOffset + (1 + kStages + 2 * kConsumers) * kRingBytes;
-  // An SM has one CTA, by its registers, and gives it all of its shared memory.
+  // An SM has one CTA, because of its registers, and gives it all of its shared memory.
   static constexpr uint32_t kThreads = wide::kThreads, kSharedBytes = KL_SM90_SHARED_LIMIT;
   static_assert(kBlockQ == wide::kBlockQ, "abi.h states another size");
   static_assert(kSmemBytes <= kSharedBytes, "more shared memory than a CTA can have");
@@ -126,7 +126,7 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout<Con
         });
       }
     };
-    // First the values of this CTA's keys, then those of the other's.
+    // The values of this CTA's keys come first, then the values of the other CTA's keys.
     const auto load_v = [&](uint32_t k) {
       for (uint32_t half = 0; half < kCluster; half++) {
         const uint32_t key = k * kBlockKV + (rank ^ half) * kKeys;
@@ -156,13 +156,13 @@ __device__ __forceinline__ void produce(const KlAttentionSm90& p, SmemLayout<Con
   }
 }
 
-// A consumer's stages: it uses them in order, and releases them in order once the wgmma that read them have completed.
+// The stages of a consumer. It uses them in order, and releases them in order once the wgmma that read them have completed.
 template <class Config>
 struct ConsumerStages : PipelineState<Config::kStages> {
   using PipelineState<Config::kStages>::stage, PipelineState<Config::kStages>::parity;
   static constexpr int kStages = Config::kStages;
   SmemLayout<Config> smem;
-  uint32_t held = 0;  // stages that were not released yet
+  uint32_t held = 0;  // stages not released yet
 
   // Waits for the next kCount stages; `data` are their addresses.
   template <int kCount>
@@ -174,7 +174,7 @@ struct ConsumerStages : PipelineState<Config::kStages> {
     }
   }
 
-  // Waits for all wgmma but those of the last kGroups groups, one or none, and releases all stages but the last kKept, which are theirs.
+  // Waits until at most kGroups wgmma groups (one or none) are in flight, and releases all stages but the last kKept, which they read.
   template <int kGroups, uint32_t kKept>
   __device__ __forceinline__ void retire() {
     wgmma_wait<kGroups>();
@@ -183,7 +183,7 @@ struct ConsumerStages : PipelineState<Config::kStages> {
   }
 };
 
-// The other side of an exchange: the warpgroup of the other CTA that has the same queries.
+// The peer of an exchange: the warpgroup of the other CTA that has the same queries.
 template <class Config>
 struct Peer {
   SmemLayout<Config> smem;
@@ -193,7 +193,7 @@ struct Peer {
   // The first of the two rows of the tile that a thread has; the other is eight rows below.
   static __device__ __forceinline__ uint32_t row() { return threadIdx.x % kWarpgroupThreads / 32 * kWarpRows + lane() / 4; }
 
-  // Sends a number for each of the thread's rows, which all lanes of a quad have.
+  // Sends one number for each of the thread's rows. All lanes of a quad have the same numbers.
   __device__ __forceinline__ void send(const float (&v)[2]) const {
     const uint32_t buffer = exchanges % kStatsBuffers, full = smem.stats_full(group, buffer);
     if (lane() == 0) mbarrier_arrive_expect_tx_remote(full, kWarpRows * sizeof(float), rank);
@@ -201,8 +201,8 @@ struct Peer {
     if (h < 2) store_remote_async(smem.stats(group, buffer) + (row() + 8 * h) * sizeof(float), h == 0 ? v[0] : v[1], full, rank);
   }
 
-  // Receives those of the peer. What it sends into the same buffer, the second next, it sends once it has received the next of this
-  // warpgroup, all warps of which have received these by then.
+  // Receives the peer's numbers. The peer reuses this buffer only after it has received this warpgroup's next numbers, and by then all
+  // warps of this warpgroup have received the present ones.
   __device__ __forceinline__ void receive(float (&v)[2]) {
     const uint32_t buffer = exchanges % kStatsBuffers, from = smem.stats(group, buffer) + row() * sizeof(float);
     mbarrier_wait(smem.stats_full(group, buffer), exchanges / kStatsBuffers % 2);
@@ -211,7 +211,7 @@ struct Peer {
     exchanges++;
   }
 
-  // Sends P as it is in registers, as a K-major operand of wgmma. The lanes of a quad exchange words, so that each has 16 bytes of a row.
+  // Sends P from registers, as a K-major wgmma operand. The lanes of a quad exchange words, so that each has 16 bytes of a row.
   __device__ __forceinline__ void send_p(const uint32_t (&p_frag)[kKeys / 4]) const {
     const uint32_t full = smem.p_ring().full(group);
     mbarrier_wait(smem.p_ring().empty(group), p_parity ^ 1);
@@ -228,13 +228,13 @@ struct Peer {
     }
   }
 
-  // Waits for the P of the peer. The stores of another SM are no writes of the async proxy, through which wgmma reads.
+  // Waits for the peer's P. Stores of another SM are not writes of the async proxy, through which wgmma reads, hence the fence.
   __device__ __forceinline__ void wait_for_p() const {
     mbarrier_wait(smem.p_ring().full(group), p_parity);
     fence_proxy_async();
   }
 
-  // Called once the wgmma that read the peer's P have completed: it may send the next.
+  // Called once the wgmma that read the peer's P have completed: the peer may send the next P.
   __device__ __forceinline__ void release_p() {
     if (threadIdx.x % kWarpgroupThreads == 0) mbarrier_arrive_remote(smem.p_ring().empty(group), rank);
     p_parity ^= 1;
@@ -248,7 +248,7 @@ struct WideTile : OutputTile<Config::kCols> {
   float scores[kKeys / 2];
   uint32_t p_frag[kKeys / 4];
 
-  // scores = q k^T. Returns with the wgmma of the last group in flight, and no others.
+  // scores = q k^T. Returns with only the last wgmma group in flight.
   __device__ __forceinline__ void qk_mma(ConsumerStages<Config>& stages, uint32_t q) {
 #pragma unroll 1
     for (int first = 0; first < Config::kQKSlices; first += kGroupStages) {
@@ -301,7 +301,7 @@ struct WideTile : OutputTile<Config::kCols> {
     }
   }
 
-  // Online softmax of a block, of which this CTA has `count` keys; the row maxima of the other CTA's keys count, too.
+  // Online softmax of a block that has `count` keys in this CTA. The row maxima include the other CTA's keys.
   __device__ __forceinline__ void softmax_block(Peer<Config>& peer, uint32_t count, float scale) {
     constexpr int kCount = kKeys / 4;
     const auto score_of = [&](int h) { return [this, h](int i) -> float& { return scores[i / 2 * 4 + 2 * h + i % 2]; }; };
@@ -365,7 +365,7 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, SmemLayout<Con
       const uint32_t first = k * kBlockKV + cluster_rank() * kKeys;
       tile.softmax_block(peer, max(p.keys[0], first) - first, p.scale);
     };
-    // The first half of P V, of the block whose P is in registers. Returns with its wgmma in flight, and no earlier ones.
+    // Issues the first half of P V for the block whose P is in registers. Returns with its wgmma in flight, and no earlier ones.
     const auto begin_pv = [&] {
       tile.own_pv_mma(stages);
       peer.send_p(tile.p_frag);
@@ -378,7 +378,7 @@ __device__ __forceinline__ void consume(const KlAttentionSm90& p, SmemLayout<Con
     tile.round_p();
     for (uint32_t k = work.k_begin + 1; k < work.k_end; k++) {
       tile.qk_mma(stages, smem.q(group));
-      if (k > work.k_begin + 1) peer.release_p();  // its wgmma came before those of the scores
+      if (k > work.k_begin + 1) peer.release_p();  // its wgmma came before the wgmma of the scores
       begin_pv();
       softmax_block(k);
       tile.peer_pv_mma(stages, peer, [&] { tile.round_p(); });
@@ -418,7 +418,7 @@ __device__ __forceinline__ void attention(const KlAttentionSm90& p) {
     if (threadIdx.x == 0) wait_for_previous_kernel(), produce(p, smem);
     __syncwarp();
   };
-  // The CTAs store into each other's shared memory, which is as good as multicast.
+  // The CTAs store into each other's shared memory, so they start and end together as with multicast.
   run_warp_specialized<AttentionRegisters, kCluster, /*multicast*/ kCluster>(init, run_producer, [&] { consume(p, smem); });
 }
 }  // namespace kl::attention::wide

@@ -1,4 +1,4 @@
-// The fused epilogues of the portable tensor-core kernels: what a CTA does with the accumulators of a finished tile.
+// The fused epilogues of the portable tensor-core kernels, which a CTA runs on the accumulators of a finished tile.
 #pragma once
 
 #include <common/math.cuh>
@@ -9,19 +9,19 @@
 #include <gemm/mma_tile.cuh>
 
 namespace kl::gemm::portable {
-// The steps that all epilogues consist of. A bf16 tile whose columns all exist is staged in shared memory, for coalesced stores of whole
-// chunks; other dtypes and the last columns are stored value by value.
+// Steps that the epilogues share. A bf16 tile whose columns all exist is staged in shared memory, for coalesced stores of whole chunks;
+// other dtypes and the last columns are stored value by value.
 template <class Tile, class Index>
 struct TileEpilogue {
   Tile& tile;
   unsigned char* shared;
   const KlMat& out;
-  Index row0, col0;  // of the tile in `out`
+  Index row0, col0;  // the tile's corner in `out`
 
   __device__ __forceinline__ bool row_exists(Index row) const { return row < out.rows; }
   __device__ __forceinline__ bool is_whole() const { return out.dtype == KL_BF16 && col0 + Tile::kBlockN <= out.cols; }
 
-  // Calls f(m, half, row in the tile, row of the matrix) for the rows that this thread has accumulators of.
+  // Calls f(m, half, row in the tile, row of the matrix) for the rows whose accumulators this thread has.
   template <class F>
   __device__ __forceinline__ void for_each_row(F f) const {
 #pragma unroll
@@ -34,7 +34,7 @@ struct TileEpilogue {
     }
   }
 
-  // Adds the bias of each column of a whole tile; `bias` is that of column 0 of `out`.
+  // Adds the bias of each column of a whole tile; `bias` points to the bias of column 0 of `out`.
   __device__ __forceinline__ void add_bias(const float* bias) const {
     bias += col0 + Tile::col_of_acc(0);
 #pragma unroll
@@ -67,8 +67,8 @@ struct TileEpilogue {
     Tile::store_staged(shared, out, row0, col0, width);
   }
 
-  // Calls f(row, column, v) for each value v of the tile, also where there is no such row or column. Which of the two f looks at first
-  // makes a difference to the registers that the compiler needs.
+  // Calls f(row, column, v) for each value v of the tile, also if there is no such row or column. Whether f checks the row or the column
+  // first makes a difference to the registers that the compiler needs.
   template <class F>
   __device__ __forceinline__ void for_each_value(F f) const {
     for_each_row([&](int m, int half, uint32_t, Index row) {
@@ -83,8 +83,7 @@ struct TileEpilogue {
   }
 };
 
-// The column of the part (and with it the weight row) that is loaded into column `col` of a tile, where the members of a pair are
-// `apart`.
+// The column of the part (and the weight row) that is loaded into column `col` of a tile, if the members of a pair are `apart`.
 __device__ __forceinline__ uint32_t interleaved_column(uint32_t col, uint32_t apart) {
   return col / 16 * 8 + col % 8 + (col / 8 % 2) * apart;
 }
@@ -99,7 +98,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
   const KlOutputRange& part;
   uint64_t saturated;  // the address of the count of values that do not fit an output of e4m3
 
-  // For tile (row_tile, col_tile) of the part, where a tile has `width` columns of the output.
+  // The epilogue of tile (row_tile, col_tile) of the part; a tile has `width` output columns.
   __device__ __forceinline__ GemmEpilogue(const KlGemmStream& s, const KlOutputRange& part, uint64_t saturated, Tile& tile,
                                           unsigned char* shared, uint32_t row_tile, uint32_t col_tile, uint32_t width)
       : Base{tile, shared, part.out, static_cast<uint64_t>(row_tile) * Tile::kBlockM, static_cast<uint64_t>(col_tile) * width},
@@ -127,7 +126,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
     }
   }
 
-  // Adds the LoRA branch. The rows of its second matrix are in the columns in which those of the weight are.
+  // Adds the LoRA branch. Rows of its up matrix go to the same columns as the weight rows.
   __device__ __forceinline__ void add_lora() const {
     const bool swiglu = part.epilogue == KL_SWIGLU, half_split = part.epilogue == KL_QK_NORM_ROPE && s.rope == KL_ROPE_HALF_SPLIT;
     tile.add_product(
@@ -204,7 +203,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
     if (out.dtype == KL_E4M3) store_e4m3(beyond, Tile::kBlockN / 2);
   }
 
-  // Stores a tile that was staged in e4m3, and counts the values that did not fit.
+  // Stores a tile staged in e4m3, and counts the values that did not fit.
   __device__ __forceinline__ void store_e4m3(uint32_t beyond, uint32_t width) const {
     add_saturated(saturated, beyond);
     Tile::template store_staged<e4m3>(shared, out, this->row0, this->col0, width);
@@ -218,7 +217,7 @@ struct GemmEpilogue : TileEpilogue<Tile, uint64_t> {
 
   __device__ __forceinline__ void qk_norm_rope() const {
     const float* weight = row_of<const float>(part.extra, 0);
-    // Two warps hold one half each of a row's columns: both write their sum of squares to shared memory, and read the other's.
+    // Two warps hold one half each of a row's columns. Both write their sum of squares to shared memory and read the other warp's.
     float* squares = reinterpret_cast<float*>(shared);
     const uint32_t side = threadIdx.x / 32 % 2;
     this->for_each_row([&](int m, int half, uint32_t row, uint64_t) {

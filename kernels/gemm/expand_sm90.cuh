@@ -1,10 +1,10 @@
-// Quantized weights for activations of bf16 (mixed input): the policy of a Hopper GEMM whose operand B is expanded while the GEMM runs.
+// Quantized weights for bf16 activations (mixed input): the policy of a Hopper GEMM that expands its operand B while it runs.
 //
-// The warps of the producer warpgroup that have no loads to issue turn codes into bf16, which is exact but for scales of whole tensors or
-// rows, and write them to a buffer in global memory. From there the producer loads them as weights of bf16, as soon as they are there: from
-// L2, which keeps most of what was written shortly before. So a weight is expanded once, for all rows of the activations. Expanding it into
-// the pipeline of every CTA takes more time than the MMAs of a k-block have: the tensor cores leave little of the bandwidth of shared
-// memory (bench/LOG.md).
+// Warps of the producer warpgroup that have no loads to issue turn codes into bf16, which is exact except for tensor and row scales, and
+// write them to a buffer in global memory. From there the producer loads them as bf16 weights, as soon as they are written: from L2, which
+// keeps most of what was written shortly before. So a weight is expanded once, for all rows of the activations. Expanding it into the
+// pipeline of every CTA takes more time than the MMAs of a k-block have: the tensor cores leave little of the bandwidth of shared memory
+// (bench/LOG.md).
 #pragma once
 
 #include <common/expand.cuh>
@@ -13,15 +13,15 @@
 #include <gemm/tma_policies.cuh>
 
 namespace kl::gemm {
-// B is rows of a weight, of which each half of a tile's columns is bf16, or e4m3 or e2m1, which are expanded.
+// B is rows of a weight. Each half of a tile's columns is bf16, or it is e4m3 or e2m1, which are expanded.
 struct ExpandedB {
   static constexpr bool kExpands = true;
-  static constexpr bool kPreloads = false;  // what is expanded is not there yet
+  static constexpr bool kPreloads = false;  // expanded rows are not there yet
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
 
   static __device__ __forceinline__ uint32_t* counters(const KlGemmTma& p) { return reinterpret_cast<uint32_t*>(p.expansion.counters); }
 
-  // The flag of a column tile, counted over all streams, for the group of k-blocks that `k` is in.
+  // The flag for a column tile, counted over all streams, and the group of k-blocks that contains `k`.
   static __device__ __forceinline__ uint32_t* flag(const KlGemmTma& p, uint32_t tile, uint32_t k) {
     const uint32_t groups = ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
     return counters(p) + KL_EXPANSION_COUNTERS + tile * groups + k / KL_EXPANSION_GROUP;
@@ -38,15 +38,15 @@ struct ExpandedB {
   template <class Config>
   struct Loader : CopiedB::Loader<Config> {
     const KlGemmTma& p;
-    uint32_t* flags;  // of the tile; none if nothing of it is expanded
+    uint32_t* flags;  // of the tile; null if nothing of it is expanded
 
     __device__ __forceinline__ Loader(const KlGemmTma& p, const TileCoord<Config>& at, uint32_t rank)
         : CopiedB::Loader<Config>(p, at, rank), p(p), flags(nullptr) {
       uint32_t tile = at.col_tile;
       for (uint32_t i = 0; i < at.part; i++) tile += p.stream[at.stream].part[i].tiles;
       if (tile >= col_tiles(p.stream[at.stream])) {
-        // The last cluster may have one tile too many, of which nothing is stored. Nobody waits for its rows, so they are not read either:
-        // beyond the end of a weight TMA has zeros.
+        // The last cluster may have one tile too many. Nothing of it is stored and nobody waits for its rows, so they are not read either:
+        // past the end of a weight TMA has zeros.
         const auto rows = [&](uint32_t matrix) { return p.stream[at.stream].w[matrix].rows; };
         this->first.row = rows(this->first.matrix), this->second.row = rows(this->second.matrix);
         return;
@@ -64,15 +64,15 @@ struct ExpandedB {
     }
   };
 
-  // The units that a flag counts: of each half of a tile's columns KL_EXPANSION_ROWS rows by a group of k-blocks.
+  // The units that a flag counts: for each half of a tile's columns, KL_EXPANSION_ROWS rows by a group of k-blocks.
   template <class Config>
   static __host__ __device__ constexpr uint32_t units_per_flag() { return 2 * ceil_div<uint32_t>(Config::kBlockN / 2, KL_EXPANSION_ROWS); }
 
-  // The warps that expand.
+  // Expands units; run by the producer warpgroup's warps that issue no loads.
   template <class Config>
   struct Expander {
     static constexpr uint32_t kGroupCols = KL_EXPANSION_GROUP * Config::kBlockK;
-    // A lane expands sixteen codes of a row at a time, and has some loads in flight: producers have few registers.
+    // A lane expands sixteen codes of a row at a time. It has few loads in flight, because producers have few registers.
     static constexpr uint32_t kBlockCols = 16, kLanesPerRow = kGroupCols / kBlockCols, kRowsAtOnce = 32 / kLanesPerRow;
     static constexpr uint32_t kInFlight = Config::Registers::kProducer < 56 ? 2 : Config::Registers::kProducer < 104 ? 4 : 8;
     const KlGemmTma& p;
@@ -80,14 +80,14 @@ struct ExpandedB {
     __device__ __forceinline__ void run() const {
       if (!p.expansion.units) return;
       wait_for_previous_kernel();  // which may still read the buffer
-      // The next unit is asked for before the present one is expanded.
+      // A warp takes the next unit before it expands the present one.
       for (uint32_t next = take(), unit; (unit = __reduce_add_sync(~0u, next)) < p.expansion.units;) {
         next = take();
         expand(unit);
       }
     }
 
-    // Called by every warp of the producer warpgroup when it has taken all units, or waited for all it needs: the last one in the grid
+    // Called by every warp of the producer warpgroup when it has taken all units, or waited for all it needs. The last one in the grid
     // resets the counters.
     __device__ __forceinline__ void finish() const {
       if (!p.expansion.units) return;
@@ -111,7 +111,7 @@ struct ExpandedB {
       constexpr uint32_t kUnits = units_per_flag<Config>();
       const uint32_t groups = ceil_div(p.schedule.k_blocks, KL_EXPANSION_GROUP);
       const uint32_t first_tiles = col_tiles(p.stream[0]), tiles = first_tiles + col_tiles(p.stream[1]);
-      // All column tiles of a wave have their first k-blocks before any has the next ones.
+      // All column tiles of a wave get their first k-blocks before any gets the next ones.
       const uint32_t wave = unit / (kUnits * p.expansion.tiles * groups), first = wave * p.expansion.tiles;
       const uint32_t width = kUnits * min(p.expansion.tiles, tiles - first), within = unit - kUnits * first * groups;
       const uint32_t step = within / width, in_step = within % width, tile = first + in_step / kUnits, part = in_step % kUnits;
@@ -153,8 +153,8 @@ struct ExpandedB {
       }
     };
 
-    // Expands a group of k-blocks of the rows from `row` on. Beyond the end of the weight the last row takes their place, and rows that
-    // two units have in common are written twice, with the same values.
+    // Expands a group of k-blocks of the rows from `row` on. Past the end of the weight the last row takes their place. Rows that two units
+    // have in common are written twice, with the same values.
     template <class Format>
     __device__ __forceinline__ void expand_rows(uint32_t matrix, uint32_t stream, uint32_t row, uint32_t group) const {
       const KlMat& w = p.stream[stream].w[matrix];

@@ -2,9 +2,9 @@
 //
 // Tiles are scheduled by Stream-K (persistent/stream_k.cuh): the first `full_tiles` CTAs compute one tile each, the others are workers.
 //
-// Operands are copied row by row, so any weight row can be loaded into any column of a tile. SwiGLU interleaves eight gate columns with
-// the eight up columns that belong to them, and half-split RoPE eight elements with those 64 further, so that one thread holds both
-// members of each pair in registers. Weights in memory stay as the checkpoint has them.
+// Operands are copied row by row, so any weight row can be loaded into any column of a tile. SwiGLU interleaves eight gate columns with the
+// eight up columns that belong to them. Half-split RoPE interleaves eight elements with the eight that are 64 further. One thread then
+// holds both members of each pair in registers. Weights in memory stay as the checkpoint has them.
 #pragma once
 
 #include <gemm/epilogue_mma.cuh>
@@ -13,8 +13,8 @@
 namespace kl::gemm::portable {
 using namespace persistent;
 
-// The rows of an operand that a thread copies: every kRowsPerCopy-th or, where columns are interleaved in pairs, every half as many. Rows
-// beyond the end repeat the last one; their results are not stored.
+// The operand rows that a thread copies: every kRowsPerCopy-th or, if columns are interleaved in pairs, every half as many. Rows past the
+// end repeat the last one; their results are not stored.
 template <class Tile>
 struct OperandRows {
   uint64_t base;                // the same for all threads, which saves registers
@@ -52,7 +52,7 @@ __device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned ch
   const uint32_t line = Tile::copy_row(), chunk = Tile::copy_chunk(), x_pitch = pitch(s.x);
   const OperandRows<Tile> a{s.x.data, (at.row_tile * Tile::kBlockM + line) * x_pitch + chunk, Tile::kRowsPerCopy * x_pitch,
                             (s.x.rows - 1) * x_pitch + chunk};
-  // The first weight row that the thread copies, counted from those of the part on.
+  // The first weight row that the thread copies, counted from the first row of the part.
   uint32_t row = at.col_tile * Tile::kBlockN + line, step = Tile::kRowsPerCopy;
   const auto address = [&](uint32_t half) {
     const KlGemmRows& rows = part.w[half];
@@ -62,7 +62,7 @@ __device__ __forceinline__ void compute(const KlGemm& p, Tile& tile, unsigned ch
   uint64_t base = address(0);
   uint32_t to_half = 0;
   if (part.epilogue == KL_SWIGLU) {
-    // A thread copies gate rows, or up rows. These may be rows of another matrix, with the same pitch.
+    // A thread copies gate rows or up rows. Up rows may be in another matrix, with the same pitch.
     const uint64_t own = line / 8 % 2 ? address(1) : base;
     base = min(base, address(1));
     to_half = static_cast<uint32_t>((own - base) / 16);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
   const KlTileSchedule& s = p.schedule;
   // The first of a CTA's k-blocks, counted over all tiles.
   const auto begin_of = [&](uint32_t cta) { return cta < s.full_tiles ? cta * s.k_blocks : first_k_block(s, cta - s.full_tiles); };
-  // It works from their end to their beginning.
+  // The CTA works from their end to their beginning.
   uint32_t end = blockIdx.x < s.full_tiles ? (blockIdx.x + 1) * s.k_blocks : first_k_block(s, blockIdx.x - s.full_tiles + 1);
   for (;;) {
     Tile tile;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void gemm(const KlGemm& p, unsigned char* shared) {
       const WorkTile work = take_last_tile(s, begin_of(blockIdx.x), start);
       compute(p, tile, shared, work.tile, work.k_begin, end - start);
     }
-    // Everything below is derived from these again: otherwise the compiler would keep it in registers, which the main loop needs.
+    // Everything below is derived from these again. Otherwise the compiler would keep it in registers that the main loop needs.
     const uint32_t cta = blockIdx.x;
     asm volatile("" : "+r"(end));
     const WorkTile work = take_last_tile(s, begin_of(cta), end);

@@ -1,5 +1,5 @@
-// The multistage GEMM mainloop of the portable tensor-core kernels (sm_80 and newer), which gemm_bf16_sm80.cu, gemm_fp8_sm89.cu and conv_bf16_sm80.cu
-// share.
+// The multistage GEMM mainloop of the portable tensor-core kernels (sm_80 and newer): gemm_bf16_sm80.cu, gemm_fp8_sm89.cu and
+// conv_bf16_sm80.cu share it.
 #pragma once
 
 #include <common/math.cuh>
@@ -13,8 +13,8 @@ namespace kl::gemm::portable {
 // through a cp.async pipeline of kStages stages in shared memory. Register fragments are double-buffered: while the MMAs of one step of 32
 // bytes of K run, ldmatrix loads the fragments of the next, and the only __syncthreads of a stage comes before its last step. Shared memory
 // is swizzled: the 16-byte chunks of a row are permuted by the row index, so that ldmatrix reads eight rows without bank conflicts. With
-// promotion the products of a k-block are summed from zero on, and that sum is added to the accumulators: Ada keeps thirteen binary places
-// of a sum of e4m3 products, and with 128 of them that is all there are.
+// promotion the products of a k-block are summed from zero on, and their sum is added to the accumulators. Ada keeps thirteen binary places
+// of a sum of e4m3 products, and a k-block has only 128 of them.
 template <int kBlockM_, int kBlockN_, int kWarps, int kBlockK_, int kStages_, class Mma = Bf16Mma, bool kPromotes = false>
 struct MmaTile {
   using Element = typename Mma::Element;
@@ -39,7 +39,7 @@ struct MmaTile {
   static __device__ __forceinline__ uint32_t copy_chunk() { return threadIdx.x % kChunksPerRow; }
   static __device__ __forceinline__ uint32_t warp_row() { return threadIdx.x / 64 * kWarpRows; }
   static __device__ __forceinline__ uint32_t warp_col() { return threadIdx.x / 32 % 2 * kWarpCols; }
-  // Row and first column of acc[m][n][2 half] in the tile.
+  // The row, and the first column, of acc[m][n][2 half] in the tile.
   static __device__ __forceinline__ uint32_t row_of_acc(int m, int half) {
     return warp_row() + m * 16 + half * 8 + threadIdx.x % 32 / 4;
   }
@@ -72,7 +72,7 @@ struct MmaTile {
       }
       cp_async_commit();
     };
-    // Fragment addresses of the first step; those of later steps differ in two swizzled address bits, other fragments by whole rows.
+    // Fragment addresses of the first step. In later steps two swizzled address bits differ; other fragments are whole rows away.
     const uint32_t a_address = base + swizzled<kRowBytes>(warp_row() + lane % 16, lane / 16);
     const uint32_t b_address = base + kBOffset + swizzled<kRowBytes>(warp_col() + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     uint32_t a[2][kMmaM][4], b[2][kMmaN / 2][4];
@@ -97,7 +97,7 @@ struct MmaTile {
     __syncthreads();
     load(0, 0, 0);
     constexpr int kSums = kPromotes ? kMmaN : 1;
-    float sums[kMmaM][kSums][4] = {};  // of a k-block
+    float sums[kMmaM][kSums][4] = {};  // sums of a k-block
     for (uint32_t k_block = 0, stage = 0; k_block < k_blocks; k_block++) {
       const uint32_t next = stage + 1 < kStages ? stage + 1 : 0, free_stage = stage > 0 ? stage - 1 : kStages - 1;
 #pragma unroll
@@ -137,8 +137,8 @@ struct MmaTile {
     __syncthreads();  // the epilogue may now overwrite the pipeline stages
   }
 
-  // Adds a product of bf16, `cols` columns of K of it, whatever the type of the other operands. row_a(row) and row_b(row) return the addresses of
-  // the operands' rows. There are few of them, so nothing is copied ahead.
+  // Adds a bf16 product over `cols` columns of K, whatever the type of the other operands. row_a(row) and row_b(row) return the addresses
+  // of the operands' rows. There are few columns, so nothing is copied ahead.
   template <class RowA, class RowB>
   __device__ __forceinline__ void add_product(unsigned char* shared, uint32_t cols, RowA row_a, RowB row_b) {
     constexpr uint32_t kStageCols = kRowBytes / sizeof(bf16), kChunkCols = 16 / sizeof(bf16);
@@ -192,7 +192,7 @@ struct MmaTile {
     store_staged_rows<T>(shared, out, [&](uint32_t row) { return row0 + row; }, col0, width);
   }
 
-  // Stores the staged output tile where its row `row` is row row_at(row) of the matrix, or none if that has no such row.
+  // Stores the staged output tile: its row `row` becomes row row_at(row) of the matrix, if the matrix has that row.
   template <class T = bf16, class F>
   static __device__ __forceinline__ void store_staged_rows(const unsigned char* shared, const KlMat& out, F row_at, uint64_t col0,
                                                            uint32_t width) {

@@ -249,7 +249,7 @@ struct GemmEpilogue {
       mbarrier_wait(pipe.full(pipe.stage), pipe.parity);
 #pragma unroll
       for (uint32_t across = 0; across < Config::kResidualBoxesN; across++) {
-        // Boxes are in sequence, column by column: each column has the boxes of all warpgroups.
+        // Boxes are in sequence: for each range of columns the boxes of all warpgroups.
         const uint32_t box = across * Config::kResidualBoxesM + (Config::kSplitK ? 0 : group);
         if (box / Config::kBoxesPerStage != stage) continue;
         const uint32_t box_offset = box % Config::kBoxesPerStage * Config::kResidualBoxBytes;
