@@ -1,6 +1,6 @@
-//! Whether a GPU computes what kiln's kernels ask of it: copies, single instructions, whole GEMMs and attention, each against what is
-//! known of it. The caller prints the lines; on GPUs that the kernels were never run on, the [`gate`] runs the quick form before
-//! it lets them be used.
+//! Tests whether a GPU computes what kiln's kernels rely on: copies, single instructions, whole GEMMs and attention, each against known
+//! results. The caller prints the lines. On GPUs that gated kernels were never run on, the [`gate`] runs the quick form before it enables
+//! them.
 
 mod attention;
 mod burst;
@@ -22,14 +22,14 @@ use crate::backend::cuda::{CopyBy, Cuda, Mma};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Region};
 
-/// What came of a check.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Everything is right; with a detail, which may be empty.
+    /// Everything is right. The detail may be empty.
     Passed(String),
-    /// This is wrong.
+    /// The text says what is wrong.
     Failed(String),
-    /// This GPU, or this build, has nothing of the kind.
+    /// This GPU, or this build, has nothing to check here.
     NotHere,
 }
 
@@ -55,28 +55,28 @@ impl std::fmt::Display for Outcome {
     }
 }
 
-/// A check that was made.
+/// A check with its result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Line {
     /// What was checked.
     pub name: String,
-    /// What came of it.
+    /// The result.
     pub outcome: Outcome,
 }
 
 impl Line {
-    /// Whether it failed.
+    /// Whether the check failed.
     pub const fn failed(&self) -> bool {
         matches!(self.outcome, Outcome::Failed(_))
     }
 }
 
-/// How much is checked.
+/// How much a self-test checks.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent<'a> {
-    /// Shapes of GEMMs.
+    /// GEMM shapes.
     pub shapes: &'a [Shape],
-    /// Size of attention.
+    /// Size of the attention op.
     pub attention: Size,
     /// Whether rates are measured at the end.
     pub burst: bool,
@@ -84,27 +84,27 @@ pub struct Extent<'a> {
 
 const SHAPES: [Shape; 3] = [
     Shape { rows: 128, cols: 128, k: 256 },
-    // No side is a multiple of a tile's.
+    // Sides that are not multiples of a tile's.
     Shape { rows: 200, cols: 384, k: 640 },
-    // The rows of an image of 1024x1024 in klein 4B.
+    // The rows of a 1024x1024 image in klein 4B.
     Shape { rows: 4608, cols: 3072, k: 3072 },
 ];
 
 impl Extent<'_> {
-    /// Everything.
+    /// The full self-test.
     pub const FULL: Self = Self { shapes: &SHAPES, attention: Size { tokens: 4608, heads: 24 }, burst: true };
-    /// What takes less than a second.
+    /// Checks that take less than a second.
     pub const QUICK: Self = Self { shapes: SHAPES.split_at(2).0, attention: Size { tokens: 200, heads: 2 }, burst: false };
 }
 
-/// A check by its name.
+/// A check: its name and the function that runs it.
 type Check = (String, Box<dyn Fn(&mut Cuda) -> Result<Outcome>>);
 
 fn check(name: impl Into<String>, run: impl Fn(&mut Cuda) -> Result<Outcome> + 'static) -> Check {
     (name.into(), Box::new(run))
 }
 
-/// How the GPU copies and launches: what a quick look at a GPU tries.
+/// Checks of copies and launches, for a quick look at a GPU.
 fn launch_checks() -> Vec<Check> {
     let by = |name, by| check(name, move |cuda| copies::copy_by(cuda, by));
     vec![
@@ -149,13 +149,13 @@ fn product_checks(extent: &Extent<'_>) -> Vec<Check> {
     checks
 }
 
-/// Makes checks one after the other and hands each line on as soon as it is there. What the GPU holds is lost.
+/// Runs checks in order and reports each line as soon as it is known. Everything that the GPU holds is lost.
 fn make(cuda: &mut Cuda, checks: Vec<Check>, report: &mut dyn FnMut(&Line) -> Result<()>) -> Result<Vec<Line>> {
     let (mut lines, mut lost) = (Vec::new(), false);
     for (name, run) in checks {
         let outcome = match if lost { Ok(Outcome::Failed("not run: the GPU has failed before".into())) } else { run(cuda) } {
             Err(error @ (Error::Device { .. } | Error::Op { .. })) => {
-                // After a fault nothing runs any more.
+                // After a fault of the device nothing runs any more.
                 lost = matches!(error, Error::Device { .. });
                 Outcome::Failed(error.to_string())
             }
@@ -166,7 +166,7 @@ fn make(cuda: &mut Cuda, checks: Vec<Check>, report: &mut dyn FnMut(&Line) -> Re
         lines.push(line);
     }
     if !lost {
-        // What the checks have allocated, and values that did not fit a format, are nobody else's business.
+        // Frees what the checks have allocated, and forgets their saturated values.
         cuda.take_saturated()?;
         cuda.reserve(Region::Arena, 0)?;
         cuda.reserve(Region::Weights, 0)?;
@@ -174,7 +174,7 @@ fn make(cuda: &mut Cuda, checks: Vec<Check>, report: &mut dyn FnMut(&Line) -> Re
     Ok(lines)
 }
 
-/// Makes all checks of an extent.
+/// Runs all checks of an extent.
 pub fn run(cuda: &mut Cuda, extent: &Extent<'_>, report: &mut dyn FnMut(&Line) -> Result<()>) -> Result<Vec<Line>> {
     let mut checks = launch_checks();
     checks.extend(instruction_checks());
@@ -185,7 +185,7 @@ pub fn run(cuda: &mut Cuda, extent: &Extent<'_>, report: &mut dyn FnMut(&Line) -
     make(cuda, checks, report)
 }
 
-/// Checks how the GPU copies and launches.
+/// Checks copies and launches.
 pub fn run_launches(cuda: &mut Cuda) -> Result<Vec<Line>> {
     make(cuda, launch_checks(), &mut |_| Ok(()))
 }

@@ -1,4 +1,4 @@
-//! Attention against the naive kernel on the same GPU.
+//! Tests attention against the naive kernel on the same GPU.
 
 use super::Outcome;
 use super::gemms::{Random, run_both};
@@ -9,12 +9,12 @@ use crate::tensor::{Arena, DType, Region, Scale, Stored, Tensor};
 
 const HEAD_DIM: usize = 128;
 
-/// Tokens and heads.
+/// Size of an attention op.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
-    /// Tokens, queries and keys alike.
+    /// Number of queries, which is also the number of keys.
     pub tokens: usize,
-    /// Heads of 128.
+    /// Number of heads, each of 128.
     pub heads: usize,
 }
 
@@ -24,10 +24,10 @@ impl std::fmt::Display for Size {
     }
 }
 
-/// How far results may be apart, relative to their norm: each kernel rounds its result to bf16 once, and the one under test its
-/// probabilities as well. A rounding is 2^-9 at the most and 2^-9 / sqrt(3) in the mean; three of them are 2^-9, and this is twice that.
+/// How far results may be apart, relative to their norm. Each kernel rounds its result to bf16 once, and the kernel under test also rounds
+/// its probabilities. A rounding is at most 2^-9 and 2^-9 / sqrt(3) in the mean. Three of them are 2^-9, and this is twice that.
 const LIMIT: f64 = 1.0 / 256.0;
-/// The same for each head of a query, where nothing averages: relative to the largest norm of a value.
+/// How far a head of a query may be apart, where nothing averages: relative to the largest norm of a value.
 const HEAD_LIMIT: f64 = 1.0 / 256.0;
 
 fn values(cuda: &mut Cuda, t: Tensor) -> Result<Vec<f32>> {
@@ -40,10 +40,10 @@ fn norm(values: impl Iterator<Item = f64>) -> f64 {
     values.map(|v| v * v).sum::<f64>().sqrt()
 }
 
-/// What is wrong with a result.
+/// The first fault of a result, if it has one.
 fn fault(got: &[f32], naive: &[f32], largest_value: f64, cols: usize) -> Option<String> {
     if naive.iter().all(|value| *value == naive[0]) {
-        // Two kernels that do nothing agree as well.
+        // Two kernels that do nothing also agree.
         return Some(format!("all values of the naive kernel are {}", naive[0]));
     }
     let difference = |(a, b): (&f32, &f32)| f64::from(*a) - f64::from(*b);
@@ -51,7 +51,7 @@ fn fault(got: &[f32], naive: &[f32], largest_value: f64, cols: usize) -> Option<
     for (i, (got, naive)) in heads.iter().zip(naive_heads).enumerate() {
         let error = norm(got.iter().zip(naive).map(difference));
         let limit = HEAD_LIMIT * (largest_value + norm(naive.iter().map(|v| f64::from(*v))));
-        // A NaN is beyond every limit.
+        // NaN exceeds every limit.
         if error.partial_cmp(&limit).is_none_or(std::cmp::Ordering::is_gt) {
             let (query, head) = (i * HEAD_DIM / cols, i * HEAD_DIM % cols / HEAD_DIM);
             return Some(format!("query {query}, head {head} is off by {error:.1e}, more than {limit:.1e}"));
@@ -73,13 +73,14 @@ pub fn attention(cuda: &mut Cuda, heads: DType, size: Size) -> Result<Outcome> {
     let out = [arena.alloc(size.tokens, cols, DType::Bf16)?, arena.alloc(size.tokens, cols, DType::Bf16)?];
     cuda.reserve(Region::Arena, arena.peak())?;
     let mut random = Random(4);
-    // Multiples of an eighth, which both types have. Logits are exponents of two of up to about eight.
+    // Multiples of an eighth, which both types can store. Logits are exponents of two of up to about eight.
     for t in [q, k, v] {
         let values: Vec<f32> = (0..t.len()).map(|_| random.integer(7) / 8.0).collect();
         cuda.write(t, &values)?;
     }
     let mut kernels = Vec::new();
-    // No logit is larger than the product of the largest norms, 128 times (7 / 8)^2; and the kernels for those that have no bound.
+    // No logit is larger than the product of the largest norms, 128 times (7 / 8)^2. The infinite bound selects the kernels for unbounded
+    // logits.
     for bound in [98.0, f32::INFINITY] {
         out.iter().try_for_each(|t| cuda.fill_with_nan(*t))?;
         let softmax = if bound.is_finite() { "max-free softmax" } else { "online softmax" };

@@ -1,4 +1,4 @@
-//! Copies: between host and device, through tensor maps and bulk copies, in kernels that overlap, and in a captured graph.
+//! Tests copies between host and device, through tensor maps and bulk copies, in kernels that overlap, and in a captured graph.
 
 use super::Outcome;
 use crate::backend::cuda::{CopyBy, Cuda};
@@ -6,13 +6,13 @@ use crate::backend::{Backend, Op};
 use crate::error::Result;
 use crate::tensor::{Arena, DType, Region, Tensor};
 
-/// Neither is a multiple of the sides of a box.
+/// Sides that are not multiples of a box's sides.
 const ROWS: usize = 200;
 const COLS: usize = 328;
-/// The same, filled up to whole boxes.
+/// The sides padded to whole boxes.
 const PADDED: [usize; 2] = [256, 384];
 
-/// Matrices of bf16, the first `inner` of whole boxes, in working memory of their own. Values are small integers, others for each `seed`.
+/// A bf16 matrix of small integers, and `others` that are padded to whole boxes and filled with NaN, in freshly reserved working memory.
 struct Matrices {
     x: Tensor,
     others: Vec<Tensor>,
@@ -39,7 +39,7 @@ fn inside(t: Tensor) -> Tensor {
     t.rows(0..ROWS).cols(0..COLS)
 }
 
-/// What is wrong with a matrix that should hold the values of a seed, and zeros where it is larger.
+/// What is wrong with a matrix that should hold the values of a seed, with zeros in its padding.
 fn fault(cuda: &mut Cuda, t: Tensor, seed: usize) -> Result<Option<String>> {
     let (want, mut got) = (values(seed), vec![0.0; t.len()]);
     cuda.read(t, &mut got)?;
@@ -51,7 +51,7 @@ fn fault(cuda: &mut Cuda, t: Tensor, seed: usize) -> Result<Option<String>> {
     Ok(wrong)
 }
 
-/// From the host to the device, there, and back.
+/// Copies from the host to the device, on the device, and back.
 pub fn copy(cuda: &mut Cuda) -> Result<Outcome> {
     let matrices = Matrices::new(cuda, 1)?;
     let out = inside(matrices.others[0]);
@@ -59,7 +59,7 @@ pub fn copy(cuda: &mut Cuda) -> Result<Outcome> {
     Ok(Outcome::unless(fault(cuda, out, 0)?))
 }
 
-/// One kernel that copies so; with boxes, what lies beyond the edge is zero.
+/// One kernel that copies in this way. Boxes must fill the padding with zeros.
 pub fn copy_by(cuda: &mut Cuda, by: CopyBy) -> Result<Outcome> {
     if !cuda.has_copy(by) {
         return Ok(Outcome::NotHere);
@@ -71,18 +71,18 @@ pub fn copy_by(cuda: &mut Cuda, by: CopyBy) -> Result<Outcome> {
     Ok(Outcome::unless(fault(cuda, out, 0)?))
 }
 
-/// The way to copy whose kernels may start before the one before has ended, or else the op.
+/// A way to copy whose kernels may start before the previous one has ended. If there is none, the op.
 fn overlapping(cuda: &Cuda) -> CopyBy {
     if cuda.has_copy(CopyBy::Box128) { CopyBy::Box128 } else { CopyBy::Op }
 }
 
-/// Copies that each read what the one before writes.
+/// Copies that each read the result of the previous one.
 fn chain(matrices: &Matrices, length: usize) -> Vec<(Tensor, Tensor)> {
     let at = |i: usize| inside(matrices.others[i % matrices.others.len()]);
     (0..length).map(|i| (at(i), if i == 0 { matrices.x } else { at(i - 1) })).collect()
 }
 
-/// Kernels that start before the one before has ended, and read what it writes.
+/// Kernels that start before the previous one has ended, and read its result.
 pub fn overlap(cuda: &mut Cuda) -> Result<Outcome> {
     let by = overlapping(cuda);
     if by == CopyBy::Op {
@@ -94,7 +94,7 @@ pub fn overlap(cuda: &mut Cuda) -> Result<Outcome> {
     Ok(Outcome::unless(fault(cuda, chain[chain.len() - 1].0, 0)?))
 }
 
-/// A captured graph of such kernels, launched twice on other values.
+/// A captured graph of overlapping kernels, launched twice on different values.
 pub fn graph(cuda: &mut Cuda) -> Result<Outcome> {
     let (by, matrices) = (overlapping(cuda), Matrices::new(cuda, 2)?);
     let chain = chain(&matrices, 2);

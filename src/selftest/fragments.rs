@@ -1,7 +1,7 @@
-//! Where the fragments of `mma.sync` have the elements of a 16x8 product: the lane, the register and the bits.
+//! Where the fragments of `mma.sync` hold the elements of a 16x8 product: the lane, the register and the bits.
 //!
-//! All its forms have one layout, by bytes: a register has 32 bits of consecutive elements along K, the four lanes of a quad have
-//! consecutive registers of one row, and A has those of rows eight farther down before those farther along K.
+//! All forms have one layout, by bytes. A register has 32 bits of consecutive elements along K. The four lanes of a quad have consecutive
+//! registers of one row. The registers of A go eight rows down first, and then farther along K.
 
 use crate::backend::cuda::{Fragments, LANES};
 use crate::tensor::DType;
@@ -9,7 +9,7 @@ use crate::tensor::DType;
 /// Rows and columns of a product.
 pub const ROWS: usize = 16;
 pub const COLS: usize = 8;
-/// The first word of A, B, the scales and the accumulators among those of a lane.
+/// The first word of A, B, the scales and the accumulators in a lane.
 const A: usize = 0;
 const B: usize = 4;
 const SCALES: usize = 6;
@@ -17,7 +17,7 @@ const D: usize = 8;
 /// Blocks along K that have a scale.
 pub const BLOCKS: usize = 4;
 
-/// A place in the registers of a warp: the lane, the word among those of the lane, and its bits.
+/// A place in the registers of a warp: the lane, the word in the lane, and its bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
     pub lane: usize,
@@ -27,7 +27,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// The number of the register among those of its operand.
+    /// The number of the register in its operand.
     pub const fn register(self) -> usize {
         match self.word {
             word @ A..B => word - A,
@@ -63,51 +63,51 @@ impl Layout {
         self.dtype.elements(32)
     }
 
-    /// The element at this K of a word of the lanes of a quad.
+    /// The place of the element at this K, in a word of a quad's lanes.
     const fn place(self, quad: usize, word: usize, k: usize) -> Place {
         let (bits, per_register) = (self.dtype.bits(), self.dtype.elements(4));
         Place { lane: 4 * quad + k / per_register % 4, word, bit: k % per_register * bits, bits }
     }
 
-    /// Half of K: what the registers of a quad have.
+    /// Half of K: the elements in one register of each lane of a quad.
     const fn half(self) -> usize {
         self.k() / 2
     }
 
-    /// Where A has an element.
+    /// The place of an element of A.
     pub const fn a(self, row: usize, k: usize) -> Place {
         self.place(row % 8, A + row / 8 + 2 * (k / self.half()), k)
     }
 
-    /// Where B has an element.
+    /// The place of an element of B.
     pub const fn b(self, col: usize, k: usize) -> Place {
         self.place(col, B + k / self.half(), k)
     }
 }
 
-/// Where a lane has an element of the result.
+/// The place of an element of the result.
 pub const fn d(row: usize, col: usize) -> Place {
     Place { lane: 4 * (row % 8) + col / 2, word: D + 2 * (row / 8) + col % 2, bit: 0, bits: 32 }
 }
 
-/// Where the scale of a block of A is, with this selector.
+/// The place of the scale of a block of A, with this selector.
 pub const fn scale_a(selector: u32, row: usize, block: usize) -> Place {
     Place { lane: 4 * (row % 8) + 2 * selector as usize + row / 8, word: SCALES, bit: 8 * block, bits: 8 }
 }
 
-/// The same of B.
+/// The place of the scale of a block of B, with this selector.
 pub const fn scale_b(selector: u32, col: usize, block: usize) -> Place {
     Place { lane: 4 * col + selector as usize, word: SCALES + 1, bit: 8 * block, bits: 8 }
 }
 
-/// Fragments of zeros, with scales of 448 in all lanes: whoever reads those of a lane that is not selected is found.
+/// Fragments of zeros, with scales of 448 in all lanes, so that reading scales of an unselected lane shows in the result.
 pub const EMPTY: Fragments = {
     let mut lane = [0; D + 4];
     (lane[SCALES], lane[SCALES + 1]) = (0x7e7e_7e7e, 0x7e7e_7e7e);
     [lane; LANES]
 };
 
-/// Sets the bits of a place.
+/// Writes a code to the bits of a place.
 pub fn set(fragments: &mut Fragments, place: Place, code: u32) {
     let Place { lane, word, bit, bits } = place;
     let mask = (u32::MAX >> (32 - bits)) << bit;
@@ -126,7 +126,7 @@ mod tests {
         (0..rows).flat_map(move |row| (0..cols).map(move |col| (row, col)))
     }
 
-    /// All bits of the registers, each once.
+    /// Checks that the places cover all bits of the registers, each once.
     fn covers(places: impl Iterator<Item = Place>, registers: usize) {
         let (mut seen, mut bits) = (BTreeSet::new(), 0);
         for place in places {
@@ -145,7 +145,7 @@ mod tests {
             covers(pairs(COLS, layout.k()).map(|(col, k)| layout.b(col, k)), 2);
         }
         covers(pairs(ROWS, COLS).map(|(row, col)| d(row, col)), 4);
-        // Each selector takes other lanes: the two of A all of them between them, and so do the four of B.
+        // Each selector takes other lanes: the two selectors of A cover all lanes, and so do the four of B.
         let a = (0..2).flat_map(|s| pairs(ROWS, BLOCKS).map(move |(row, block)| scale_a(s, row, block)));
         covers(a, 1);
         let b: BTreeSet<Place> =

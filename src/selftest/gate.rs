@@ -1,5 +1,5 @@
-//! The gate for native kernels: on GPUs that kernels for their architecture were never run on, these are used only after the quick
-//! self-test has passed there. The portable kernels compute the same.
+//! The gate for kernels that were never run on hardware. On GPUs of their architecture they are used only after the quick self-test has
+//! passed. The portable kernels compute the same.
 
 use super::{Extent, Key, Line, Outcome, Records, Verdict, run};
 use crate::backend::cuda::Cuda;
@@ -9,14 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// What the gate found.
+/// How the gate decided.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Gate {
-    /// This GPU has no kernels that need it.
+    /// This GPU has no gated kernels.
     Open,
-    /// This is on record, and it was not run again.
+    /// The record has this verdict, and the self-test was not run again.
     Recorded(Verdict),
-    /// It was run, with this verdict, in so many seconds.
+    /// The self-test was run, with this verdict, in this many seconds.
     Ran(Verdict, f64),
 }
 
@@ -29,8 +29,8 @@ fn verdict(lines: &[Line]) -> Verdict {
     lines.iter().find_map(failed).map_or(Verdict::Passed, Verdict::Failed)
 }
 
-/// Makes the checks of an extent with native kernels, and records the verdict. Where it failed, native kernels are off afterwards; the GPU
-/// may be unusable then, until it is opened again.
+/// Runs the checks of an extent with gated kernels on, and records the verdict. If it failed, gated kernels are off afterwards, and the GPU
+/// may be unusable until it is opened again.
 pub fn record(
     cuda: &mut Cuda,
     extent: &Extent<'_>,
@@ -38,11 +38,11 @@ pub fn record(
     report: &mut dyn FnMut(&Line) -> Result<()>,
 ) -> Result<(Vec<Line>, Verdict)> {
     let key = Key::of(cuda);
-    // A folder that cannot be written costs a second at the next start, and nothing else.
+    // If the folder cannot be written, the next start runs the self-test again, which takes a second.
     let _ = records.save(&key, Verdict::Begun);
     cuda.enable_gated(true);
     let lines = run(cuda, extent, report).inspect_err(|_| {
-        // Nothing is known then, as after a stop by the user.
+        // A self-test that was interrupted has no verdict.
         records.remove(&key);
     })?;
     let verdict = verdict(&lines);
@@ -51,8 +51,8 @@ pub fn record(
     Ok((lines, verdict))
 }
 
-/// Turns native kernels on if they are on record as right, or prove to be now, by checks of this extent. What the GPU holds is lost if it
-/// has to be tested.
+/// Turns gated kernels on if the record says that they passed. Without a record it runs the checks of this extent, and the contents of the
+/// GPU are lost.
 pub fn gate(cuda: &mut Cuda, extent: &Extent<'_>, records: &Records) -> Result<Gate> {
     if !cuda.has_gated_kernels() {
         return Ok(Gate::Open);
@@ -67,12 +67,12 @@ pub fn gate(cuda: &mut Cuda, extent: &Extent<'_>, records: &Records) -> Result<G
     Ok(Gate::Ran(verdict, start.elapsed().as_secs_f64()))
 }
 
-/// Opens a GPU, with native kernels as the gate allows them.
+/// Opens a GPU, with gated kernels as the gate allows them.
 pub fn open(device: usize, stop: Arc<AtomicBool>, records: &Records) -> Result<(Cuda, Gate)> {
     let mut cuda = Cuda::open(device, stop.clone())?;
     let gate = gate(&mut cuda, &Extent::QUICK, records)?;
     if let Gate::Ran(Verdict::Failed(_), _) = gate {
-        // The fault may have been one that the driver does not forget as long as the context lives.
+        // The driver may remember the fault as long as the context lives.
         drop(cuda);
         cuda = Cuda::open(device, stop)?;
     }

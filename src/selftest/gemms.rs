@@ -1,7 +1,7 @@
-//! GEMMs with every epilogue, against the naive kernel on the same GPU.
+//! Tests GEMMs with every epilogue against the naive kernel on the same GPU.
 //!
-//! Operands are small integers times powers of two, so that sums are exact in any order and with as few places as tensor cores keep of
-//! FP8: what differs before the last rounding is a fault.
+//! Operands are small integers times powers of two. Sums are exact in any order, with no more places than tensor cores keep for FP8, so a
+//! difference before the last rounding is a fault.
 
 use super::Outcome;
 use super::compare::{Agreement, difference};
@@ -31,7 +31,7 @@ impl std::fmt::Display for Shape {
     }
 }
 
-/// What a GEMM multiplies.
+/// The operand types of a GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// bf16 by bf16.
@@ -43,19 +43,19 @@ pub enum Format {
 }
 
 const HEAD_DIM: usize = 128;
-/// The scale of inputs, a power of two as all scales here.
+/// The exponent of the scale of inputs. All scales here are powers of two.
 const INPUT_EXPONENT: i8 = -3;
-/// Scales of results, which are below 200.
+/// Exponents of the scales of results, which are below 200.
 const RESULT_E4M3: i8 = -1;
 const RESULT_NVFP4: i8 = -4;
-/// Parts of the weight: queries, keys, values, gates and ups.
+/// Parts of the weight: queries, keys, values, gate and up.
 const PARTS: usize = 5;
 
 impl Format {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 3] = [Self::Bf16, Self::W8A8, Self::W4A4];
 
-    /// Its name.
+    /// The format's name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Bf16 => "bf16",
@@ -77,9 +77,9 @@ impl Format {
         Stored::scaled(self.dtype(), Scale::power_of_two(exponent))
     }
 
-    /// The exponent of the weight's scale with which results are about one.
+    /// The exponent of a weight scale that makes results about one.
     fn weight_exponent(self, k: usize) -> i8 {
-        // The standard deviation of a product of two elements, which the integers below have.
+        // The standard deviation of a product of two elements, with the integers below.
         let product: f32 = match self {
             Self::Bf16 => 24.0,
             Self::W8A8 => 4.0,
@@ -88,7 +88,7 @@ impl Format {
         -(product * (k as f32).sqrt()).log2().floor() as i8 - INPUT_EXPONENT
     }
 
-    /// Elements as they are stored, and the scales of blocks: others for each `seed`.
+    /// Stored elements and block scales, pseudo-random by `seed`.
     fn elements(self, rows: usize, cols: usize, exponent: i8, seed: u64) -> (Vec<u8>, Vec<u8>) {
         let mut random = Random(seed);
         let len = rows * cols;
@@ -116,13 +116,13 @@ impl Random {
         ((self.0 >> 33) as usize) % limit
     }
 
-    /// An integer of at most this magnitude.
+    /// A random integer of at most this magnitude.
     pub fn integer(&mut self, most: usize) -> f32 {
         self.below(2 * most + 1) as f32 - most as f32
     }
 }
 
-/// The operands of the ops of one format and shape.
+/// The operands of all ops of one format and shape.
 struct Operands {
     x: Tensor,
     layer: Linear,
@@ -131,7 +131,7 @@ struct Operands {
     gate: Tensor,
 }
 
-/// Results of an op, twice: by the kernel under test and by the naive one.
+/// Two results of an op: from the kernel under test and from the naive kernel.
 type Results = [Tensor; 2];
 
 struct Ops {
@@ -150,7 +150,7 @@ fn twice(arena: &mut Arena, shape: Shape, stored: Stored) -> Result<Results> {
 }
 
 impl Ops {
-    /// Allocates everything and fills the operands.
+    /// Allocates all tensors and fills the operands.
     fn new(cuda: &mut Cuda, format: Format, shape: Shape) -> Result<Self> {
         let Shape { rows, cols, k } = shape;
         let (mut weights, mut arena) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
@@ -204,7 +204,7 @@ impl Ops {
             let part = WeightSlice::plain(Bytes::new(Arc::new(codes)), format.dtype(), weight.rows);
             cuda.upload(weight, Role::Linear, &[WeightSlice { scaling, ..part }])?;
         }
-        // Multiples of what products are multiples of.
+        // Multiples of the unit of products.
         let unit = 2f32.powi(i32::from(exponent) + i32::from(INPUT_EXPONENT));
         let biases: Vec<f32> = (0..bias.cols).map(|_| random.integer(64) * unit).collect();
         let gains: Vec<f32> = (0..HEAD_DIM).map(|_| 1.0 + random.integer(8) / 16.0).collect();
@@ -228,7 +228,7 @@ impl Ops {
         results.flatten().try_for_each(|t| cuda.fill_with_nan(t))
     }
 
-    /// Hands every op with its name on, with the results of one of the two kernels.
+    /// Passes every op and its name to `run`, with the results of one of the two kernels.
     fn each(&self, which: usize, run: &mut dyn FnMut(&str, Op<'_>) -> Result<()>) -> Result<()> {
         let Operands { x, layer, norm, rope, gate } = self.operands;
         let cols = self.shape.cols;
@@ -247,7 +247,7 @@ impl Ops {
         run("QKV and MLP", Op::Qkv(&[Projection { x, w: &unbiased, norm, q_scale, k_scale, rope, q: Some(q), k, v, mlp }]))
     }
 
-    /// What is wrong with the first result that is.
+    /// What is wrong with the first wrong result.
     fn fault(&self, cuda: &mut Cuda) -> Result<Option<String>> {
         let swiglu = self.swiglu.iter().map(|(name, results)| (format!("SwiGLU into {name}"), *results, Agreement::Rounded));
         let [q, k, v] = self.heads;
@@ -264,11 +264,11 @@ impl Ops {
     }
 }
 
-/// Ops that are handed on one by one, with the results of one of the two kernels.
+/// Passes ops to a function one by one, with the results of one of the two kernels.
 type Each<'a> = dyn Fn(usize, &mut dyn FnMut(&str, Op<'_>) -> Result<()>) -> Result<()> + 'a;
 
-/// Runs ops with the best kernels and with the naive ones. `naive` must not be among the best: then there would be nothing to compare.
-/// Returns the files of the best, or what has no other kernel.
+/// Runs ops with the best kernels and with the naive ones. Returns the files of the best kernels, or which op has no kernel but `naive`:
+/// then there is nothing to compare.
 pub fn run_both(cuda: &mut Cuda, naive: Kernel, each: &Each<'_>) -> Result<Result<String, String>> {
     let (mut files, mut alone) = (Vec::new(), None);
     each(0, &mut |name, op| {
@@ -291,7 +291,7 @@ pub fn run_both(cuda: &mut Cuda, naive: Kernel, each: &Each<'_>) -> Result<Resul
     Ok(alone.map_or_else(|| Ok(files.join(", ")), Err))
 }
 
-/// All epilogues of a GEMM.
+/// Tests all epilogues of a GEMM.
 pub fn product(cuda: &mut Cuda, format: Format, shape: Shape) -> Result<Outcome> {
     if !cuda.gemm_formats().takes(format.dtype(), format.dtype()) {
         return Ok(Outcome::NotHere);
@@ -303,12 +303,12 @@ pub fn product(cuda: &mut Cuda, format: Format, shape: Shape) -> Result<Outcome>
     }
 }
 
-/// How many places below its largest term a sum of e4m3 products keeps in a GEMM that does not promote: each row of the result is
-/// 2^16 - 2^16 + 2^(16 - n), with n of its own.
+/// How many places below its largest term a sum of e4m3 products keeps in a GEMM that does not promote. Each row of the result is 2^16 -
+/// 2^16 + 2^(16 - n), with its own n.
 pub fn sums_of_gemm(cuda: &mut Cuda) -> Result<Outcome> {
     const K: usize = 128;
     const LARGE: f32 = 256.0;
-    // The powers of two that e4m3 has, from 2^8 to 2^-9; the largest and the smallest are the factors in the weight's columns.
+    // The powers of two that e4m3 has, from 2^8 to 2^-9. The largest and the smallest are the factors in the weight's columns.
     const POWERS: usize = 18;
     const FACTORS: [f32; 2] = [LARGE, 1.0 / 512.0];
     if !cuda.gemm_formats().w8a8 {
@@ -335,7 +335,7 @@ pub fn sums_of_gemm(cuda: &mut Cuda) -> Result<Outcome> {
     done?;
     let mut got = vec![0.0; out.len()];
     cuda.read(out, &mut got)?;
-    // From 2^15 on: with the larger factor down to 2^-1, with the smaller one farther.
+    // From 2^15 on: down to 2^-1 with the larger factor, and farther with the smaller one.
     let place = |n: usize| if n < POWERS { (n, 0) } else { (n - POWERS + 1, 1) };
     let of = |n: usize| (got[place(n).0 * HEAD_DIM + place(n).1], power(place(n).0) * FACTORS[place(n).1]);
     let found: Vec<(f32, f32)> = (1..2 * POWERS - 1).map(of).collect();
@@ -347,8 +347,8 @@ pub fn sums_of_gemm(cuda: &mut Cuda) -> Result<Outcome> {
 mod tests {
     use super::*;
 
-    /// No sum of any of the shapes has more places than f32, nor those of FP8 than Hopper keeps: six times the standard deviation, in
-    /// multiples of what elements are multiples of.
+    /// No sum has more places than f32, and no FP8 sum has more than Hopper keeps. The test allows six times the standard deviation, in
+    /// multiples of the unit of elements.
     #[test]
     fn sums_are_exact() {
         for (format, product, multiple, places) in

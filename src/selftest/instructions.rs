@@ -1,4 +1,4 @@
-//! Single instructions: conversions on all ties, MMAs element by element, and how many places of a sum they keep.
+//! Tests single instructions: conversions on all ties, MMAs element by element, and how many places of a sum they keep.
 
 use super::Outcome;
 use super::fragments::{BLOCKS, COLS, EMPTY, Layout, Place, ROWS, d, scale_a, scale_b, set};
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::tensor::DType;
 use crate::tensor::formats::{e2m1, e4m3, to_e2m1, to_e4m3};
 
-/// The values of all codes of a format that are not negative, those halfway between two, the neighbors of all, and some beyond the range.
+/// All non-negative values of a format, the values halfway between two of them, the neighbors of all these, and some beyond the range.
 fn ties(codes: u8, decode: fn(u8) -> f32) -> Vec<f32> {
     let values: Vec<f32> = (0..codes).map(decode).collect();
     let middles = values.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
@@ -17,19 +17,19 @@ fn ties(codes: u8, decode: fn(u8) -> f32) -> Vec<f32> {
     found.chain([f32::INFINITY, f32::NAN]).collect()
 }
 
-/// Conversion to e4m3.
+/// Tests conversion to e4m3.
 pub fn convert_e4m3(cuda: &mut Cuda) -> Result<Outcome> {
     converts(cuda, &ties(0x7f, e4m3), |(codes, _)| *codes, |v| to_e4m3(v) & if v.is_nan() { 0x7f } else { 0xff }, 0x7f)
 }
 
-/// Conversion to e2m1.
+/// Tests conversion to e2m1.
 pub fn convert_e2m1(cuda: &mut Cuda) -> Result<Outcome> {
     converts(cuda, &ties(8, e2m1), |(_, codes)| *codes, to_e2m1, 0x7)
 }
 
 type Codes = ([u8; 2], [u8; 2]);
 
-/// Compares codes of values and of their negatives with the host's. The sign of NaN's does not count: `magnitude` are the other bits.
+/// Compares codes of values and of their negatives with the host's. The sign of NaN does not count: `magnitude` masks the other bits.
 fn converts(cuda: &mut Cuda, values: &[f32], of: fn(&Codes) -> [u8; 2], encode: fn(f32) -> u8, magnitude: u8) -> Result<Outcome> {
     let found = cuda.convert(values)?;
     for (&value, codes) in values.iter().zip(&found) {
@@ -53,7 +53,7 @@ const fn layout(mma: Mma) -> Layout {
     Layout { dtype }
 }
 
-/// The bits of a value, which has a code in every one of these formats.
+/// The bits of a value that every format can store.
 fn code(dtype: DType, value: f32) -> u32 {
     match dtype {
         DType::E2m1 => to_e2m1(value).into(),
@@ -62,21 +62,21 @@ fn code(dtype: DType, value: f32) -> u32 {
     }
 }
 
-/// A case: what is one alone, the fragments, and the result in rows and columns.
+/// A case: the element under test, the fragments, and the result in rows and columns.
 struct Case {
     what: String,
     fragments: Fragments,
     want: [[f32; COLS]; ROWS],
 }
 
-/// Values that every format has, by which the rows and columns of a result are told apart.
+/// Values that every format has. They tell which row or column of an operand is in a result.
 const MARKS: [f32; COLS] = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5];
 
 fn mark(i: usize) -> f32 {
     if i < COLS { MARKS[i] } else { -MARKS[i - COLS] }
 }
 
-/// Codes of scales by which the blocks of all rows, or of all columns, are told apart.
+/// Scale codes that tell which row, or column, and which block a scale belongs to.
 const fn mark_a(row: usize, block: usize) -> u8 {
     0x20 + (row * BLOCKS + block) as u8
 }
@@ -85,7 +85,7 @@ const fn mark_b(col: usize, block: usize) -> u8 {
     0x28 + (col * BLOCKS + block) as u8
 }
 
-/// The scales that an MMA has, set by two functions of row or column and block.
+/// Sets the scales of an MMA that has some, by functions of row or column and block.
 fn set_scales(to: &mut Fragments, mma: Mma, a: impl Fn(usize, usize) -> u8, b: impl Fn(usize, usize) -> u8) {
     let Mma::Nvf4 { selectors } = mma else { return };
     for block in 0..BLOCKS {
@@ -94,7 +94,7 @@ fn set_scales(to: &mut Fragments, mma: Mma, a: impl Fn(usize, usize) -> u8, b: i
     }
 }
 
-/// One element of A or of B is one, and the elements of the other at the same K are marks.
+/// One element of A or of B is one. The elements of the other operand at the same K are marks.
 fn element_cases(mma: Mma) -> Vec<Case> {
     let (layout, mut marked) = (layout(mma), EMPTY);
     set_scales(&mut marked, mma, mark_a, mark_b);
@@ -127,7 +127,7 @@ fn element_cases(mma: Mma) -> Vec<Case> {
     cases
 }
 
-/// All elements are one, and so is one scale of A or of B alone, where the others are marks.
+/// All elements are one. A single scale of A or of B is one, and the scales of the other operand are marks.
 fn scale_cases(mma: Mma) -> Vec<Case> {
     const ONE: u8 = 0x38;
     let Mma::Nvf4 { selectors } = mma else { return Vec::new() };
@@ -157,7 +157,7 @@ fn scale_cases(mma: Mma) -> Vec<Case> {
     cases
 }
 
-/// Zeros, added to accumulators that all differ.
+/// Operands of zeros, with accumulators that all differ.
 fn accumulator_case() -> Case {
     let (mut fragments, mut want) = (EMPTY, [[0.0; COLS]; ROWS]);
     for (row, want) in want.iter_mut().enumerate() {
@@ -173,7 +173,7 @@ fn value_at(result: &[[f32; 4]; LANES], place: Place) -> f32 {
     result[place.lane][place.register()]
 }
 
-/// What is wrong first in the result of a case.
+/// The first fault in the result of a case.
 fn fault(case: &Case, result: &[[f32; 4]; LANES]) -> Option<String> {
     for (row, want) in case.want.iter().enumerate() {
         for (col, want) in want.iter().enumerate() {
@@ -186,7 +186,7 @@ fn fault(case: &Case, result: &[[f32; 4]; LANES]) -> Option<String> {
     None
 }
 
-/// Every element of an MMA, and every scale.
+/// Tests every element and every scale of an MMA.
 pub fn mma(cuda: &mut Cuda, forms: &[Mma]) -> Result<Outcome> {
     if forms.iter().any(|form| !cuda.has_mma(*form)) {
         return Ok(Outcome::NotHere);
@@ -205,7 +205,7 @@ pub fn mma(cuda: &mut Cuda, forms: &[Mma]) -> Result<Outcome> {
     Ok(Outcome::passed(format!("{count} cases")))
 }
 
-/// Powers of two as factors of a product of this format, and 2^exponent as a product of two of them; none if it is out of range.
+/// Splits 2^exponent into two powers of two that this format has. `None` if it is out of range.
 fn factors(dtype: DType, exponent: i32) -> Option<[f32; 2]> {
     let (least, most) = match dtype {
         // Subnormal numbers reach farther, but the instructions need not keep them.
@@ -217,8 +217,8 @@ fn factors(dtype: DType, exponent: i32) -> Option<[f32; 2]> {
     (least..=most).contains(&second).then(|| [first, second].map(|e| 2f32.powi(e)))
 }
 
-/// A case whose result is 2^(top - n) if a sum with 2^top keeps that, and zero if not: 2^top - 2^top + 2^(top - n). None if the format
-/// cannot express it.
+/// A case that computes 2^top - 2^top + 2^(top - n). The result is 2^(top - n) if a sum with 2^top keeps that place, and zero if not.
+/// `None` if the format cannot express it.
 fn sum_case(mma: Mma, n: i32) -> Option<(Fragments, f32)> {
     let (layout, mut fragments) = (layout(mma), EMPTY);
     let Mma::Nvf4 { selectors } = mma else {
@@ -230,7 +230,7 @@ fn sum_case(mma: Mma, n: i32) -> Option<(Fragments, f32)> {
         }
         return Some((fragments, 2f32.powi(top - n)));
     };
-    // The scales are as large as the powers of two of e4m3, and elements make two places more.
+    // Scales cover the powers of two of e4m3, and elements add two places.
     let top = 16;
     let (large, rest) = (factors(DType::E4m3, top)?, (n - 34).max(0));
     let (small, elements) = (factors(DType::E4m3, top - n + rest)?, [[1.0, 1.0], [0.5, 1.0], [0.5, 0.5]].get(rest as usize)?);
@@ -244,7 +244,7 @@ fn sum_case(mma: Mma, n: i32) -> Option<(Fragments, f32)> {
     Some((fragments, 2f32.powi(top - n)))
 }
 
-/// The binary places below the largest term that sums keep, as published for this MMA (MMA-Sim, arXiv 2511.10909).
+/// The binary places that sums keep below the largest term, as published for this MMA (MMA-Sim, arXiv 2511.10909).
 const fn places(mma: Mma, capability: (u32, u32)) -> usize {
     match (mma, capability) {
         (Mma::Bf16, (8, _)) => 24,
@@ -254,7 +254,7 @@ const fn places(mma: Mma, capability: (u32, u32)) -> usize {
     }
 }
 
-/// The verdict on a number of places: fewer than published would make results worse than the kernels are made for.
+/// Judges a number of places. Fewer than published would make results worse than the kernels allow for.
 pub fn judge_places(found: usize, most: usize, published: usize) -> Outcome {
     let at_least = if found == most { "at least " } else { "" };
     match found {
@@ -264,7 +264,7 @@ pub fn judge_places(found: usize, most: usize, published: usize) -> Outcome {
     }
 }
 
-/// How many of these powers of two were kept, from the largest on: each result is its power, or zero.
+/// How many of the powers of two were kept, from the largest on. Each result is its power of two, or zero.
 pub fn kept(results: &[(f32, f32)]) -> usize {
     results.iter().take_while(|(got, want)| got == want).count()
 }
@@ -287,7 +287,7 @@ mod tests {
 
     const NVF4: Mma = Mma::Nvf4 { selectors: [1, 2] };
 
-    /// Marks are told apart, and every product of them is exact.
+    /// All marks differ, and every product of them is exact.
     #[test]
     fn marks_differ() {
         let all = |marks: Vec<f32>, len: usize| {
@@ -304,7 +304,7 @@ mod tests {
         }
     }
 
-    /// Every element and every scale is one alone in one case.
+    /// Every element and every scale is under test in one case.
     #[test]
     fn there_is_a_case_for_every_element() {
         let count = |mma| (element_cases(mma).len(), scale_cases(mma).len());
@@ -327,7 +327,7 @@ mod tests {
         assert!(text.contains("alone: d[2][5] (lane 10, register 1) is 7, not "), "{text}");
     }
 
-    /// Sums reach beyond what is published, so that both a place too few and one too many are seen.
+    /// The cases go beyond the published places, to detect a place too few and a place too many.
     #[test]
     fn sums_reach_beyond_what_is_published() {
         for (mma, most) in [(Mma::Bf16, 40), (Mma::E4m3, 34), (Mma::E4m3Scaled, 34), (NVF4, 36)] {

@@ -1,5 +1,5 @@
-//! The record of a self-test: a small file for each GPU in the user's cache folder. It counts for the same GPU, driver, version of kiln
-//! and kernels; whatever else is found there counts as none.
+//! The self-test record: a small file for each GPU in the user's cache folder. It is valid for the same GPU, driver, version of kiln and
+//! kernels. Any other contents count as no record.
 
 use crate::backend::cuda::{Cuda, driver_release};
 use crate::error::{Error, Result};
@@ -16,7 +16,7 @@ const LIMIT: u64 = 4096;
 pub struct Key {
     /// The GPU.
     pub uuid: [u8; 16],
-    /// Release of the driver as far as it tells, and the CUDA version that it supports.
+    /// Release of the driver, if it tells, and the CUDA version that it supports.
     pub driver: String,
     /// Version of kiln.
     pub kiln: String,
@@ -25,7 +25,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// That of an open GPU.
+    /// The key of an open GPU.
     pub fn of(cuda: &Cuda) -> Self {
         let device = cuda.device();
         let release = driver_release().unwrap_or_default();
@@ -42,19 +42,20 @@ impl Key {
     }
 }
 
-/// What is recorded.
+/// The recorded result of a self-test.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum Verdict {
-    /// It has begun, and not ended: should it still say so at the next start, the GPU hung or the process was killed.
+    /// The self-test has begun and not ended. A record that still says so at the next start means that the GPU hung or the process was
+    /// killed.
     Begun,
     /// All checks passed.
     Passed,
-    /// This is what failed first.
+    /// The first failure.
     Failed(String),
 }
 
-/// The file.
+/// The contents of the file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Record {
@@ -72,22 +73,22 @@ impl Record {
     }
 }
 
-/// The folder of records; none where the user has no cache folder.
+/// The folder of records. `None` if the user has no cache folder.
 #[derive(Clone, Debug, Default)]
 pub struct Records(Option<PathBuf>);
 
 impl Records {
-    /// Those below a folder of the user's caches.
+    /// The folder of records in a cache folder.
     pub fn below(caches: Option<&Path>) -> Self {
         Self(caches.map(|caches| caches.join("kiln")))
     }
 
-    /// The file of a GPU.
+    /// The record file of a GPU.
     pub fn path(&self, key: &Key) -> Option<PathBuf> {
         self.0.as_ref().map(|folder| folder.join(format!("selftest-{}.json", key.uuid())))
     }
 
-    /// What is recorded under this key.
+    /// The recorded verdict for this key.
     pub fn find(&self, key: &Key) -> Option<Verdict> {
         let bytes = files::read(&self.path(key)?, LIMIT).ok()?;
         let found: Record = serde_json::from_slice(&bytes).ok()?;
@@ -96,14 +97,14 @@ impl Records {
         valid.then_some(found.verdict)
     }
 
-    /// Removes what is recorded of a GPU, if anything.
+    /// Removes the record of a GPU, if there is one.
     pub fn remove(&self, key: &Key) {
         if let Some(path) = self.path(key) {
             let _ = std::fs::remove_file(path);
         }
     }
 
-    /// Records a verdict in place of the one before. Whoever cannot loses nothing but time: the self-test runs again.
+    /// Records a verdict in place of the previous one. If that fails, the only cost is time: the self-test runs again.
     pub fn save(&self, key: &Key, verdict: Verdict) -> Result<()> {
         let Some(path) = self.path(key) else { return Ok(()) };
         if let Some(folder) = path.parent() {
@@ -123,7 +124,7 @@ mod tests {
         Key { uuid: [0xab; 16], driver: "580.82.07 CUDA 13.0".into(), kiln: "1.2.3".into(), images: 7 }
     }
 
-    /// A folder that is removed at the end.
+    /// A temporary folder.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -202,7 +203,7 @@ mod tests {
         let folder = Folder::new("unwritable");
         let file = folder.0.join("file");
         fs::write(&file, "").unwrap();
-        // Below a file there can be no folder, whoever asks.
+        // No user can make a folder below a file.
         let records = Records::below(Some(&file));
         assert!(records.save(&key(), Verdict::Passed).is_err());
         assert_eq!(records.find(&key()), None);

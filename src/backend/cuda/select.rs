@@ -138,7 +138,7 @@ impl GroupedGemm<'_> {
 
     /// The plan that keeps the SMs busy for the least time, among the tiles that `fits` accepts. `None` if it accepts none.
     pub fn plan(&self, sms: u32, fits: impl Fn(Tile) -> bool) -> Option<GemmPlan> {
-        // Of plans with the same cost the first is taken, which has the smaller persistent tile or the larger portable one.
+        // Among plans with the same cost the first is taken, which has the smaller persistent tile or the larger portable one.
         let (persistent, mma): (Vec<_>, Vec<_>) =
             Tile::ALL.iter().copied().filter(|&tile| fits(tile)).partition(|tile| tile.is_persistent());
         let plans = persistent.into_iter().rev().chain(mma).flat_map(|tile| self.plans(tile, sms));
