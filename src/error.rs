@@ -18,43 +18,43 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An option or the prompt is not usable.
+    /// An option or the prompt cannot be used.
     #[error("{}", shown_text(.what))]
     Usage {
-        /// A remedy, if there is one.
+        /// The problem.
         what: String,
-        /// What to do instead.
+        /// A remedy, if there is one.
         hint: Option<Remedy>,
     },
 
-    /// No model was found in the place that was named.
+    /// No model was found in the named place.
     #[error("no model found ({}): {}", shown_path(.path), shown_text(.what))]
     NoModel {
-        /// The reason.
+        /// The path that was searched.
         path: PathBuf,
-        /// A remedy, if there is one.
+        /// The reason.
         what: String,
-        /// What to do instead.
+        /// A remedy, if there is one.
         hint: Option<Remedy>,
     },
 
-    /// No adapter was found in the place that was named.
+    /// No adapter was found in the named place.
     #[error("no LoRA found ({}): {}", shown_path(.path), shown_text(.what))]
     NoAdapter {
-        /// The reason.
+        /// The path that was searched.
         path: PathBuf,
-        /// A remedy, if there is one.
+        /// The reason.
         what: String,
-        /// What to do instead.
+        /// A remedy, if there is one.
         hint: Option<Remedy>,
     },
 
-    /// Some parts of a model were given, and the others were not found.
+    /// The user named some parts of a model, and the other parts were not found.
     #[error("no model found: {}", shown_text(.what))]
     IncompleteModel {
-        /// A remedy, if there is one.
+        /// The parts that are missing or cannot be used.
         what: String,
-        /// What to do instead.
+        /// A remedy, if there is one.
         hint: Option<Remedy>,
     },
 
@@ -67,7 +67,7 @@ pub enum Error {
         height: usize,
         /// The rule for legal sizes.
         rule: String,
-        /// The nearest width and height that are legal.
+        /// The nearest legal width and height.
         nearest: (usize, usize),
     },
 
@@ -87,9 +87,9 @@ pub enum Error {
         path: PathBuf,
         /// The kind of fault.
         what: &'static str,
-        /// What was found.
+        /// The details.
         detail: String,
-        /// What to do instead.
+        /// A remedy, if there is one.
         hint: Option<Remedy>,
     },
 
@@ -98,7 +98,7 @@ pub enum Error {
     TensorMissing {
         /// The file, or the folder of shards.
         path: PathBuf,
-        /// Tensor name, as the file's own layout spells it.
+        /// The tensor's name in the file's own layout.
         name: String,
         /// The shape the model needs.
         want: Vec<usize>,
@@ -109,9 +109,9 @@ pub enum Error {
     TensorShape {
         /// The file.
         path: PathBuf,
-        /// Tensor name in the file.
+        /// The tensor's name in the file.
         name: String,
-        /// kiln does not compute with a tensor's element type.
+        /// Shape in the file.
         got: Vec<usize>,
         /// Shape needed.
         want: Vec<usize>,
@@ -125,7 +125,7 @@ pub enum Error {
     TensorType {
         /// The file.
         path: PathBuf,
-        /// Tensor name in the file.
+        /// The tensor's name in the file.
         name: String,
         /// Type in the file.
         got: String,
@@ -136,7 +136,7 @@ pub enum Error {
     Quantized {
         /// The file.
         path: PathBuf,
-        /// Tensor name in the file.
+        /// The tensor's name in the file.
         name: String,
         /// The quantization format.
         format: &'static str,
@@ -147,18 +147,18 @@ pub enum Error {
     TensorUnknown {
         /// The file.
         path: PathBuf,
-        /// Tensor name in the file.
+        /// The tensor's name in the file.
         name: String,
     },
 
     /// The parts of a model do not belong together.
     #[error("{part} does not fit the transformer: {}", shown_text(.detail))]
     Mismatch {
-        /// A likely cause or a remedy, if there is one.
+        /// The part that does not fit the transformer.
         part: &'static str,
-        /// What was needed and what was found.
+        /// The needed and the found sizes.
         detail: String,
-        /// A guess at the cause, or what to do instead.
+        /// A likely cause or a remedy, if there is one.
         hint: Option<Remedy>,
     },
 
@@ -169,14 +169,14 @@ pub enum Error {
         text: usize,
         /// Image and reference tokens.
         image: usize,
-        /// A job's working memory could not be allocated.
+        /// The limit.
         limit: usize,
     },
 
     /// The working memory of a job could not be allocated.
     #[error("not enough memory: this job needs {need} bytes of working memory, which could not be reserved")]
     Memory {
-        /// Bytes asked for.
+        /// Requested bytes.
         need: u64,
     },
 
@@ -196,7 +196,7 @@ pub enum Error {
     Threads {
         /// The number of threads.
         count: usize,
-        /// What the system says.
+        /// The system's message.
         why: String,
     },
 
@@ -227,7 +227,7 @@ pub enum Error {
     Device {
         /// The driver call or the kernel that failed.
         call: &'static str,
-        /// What the driver says.
+        /// The driver's message.
         status: String,
     },
 
@@ -240,7 +240,7 @@ pub enum Error {
         hint: Remedy,
     },
 
-    /// A self-test has found that a GPU does not compute what it should.
+    /// A self-test found that a GPU computes wrong results.
     #[error("the self-test failed: {failed} of {checks} checks")]
     SelfTest {
         /// Checks that failed.
@@ -249,7 +249,7 @@ pub enum Error {
         checks: usize,
     },
 
-    /// A model failed checks of its files or of what its text encoder computes.
+    /// A model failed checks of its files or of its text encoder's output.
     #[error("the model failed {failed} of {checks} checks")]
     ModelCheck {
         /// Checks that failed.
@@ -258,12 +258,12 @@ pub enum Error {
         checks: usize,
     },
 
-    /// Some of many requests failed; each was answered with its own error.
+    /// Some of many requests failed. Each failed request was answered with its own error.
     #[error("{failed} of {lines} lines failed")]
     Lines {
         /// Lines that failed.
         failed: u64,
-        /// All lines that were answered.
+        /// All answered lines.
         lines: u64,
     },
 
@@ -292,7 +292,7 @@ pub enum Error {
         count: usize,
     },
 
-    /// The input of a layer has no magnitude from which a scale could follow.
+    /// The input of a layer has no magnitude from which to choose a scale.
     #[error("cannot calibrate `{}`: {what}", shown(.layer))]
     Calibration {
         /// The canonical name of the layer's weight.

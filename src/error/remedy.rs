@@ -66,18 +66,18 @@ pub enum Remedy {
     NameModel,
     /// Name a model, or the folder of another Hugging Face cache.
     NameModelOrCache,
-    /// Finish a download that was begun, or use one of the program's own models.
+    /// Finish a partial download, or use one of the program's own models.
     FinishDownload {
-        /// Finish a download, or use one of the program's own models.
+        /// The repository.
         repository: String,
         /// The name of the program's own model; absent if parts of another model were given.
         own: Option<&'static str>,
     },
-    /// Give the weights of each part as a file of its own.
+    /// Give the weights of each part as a separate file.
     NameParts,
-    /// Complete the folder, or give the weights of each part as a file of its own.
+    /// Complete the folder, or give the weights of each part as a separate file.
     CompleteFolder,
-    /// Say which of several files is meant, for each of these parts.
+    /// Pick one of several files, for each of these parts.
     PickParts(Vec<Component>),
     /// Put a complete file there, or name another one, for each of these parts.
     ReplaceParts(Vec<Component>),
@@ -97,7 +97,7 @@ pub enum Remedy {
     PartOfAdapter,
     /// Merge adapters with the weights when the model is loaded.
     MergeAdapters,
-    /// Compute adapters beside the weights, so that jobs can have others.
+    /// Load the model with unmerged adapters, so that jobs can use others.
     AdaptersBeside,
 }
 
@@ -161,7 +161,7 @@ impl fmt::Display for Remedy {
     }
 }
 
-/// What a model folder holds.
+/// The expected contents of a model folder.
 pub const EXPECTED: &str = "expected transformer/, text_encoder/, vae/ and tokenizer/tokenizer.json there";
 
 impl From<&str> for Remedy {
