@@ -33,7 +33,7 @@ const FLAGS: &[&str] = &["-std=c++17", "-I.", "-O3", "-lineinfo", "-fatbin", "-W
 /// The table of all kernels.
 const TABLE: &str = "kernels/kernels.def";
 
-/// The oldest release of nvcc that has the `f` targets and the present layout of a tensor map.
+/// The oldest nvcc release that has the `f` targets and the current layout of a tensor map.
 const OLDEST_NVCC: (u32, u32) = (13, 0);
 
 fn main() {
@@ -70,7 +70,7 @@ fn build() -> Result<()> {
     parallel::compile_all(&stale, |kernel| kernel.compile(&nvcc))?;
     refuse_losses(&kernels)?;
 
-    // The architectures as nvcc spells them.
+    // The names that nvcc has for the architectures.
     let mut targets: Vec<_> = arch::pick(arch::PORTABLE, chosen.as_deref()).iter().map(|arch| format!("sm_{arch}")).collect();
     if chosen.is_none() {
         targets.push(format!("compute_{}", arch::PTX));
@@ -78,12 +78,12 @@ fn build() -> Result<()> {
     let resources = out.join("resources.txt");
     write(&resources, &resource_table(&kernels, &targets, &nvcc.version)?)?;
     println!("cargo::rustc-env=KILN_KERNEL_RESOURCES={}", resources.display());
-    // The disassembler comes with the compiler.
+    // The disassembler is installed next to the compiler.
     println!("cargo::rustc-env=KILN_KERNEL_TOOLS={}", nvcc.path.parent().unwrap_or(Path::new("")).display());
     write(&out.join("kernels.rs"), &image_table(&kernels, &targets, &nvcc.version))
 }
 
-/// An environment variable that the result depends on; cargo runs the script again when it changes.
+/// Reads an environment variable that the result depends on. Cargo runs the script again when it changes.
 fn watched(name: &str) -> Option<String> {
     println!("cargo::rerun-if-env-changed={name}");
     env::var(name).ok().filter(|value| !value.is_empty())
@@ -123,12 +123,12 @@ fn kernel_files() -> Result<Vec<String>> {
 struct Nvcc {
     path: PathBuf,
     version: String,
-    /// The host compiler, which nvcc preprocesses with; nvcc fails if it has to look for one and there is no gcc on the path.
+    /// The host compiler, which nvcc preprocesses with. Without it nvcc looks for gcc on the path, and fails if there is none.
     host: PathBuf,
 }
 
 impl Nvcc {
-    /// The first nvcc in a fixed list of places. Having none is not an error; having one that does not work is.
+    /// The first nvcc in a fixed list of places. A missing nvcc is no error, but one that does not work is.
     fn find() -> Result<Option<Self>> {
         let required = watched("KILN_REQUIRE_CUDA").is_some_and(|value| value != "0");
         let stated = watched("KILN_NVCC");
@@ -137,7 +137,7 @@ impl Nvcc {
             Some(path) => Some(PathBuf::from(path)),
             None => usual_places().into_iter().find(|path| path.is_file()),
         };
-        // Kernels are compiled inside their folder, where a relative path would point elsewhere.
+        // Kernels are compiled inside their folder, where a relative path would be wrong.
         let path = path.map(std::path::absolute).transpose().map_err(|e| format!("nvcc: {e}"))?;
         match path {
             Some(path) => Self::check(path).map(Some),
@@ -176,7 +176,7 @@ impl Nvcc {
     }
 }
 
-/// The places where nvcc may be, in the order in which they are tried.
+/// The places to look for nvcc, in order.
 fn usual_places() -> Vec<PathBuf> {
     let mut places = Vec::new();
     for name in ["CUDA_HOME", "CUDA_PATH"] {
@@ -199,7 +199,7 @@ struct Kernel {
     image: PathBuf,
     /// The output of ptxas.
     report: PathBuf,
-    /// The file with the cache key of image and report. It is written last, so if it matches, both are complete.
+    /// Holds the cache key of image and report. It is written last, so if it matches, both are complete.
     stamp: PathBuf,
     key: String,
 }
@@ -217,7 +217,7 @@ impl Kernel {
         if let Some(ptx) = ptx.filter(|_| chosen.is_none()) {
             arguments.push(format!("-gencode=arch=compute_{ptx},code=compute_{ptx}"));
         }
-        // Every header is part of every file's key: there are few of them, and a list of includes would have to be maintained.
+        // Every header is in the key of every file: there are few headers, and a list of includes would need maintenance.
         let mut hasher = DefaultHasher::new();
         (&arguments, &nvcc.path, &nvcc.version, &nvcc.host, read(&Path::new("kernels/entry").join(format!("{name}.cu")))?)
             .hash(&mut hasher);
@@ -249,8 +249,8 @@ impl Kernel {
     }
 }
 
-/// Fails if ptxas reports a loss of performance. It does so in an informational message, and the results of such a kernel are
-/// right, so nothing else would fail.
+/// Fails if ptxas reports a loss of performance. ptxas only prints an informational message, and the kernel's results are right, so nothing
+/// else would fail.
 fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
     let mut errors = Vec::new();
     for kernel in kernels {
@@ -263,7 +263,7 @@ fn refuse_losses(kernels: &[Kernel]) -> Result<()> {
     if errors.is_empty() { Ok(()) } else { Err(errors.join("\n")) }
 }
 
-/// The resources of each kernel on each architecture, which tests/static/kernels.rs compares with kernels/resources.txt.
+/// The resources of each kernel on each architecture. tests/static/kernels.rs compares them with kernels/resources.txt.
 fn resource_table(kernels: &[Kernel], targets: &[String], version: &str) -> Result<String> {
     let mut table = format!("# nvcc {version} for {}\n{}\n", targets.join(" "), ptxas::HEADING);
     for kernel in kernels {
@@ -283,7 +283,7 @@ fn image_table(kernels: &[Kernel], targets: &[String], version: &str) -> String 
     format!(
         "/// Every kernel file's name, with its image for all architectures. Empty in a build without nvcc.\n\
          pub static IMAGES: &[(&str, &[u8])] = &[\n{rows}];\n\n\
-         /// What portable kernels were compiled for, as nvcc spells it; `compute_80` is the PTX for every other card.\n\
+         /// The architectures of portable kernels, as nvcc spells them; `compute_80` is the PTX for every other card.\n\
          pub static ARCHS: &[&str] = &{targets:?};\n\n\
          /// The release of nvcc; empty in a build without it.\n\
          pub static NVCC: &str = {version:?};\n"

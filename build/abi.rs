@@ -1,4 +1,4 @@
-//! Generates the Rust bindings of `kernels/abi.h` and compares them with the file in the tree, so that other builds need no
+//! Generates the Rust bindings of `kernels/abi.h` and compares them with the file in the tree. Normal builds use that file and need no
 //! libclang.
 
 use std::path::Path;
@@ -25,10 +25,10 @@ macro_rules! layout {
     };
 }";
 
-/// The length of lines, less what may follow the last field of a row.
+/// The length of lines, less the room that the end of a row may need.
 const WIDTH: usize = 130 - 2;
 
-/// How bindgen begins the assertions about a struct.
+/// The text with which bindgen begins the assertions about a struct.
 const ASSERTIONS: &str = "#[allow(clippy::unnecessary_operation, clippy::identity_op)]\nconst _: () = {\n";
 
 /// Fails if the file in the tree differs from what bindgen generates. `KILN_UPDATE_ABI=1` writes it instead.
@@ -52,7 +52,7 @@ pub fn check(out: &Path) -> Result<()> {
 fn generate(file: &Path) -> Result<String> {
     let bindings = bindgen::Builder::default()
         .header("kernels/abi.h")
-        // The libclang wheel has no headers of its own, but the freestanding <stdint.h> of any compiler will do.
+        // The libclang wheel has no headers of its own, but any compiler's freestanding <stdint.h> will do.
         .clang_args(["-ffreestanding", "-isystem", &compiler_headers()?])
         .allowlist_type("Kl.*")
         .allowlist_var("KL_.*")
@@ -69,14 +69,14 @@ fn generate(file: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// The source with one row for each struct, in place of its definition and an assertion for each number of its layout.
+/// Replaces each struct's definition, and its assertion for each layout number, with a single row.
 fn with_short_layouts(source: &str) -> Option<String> {
     let mut parts = source.split(ASSERTIONS);
     let (mut short, mut definition) = parts.next()?.split_once("#[repr(C)]\n")?;
     let mut text = short.to_owned();
     for part in parts {
         let (assertions, rest) = part.split_once("};\n")?;
-        // `["Offset of field: KlMat::scales"][… - 8usize];`, of which the number is taken.
+        // The number is taken from `["Offset of field: KlMat::scales"][… - 8usize];`.
         let mut numbers =
             assertions.split_terminator(";\n").map(|assertion| assertion.rsplit_once(" - ")?.1.strip_suffix("usize]"));
         let (size, align) = (numbers.next()??, numbers.next()??);

@@ -1,5 +1,5 @@
 //! Reads `kernels/kernels.def`, the table of all kernels, and writes the host's side of it as Rust source. nvcc reads the same rows as
-//! macros. For the build script and tests/static/kernels.rs.
+//! macros. The build script and tests/static/kernels.rs use this file.
 
 use super::arch::Arch;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -9,7 +9,7 @@ type Result<T> = std::result::Result<T, String>;
 /// How the CTAs of a cluster cooperate, as `ClusterMode` of src/backend/cuda/select/tile.rs names it.
 const CLUSTER_MODES: [&str; 3] = ["MulticastA", "MulticastB", "SplitK"];
 
-/// The columns of words, and of numbers that may be zero. All others are of positive numbers or constants of `abi.h`.
+/// Columns that hold words, and columns whose number may be zero. All others hold positive numbers or constants of `abi.h`.
 const WORDS: [&str; 6] = ["family", "arch", "file", "name", "parameters", "cluster mode"];
 const MAYBE_ZERO: [&str; 2] = ["mixed", "promotion interval"];
 
@@ -21,9 +21,9 @@ struct Row<'a> {
     arch: Arch,
 }
 
-/// A kernel of a row.
+/// A kernel that a row stands for.
 struct Instance<'a> {
-    /// What it is instantiated from, a family or a norm; empty for a single entry point.
+    /// The template that it is instantiated from, a family or a norm. Empty for a single entry point.
     template: &'a str,
     /// Its symbol, without `kl_`.
     symbol: String,
@@ -33,7 +33,7 @@ struct Instance<'a> {
 }
 
 impl<'a> Row<'a> {
-    /// The row on a line of the table, below a heading.
+    /// Parses the row on a line of the table, with the heading above it.
     fn parse(line: &'a str, heading: &'a str) -> Result<Self> {
         let arguments = line.strip_prefix("KL_KERNEL(").and_then(|rest| rest.strip_suffix(')'));
         let arguments = arguments.ok_or("expected a row `KL_KERNEL(family, arch, ...)`, a comment or a directive")?;
@@ -65,7 +65,7 @@ impl<'a> Row<'a> {
         self.find(column).ok_or_else(|| format!("rows of {} need a column `{column}`", self.family))
     }
 
-    /// Whether it is a persistent kernel with TMA, which has an SM for itself.
+    /// Whether it is a persistent kernel with TMA, which has the whole SM.
     fn is_persistent(&self) -> bool {
         self.find("stages").is_some() && self.find("warps").is_none()
     }
@@ -76,7 +76,7 @@ impl<'a> Row<'a> {
         self.find("columns").or(head)?.parse().ok()
     }
 
-    /// Threads, and bytes of dynamic shared memory: what an SM has for a persistent kernel, and elsewhere what `kSharedBytes` of the
+    /// Threads, and bytes of dynamic shared memory. A persistent kernel takes all that an SM has, other kernels what `kSharedBytes` of the
     /// template says. The emulator compares both with what templates compute.
     fn threads_and_shared(&self) -> Result<(String, String)> {
         if let Some(threads) = self.find("threads") {
@@ -86,26 +86,26 @@ impl<'a> Row<'a> {
             return Ok((format!("{columns} / (8 * {})", self.get("vectors per thread")?), "0".into()));
         }
         if self.is_persistent() {
-            // The producer is a warpgroup as well. Attention has two that consume.
+            // The producer is also a warpgroup. Attention has two consumer warpgroups.
             let consumers = if self.family.starts_with("attention") { "2" } else { self.get("consumer warpgroups")? };
             return Ok((format!("128 * (1 + {consumers})"), format!("KL_{}_SHARED_LIMIT", self.arch.name().to_uppercase())));
         }
         let bytes = if self.family.contains("_fp8_") { 1 } else { 2 };
         let shared = match (self.find("m").zip(self.find("n")), self.find("block k"), self.find("keys per block")) {
             (Some((m, n)), Some(k), _) => format!("{} * ({m} + {n}) * {k} * {bytes}", self.get("stages")?),
-            // Queries, 32 keys and values, probabilities, and three f32 a query.
+            // Queries, 32 keys and values, probabilities, and three f32 for each query.
             (Some((m, n)), None, _) => format!("2 * {n} * ({m} + 2 * 32) + {m} * (2 * 32 + 3 * 4)"),
-            // 128 queries, and two stages of keys and values, with heads of 128.
+            // 128 queries, and two stages of keys and values, for heads of 128.
             (None, _, Some(keys)) => format!("128 * 128 * {bytes} + 2 * {keys} * 128 * ({bytes} + 2)"),
             _ => "0".into(),
         };
         Ok((format!("32 * {}", self.get("warps")?), shared))
     }
 
-    /// The fields of its kernels in the host's table but symbol, file and parameters.
+    /// The fields of the row's kernels in the host's table, except symbol, file and parameters.
     fn fields(&self) -> Result<String> {
         let (threads, shared) = self.threads_and_shared()?;
-        // A kernel with none waits for its predecessor to end.
+        // A kernel without a cluster size waits for its predecessor to end.
         let cluster = match (self.find("CTAs per cluster"), self.is_persistent()) {
             (Some(ctas), _) => format!("Some({ctas})"),
             (None, false) => "None".into(),
@@ -151,7 +151,7 @@ impl<'a> Row<'a> {
         Ok([family].into_iter().chain(mixed).map(instance).collect())
     }
 
-    /// The tile of a GEMM or a convolution that plans choose by cost, without what differs between its kernels.
+    /// The fields of a GEMM or convolution tile that the row's kernels share. Plans choose such tiles by cost.
     fn tile(&self) -> Result<Option<String>> {
         let Some(cost) = self.find("relative cost") else { return Ok(None) };
         let (m, n, k) = (self.get("m")?, self.get("n")?, self.get("block k")?);
@@ -170,7 +170,7 @@ impl<'a> Row<'a> {
         {
             return Err(format!("{m} rows cannot be divided among {groups} consumer warpgroups, expected a multiple of {unit}"));
         }
-        // Tensor cores of compute capability 12.x keep all of a sum; the portable kernel promotes each k-block of e4m3.
+        // Tensor cores of compute capability 12.x keep all of a sum. The portable kernel promotes each k-block of e4m3.
         let longest_sum = match (self.find("promotion interval"), self.arch) {
             (Some("0"), _) | (None, Arch::Portable | Arch::Sm90 | Arch::Sm100) => "None".into(),
             (Some(interval), _) => format!("Some({interval} * {k})"),
@@ -184,7 +184,7 @@ impl<'a> Row<'a> {
     }
 }
 
-/// What a GEMM of a file multiplies, a variant of `GemmOperands`.
+/// The operand types of the GEMMs in a file, as a variant of `GemmOperands`.
 fn operands(file: &str) -> &'static str {
     match file.split('_').nth(1) {
         _ if file.starts_with("conv") => "Conv3x3",
@@ -195,7 +195,7 @@ fn operands(file: &str) -> &'static str {
     }
 }
 
-/// A symbol as a variant of an enum: `GemmBf16Sm90_256x192` of `gemm_bf16_sm90_256x192`.
+/// A symbol as an enum variant: `gemm_bf16_sm90_256x192` becomes `GemmBf16Sm90_256x192`.
 fn variant(symbol: &str) -> String {
     symbol.split('_').fold(String::new(), |name, word| {
         let is_digit = |c: char| c.is_ascii_digit();
@@ -205,7 +205,7 @@ fn variant(symbol: &str) -> String {
     })
 }
 
-/// The table as the build uses it.
+/// The generated parts of the table.
 pub struct Table {
     /// The architecture of each kernel file.
     pub archs: HashMap<String, Arch>,
@@ -215,10 +215,10 @@ pub struct Table {
     pub tiles: String,
 }
 
-/// Reads the text of the table at `path`; `files` are the names of the kernel files. A fault is reported with its line.
+/// Reads the table at `path` from its text. `files` are the names of the kernel files. An error names the line.
 pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
     let (mut archs, mut lines, mut widths, mut heading) = (HashMap::new(), HashMap::new(), HashMap::new(), "");
-    // The kernels of a file follow each other, though rows may be of two files.
+    // Kernels are grouped by file, although a row may stand for kernels of two files.
     let mut of_files: Vec<(String, [String; 3])> = Vec::new();
     let (mut templates, mut structs) = (BTreeMap::<String, String>::new(), BTreeSet::new());
     for (number, line) in text.lines().enumerate().map(|(i, line)| (i + 1, line)) {
@@ -229,7 +229,7 @@ pub fn read(path: &str, text: &str, files: &[String]) -> Result<Table> {
         let at = |what: String| format!("{path}:{number}: {what}");
         let row = Row::parse(line, heading).map_err(at)?;
         let (tile, fields) = (row.tile().map_err(at)?, row.fields().map_err(at)?);
-        // The host takes the first that is wide enough.
+        // The host takes the first kernel that is wide enough.
         if let Some(width) = row.width()
             && let Some(last) = widths.insert(row.family, width).filter(|&last| last >= width)
         {

@@ -1,4 +1,4 @@
-//! What both build scripts do with files that are compiled one by one: kiln's own with kernels, the emulator's with C++ units.
+//! Parallel compilation for both build scripts: kiln's compiles kernels, the emulator's compiles C++ units.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, thread};

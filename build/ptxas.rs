@@ -1,6 +1,6 @@
 //! Parses the report of ptxas on each kernel (`-Xptxas -v`), for the build script and tests/static/kernels.rs.
 
-/// The heading of the resource table. Numbers after the registers are bytes, and left out where all are zero.
+/// The heading of the resource table. Numbers after the registers are bytes. They are left out if all are zero.
 pub const HEADING: &str = "# file kernel: architecture registers[/stack/spills/shared]";
 
 /// The resources of one kernel on one architecture.
@@ -25,7 +25,7 @@ impl Usage {
     }
 }
 
-/// The rows of a file in the table, one for each of its kernels.
+/// The rows of a file in the resource table, one for each of its kernels.
 pub fn rows(file: &str, usages: &[Usage]) -> Vec<String> {
     let kernels = usages.chunk_by(|a, b| a.kernel == b.kernel);
     let cells = |usages: &[Usage]| usages.iter().map(Usage::cell).collect::<Vec<_>>().join(", ");
@@ -51,7 +51,7 @@ pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
             let (kernel, arch) = entry.split_once("' for '").ok_or_else(|| format!("ptxas said `{line}`"))?;
             found.push(Usage { kernel: kernel.into(), arch: arch.trim_end_matches('\'').into(), ..Usage::default() });
         } else if let Some(usage) = found.last_mut() {
-            // The line of a function that was not inlined counts toward the kernel above it.
+            // The numbers of a function that was not inlined count toward the kernel above it.
             usage.stack += before(line, " bytes stack frame");
             usage.spill += before(line, " bytes spill stores") + before(line, " bytes spill loads");
             usage.registers = usage.registers.max(before(line, " registers"));
@@ -66,7 +66,7 @@ pub fn usages(report: &str) -> Result<Vec<Usage>, String> {
     Ok(found)
 }
 
-/// The number before these words, or 0 if the line does not contain them.
+/// The number in front of these words, or 0 if the line does not contain them.
 fn before(line: &str, words: &str) -> u32 {
     let text = line.split_once(words).map_or("", |(text, _)| text);
     text.rsplit(' ').next().and_then(|number| number.parse().ok()).unwrap_or(0)

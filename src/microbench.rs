@@ -1,9 +1,9 @@
-//! Benchmarks single ops on any backend: what the program's kernel benchmark and `bench/kernels.rs` share.
+//! Benchmarks single ops on any backend, for the program's kernel benchmark and for `bench/kernels.rs`.
 //!
-//! A [`Row`] is an op at a shape. Its rate is computed from the op itself: from [`Op::flops`] if the op is compute-bound, or else
-//! from the bytes that it has to move. Operands hold pseudo-random values, in several sets that are used in rotation, so that
-//! caches are cold. All sets together are one step, which a GPU captures as a CUDA graph and replays, so that host overhead is
-//! not timed. The protocol is described in `bench/README.md`.
+//! A [`Row`] is an op at a shape. Its rate is computed from the op itself: from [`Op::flops`] if the op is compute-bound, or else from the
+//! bytes that it has to move. Operands hold pseudo-random values. Several sets of operands are used in rotation, so caches are cold. All
+//! sets together are one step, which a GPU captures as a CUDA graph and replays: host overhead is not timed. `bench/README.md` describes
+//! the protocol.
 
 mod operands;
 mod rows;
@@ -25,7 +25,7 @@ pub struct Protocol {
     pub rounds: usize,
     /// Minimum duration of a batch.
     pub batch: Duration,
-    /// Minimum size of all sets of operands together, in bytes; there are at least three and at most 64 sets.
+    /// Minimum total size of all operand sets, in bytes. There are at least three and at most 64 sets.
     pub rotated: u64,
 }
 
@@ -57,8 +57,8 @@ pub struct Row {
     pub op: OpKind,
     /// The shape, for display.
     pub shape: String,
-    /// What it multiplies or stores: plain values as activations are, `W8A8` (e4m3 weights and inputs), `W8A16` (e4m3 weights),
-    /// `W4A4` (NVFP4 weights and inputs), `W4A16` (NVFP4 weights), `e4m3` or `NVFP4`.
+    /// The format of what it multiplies or stores: plain values in the precision of activations, `W8A8` (e4m3 weights and inputs), `W8A16`
+    /// (e4m3 weights), `W4A4` (NVFP4 weights and inputs), `W4A16` (NVFP4 weights), `e4m3` or `NVFP4`.
     pub format: &'static str,
     /// The work of the op.
     pub work: Work,
@@ -71,15 +71,15 @@ pub struct Row {
 pub struct Work {
     /// Floating-point operations of its GEMMs, convolutions or attention.
     pub flops: u64,
-    /// Those of them that multiply e4m3 by e4m3.
+    /// The part of `flops` that multiplies e4m3 by e4m3.
     pub flops_e4m3: u64,
-    /// Those of them that multiply e2m1 by e2m1.
+    /// The part of `flops` that multiplies e2m1 by e2m1.
     pub flops_e2m1: u64,
     /// Bytes that it must read and write, each operand once.
     pub bytes: u64,
 }
 
-/// The format of an op with quantized operands.
+/// The format name of an op with quantized operands.
 fn format_of(op: &Op<'_>) -> Option<&'static str> {
     let (mut weights, mut inputs, mut results) = (None, None, None);
     op.operands(&mut |t, access| {
@@ -100,22 +100,22 @@ fn format_of(op: &Op<'_>) -> Option<&'static str> {
     }
 }
 
-/// The highest rates of a machine's tensor cores, in FLOP per second.
+/// The peak rates of a machine's tensor cores, in FLOP per second.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Peaks {
-    /// Of bf16 by bf16.
+    /// bf16 by bf16.
     #[serde(rename = "tensor_flops")]
     pub bf16: Option<f64>,
-    /// Of e4m3 by e4m3.
+    /// e4m3 by e4m3.
     #[serde(rename = "tensor_flops_e4m3")]
     pub e4m3: Option<f64>,
-    /// Of e2m1 by e2m1.
+    /// e2m1 by e2m1.
     #[serde(rename = "tensor_flops_e2m1")]
     pub e2m1: Option<f64>,
 }
 
 impl Peaks {
-    /// The highest rate of work of all types, if those that it needs are known.
+    /// The peak rate of work that mixes types, if the peaks of these types are known.
     fn of(self, work: Work) -> Option<f64> {
         let seconds = |flops: u64, peak: Option<f64>| if flops == 0 { Some(0.0) } else { Some(flops as f64 / peak?) };
         let quantized = seconds(work.flops_e4m3, self.e4m3)? + seconds(work.flops_e2m1, self.e2m1)?;
@@ -132,13 +132,13 @@ impl Work {
     fn of(op: &Op<'_>) -> Self {
         let mut bytes = 0;
         op.operands(&mut |t, access| bytes += t.bytes() * if access == Access::Update { 2 } else { 1 });
-        // The statistics take a pass over the whole input before the first value can be written.
+        // Computing statistics takes a pass over the whole input before the first value can be written.
         if let Op::GroupNorm { x, stats: None, .. } = *op {
             bytes += x.bytes();
         }
         let flops = op.flops();
         let (flops_e4m3, flops_e2m1) = match (*op, format_of(op)) {
-            // Scores take as many operations as the product of probabilities and values, which are not quantized.
+            // Scores are half of the operations. The other half, probabilities by values, is not quantized.
             (Op::Attention { q, .. }, _) if q.dtype == DType::E4m3 => (flops / 2, 0),
             (_, Some("W8A8")) => (flops, 0),
             (_, Some("W4A4")) => (0, flops),
@@ -174,9 +174,9 @@ impl Row {
         Ok(Self { op, shape, format, work, formats, make: Box::new(make) })
     }
 
-    /// Allocates `sets` sets of operands, or as many as fit in memory.
+    /// Allocates `sets` operand sets, or as many as fit in memory.
     pub fn prepare(&self, be: &mut dyn Backend, sets: usize) -> Result<Prepared> {
-        // The memory of the previous row is freed first, so that it counts as available.
+        // The previous row's memory is freed first, so that it counts as available.
         be.reserve(Region::Weights, 0)?;
         be.reserve(Region::Arena, 0)?;
         let mut sets = sets.max(1);
@@ -201,7 +201,7 @@ impl Row {
         }
     }
 
-    /// Times the row and, if it is memory-bound, in alternation with it a copy of as many bytes.
+    /// Times the row. A memory-bound row alternates with a copy of as many bytes.
     pub fn measure(&self, be: &mut dyn Backend, protocol: &Protocol) -> Result<Figure> {
         let prepared = self.prepare(be, protocol.sets(self.work.bytes))?;
         let launches =
@@ -287,27 +287,27 @@ fn batch(be: &mut dyn Backend, key: StepKey, calls: &[Call], passes: usize) -> R
     Ok(start.elapsed().as_secs_f64() / (passes * calls.len()).max(1) as f64)
 }
 
-/// The measurement of a row. These are the fields of the JSON output.
+/// The measurement of a row, with the fields of the JSON output.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure {
     /// The op.
     pub op: &'static str,
     /// Its shape.
     pub shape: String,
-    /// What it multiplies or stores, see [`Row::format`].
+    /// The format of what it multiplies or stores, see [`Row::format`].
     pub format: &'static str,
-    /// Kernels that it launched.
+    /// The kernels that it launched.
     pub kernels: Vec<&'static str>,
-    /// What a call has to do.
+    /// The work of a call.
     #[serde(flatten)]
     pub work: Work,
-    /// Number of sets of operands.
+    /// Number of operand sets.
     pub sets: usize,
     /// Number of calls per batch.
     pub calls: usize,
     /// Median of `seconds`.
     pub median_s: f64,
-    /// Larger distance of the quartiles from the median, relative to the median.
+    /// The larger distance between a quartile and the median, relative to the median.
     pub spread: f64,
     /// Speed relative to a copy of as many bytes, for memory-bound rows.
     pub of_copy: Option<f64>,
@@ -320,7 +320,7 @@ pub struct Figure {
 }
 
 impl Figure {
-    /// Adds the speed relative to the peak of the types that the row multiplies, if it is compute-bound.
+    /// Adds the speed relative to the peak rates of the operand types, if the row is compute-bound.
     pub fn held_to(mut self, peaks: Peaks) -> Self {
         let work = self.work;
         if !work.bound_by_memory() {
@@ -329,7 +329,7 @@ impl Figure {
         self
     }
 
-    /// The line of the printed table.
+    /// The row's line in the printed table.
     pub fn line(&self) -> String {
         let (rate, unit) = self.work.rate(self.median_s);
         let (rate, prefix) = if rate >= 1e12 { (rate / 1e12, "T") } else { (rate / 1e9, "G") };
@@ -363,7 +363,7 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The larger distance of the quartiles from the median, relative to the median.
+/// The larger distance between a quartile and the median, relative to the median.
 fn spread(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -390,8 +390,7 @@ mod tests {
         let of = |name: &str, shape: &str| in_format(name, shape, "bf16");
         assert_eq!(of("qkv_mlp", "4608x27648x3072").flops, 2 * 4608 * 27_648 * 3072);
         assert_eq!(of("attention", "4608 tokens, 24 heads of 128").flops, 4 * 4608 * 4608 * 3072);
-        // Operands are read and written once; euler updates in place; group norm reads its input twice if the statistics are not
-        // given.
+        // Operands are read and written once. Euler updates in place. Group norm reads its input twice without given statistics.
         assert_eq!(of("rms_norm", "512x2560").bytes, 2 * 2 * 512 * 2560 + 4 * 2560);
         assert_eq!(of("euler", "4096x128").bytes, 3 * 4 * 4096 * 128);
         assert_eq!(of("group_norm", "128x128, 512 channels").bytes, 3 * 2 * 128 * 128 * 512 + 2 * 4 * 512);
@@ -400,11 +399,11 @@ mod tests {
         }
         assert!(of("linear", "1x18432x3072").bound_by_memory() && of("linear", "4096x128x3072").bound_by_memory());
         assert!(of("norm_conv", "1024x1024, 128 to 3, stats given").bound_by_memory());
-        // Every output pixel of an upsampling convolution has four taps, and a shortcut is one more.
+        // Every output pixel of an upsampling convolution has four taps. A shortcut counts as one more.
         assert_eq!(of("conv", "128x128, 512 to 512, up, stats").flops, 2 * 256 * 256 * 4 * 512 * 512);
         let shortcut = of("conv", "1024x1024, 128 to 128, shortcut of 256, stats");
         assert_eq!(shortcut.flops, 2 * 1024 * 1024 * (9 * 128 + 256) * 128);
-        // e4m3 has half the bytes of bf16, and its products are counted by their type: half of attention's.
+        // e4m3 has half the bytes of bf16. Products are counted by their type: half of attention's are e4m3.
         let norm = in_format("layer_norm_modulate", "4608x3072", "e4m3");
         assert_eq!((norm.flops, norm.bytes), (0, 3 * 4608 * 3072 + 4 * 3072));
         let attention = in_format("attention", "4608 tokens, 24 heads of 128", "e4m3");
@@ -419,7 +418,7 @@ mod tests {
         let both = in_format("linear_gate_residual", "4608x3072x12288", "W4A4");
         assert_eq!((both.flops_e2m1, both.flops_e4m3), (both.flops, 0));
         assert_eq!(both.bytes, (4608 + 3072) * 12_288 / 16 * 9 + 2 * 2 * 4608 * 3072 + 2 * 3072);
-        // NVFP4 has four and a half bits a weight, and its products are bf16's.
+        // NVFP4 weights have four and a half bits each. Products with bf16 inputs count as bf16.
         for (width, mlp) in [(3072, 9216), (4096, 12_288)] {
             let inner = width + mlp;
             let gated = in_format("linear_gate_residual", &format!("4608x{width}x{inner}"), "W4A16");

@@ -1,6 +1,6 @@
-//! Predicts how long the stages of an image take on a GPU that kiln may never have run on: every op of the dry run takes the time that
-//! a roofline gives it, with shares of the peaks that were measured elsewhere or are assumed. docs/kernels.md names all assumptions
-//! and says how far the predictions are from what was measured. They are predictions, and no figure of them is ever called measured.
+//! Predicts how long the stages of an image take on a GPU, which kiln may never have run on. Every op of the dry run takes the time that a
+//! roofline gives, with shares of the peaks that were measured elsewhere or are assumed. docs/kernels.md names all assumptions, and how far
+//! the predictions are from measurements. No predicted figure is ever called measured.
 
 mod gpu_spec;
 mod time;
@@ -20,7 +20,7 @@ pub struct Prediction {
 }
 
 impl Predictor {
-    /// The time of ops, for an estimate.
+    /// The time function of an op, for an estimate.
     pub fn op_time(&self) -> OpTime {
         let predictor = self.clone();
         Rc::new(move |op| predictor.seconds(op))
@@ -28,12 +28,12 @@ impl Predictor {
 }
 
 impl Prediction {
-    /// That of an estimate which was told what ops take; of another it has no stages.
+    /// The prediction of an estimate that was made with op times. Without op times it has no stages.
     pub fn of(estimate: &Estimate) -> Self {
         Self { stages: estimate.seconds.clone(), steps: estimate.sigmas.len() }
     }
 
-    /// The seconds of a stage; none if the image does not have it.
+    /// The seconds of a stage. `None` if the image does not have it.
     pub fn stage(&self, phase: Phase) -> Option<f64> {
         self.stages.iter().filter(|(p, _)| *p == phase).map(|(_, seconds)| *seconds).reduce(|a, b| a + b)
     }

@@ -5,45 +5,45 @@ use crate::error::Result;
 use crate::tensor::{Arena, Bytes, DType, Nvfp4Layout, Region, Scale, Scaling, SliceScaling, Stored, Tensor, WeightSlice, nvfp4};
 use std::sync::Arc;
 
-/// In which formats the operands of a row are stored.
+/// The storage formats of a row's operands.
 #[derive(Clone, Copy, Debug)]
 pub struct RowFormat {
     /// Type of plain activations.
     pub activations: DType,
-    /// Type of the weights of linear layers: bf16, e4m3 with a scale, or e2m1 with those of NVFP4.
+    /// Type of the weights of linear layers: bf16, e4m3 with a scale, or e2m1 with NVFP4 scales.
     pub weights: DType,
-    /// Type of the inputs of linear layers as their producers store them: that of activations, e4m3, and so are queries and keys then, or
-    /// e2m1 with the scales of NVFP4.
+    /// Type in which the inputs of linear layers are stored: the type of activations, e4m3 (queries and keys are e4m3 then, too), or e2m1
+    /// with NVFP4 scales.
     pub inputs: DType,
 }
 
-/// The operands of all sets of a row. Descriptors are collected first; memory is allocated when all are known.
+/// The operands of all sets of a row. Descriptors are collected first, and memory is allocated when all are known.
 pub struct Operands {
     formats: RowFormat,
     weights: Arena,
     arena: Arena,
     placed: Vec<(Tensor, Role)>,
     inputs: Vec<Tensor>,
-    /// e4m3 inputs, with the scale that random values of about one are stored with.
+    /// e4m3 inputs, each with the scale for random values of about one.
     e4m3: Vec<(Tensor, Scale)>,
     /// NVFP4 inputs.
     nvfp4: Vec<Tensor>,
 }
 
-/// Period of the random values, a prime, so that rows differ.
+/// Period of the random values. It is a prime, so that rows differ.
 const PERIOD: usize = 1_000_003;
 
-/// Scale of e4m3 inputs of linear layers: values up to seven.
+/// Scale of the e4m3 inputs of linear layers: values up to seven.
 const INPUT_SCALE: f32 = 1.0 / 64.0;
 /// Scale of NVFP4 inputs: values up to ten, as block scales go up to 448 and elements to six.
 const NVFP4_INPUT_SCALE: f32 = 1.0 / 256.0;
 /// The largest magnitude of weights, in all formats.
 const WEIGHT_SIZE: f32 = 0.1;
-/// Queries and keys have a scale of one and about a third of the size of other values, which makes scores of the usual size.
+/// Size of queries and keys. They have a scale of one and about a third of the size of other values, which gives scores of the usual size.
 const HEAD_SIZE: f32 = 0.33;
-/// Rows that are normalized at a time to make NVFP4 inputs, whole tiles of their scales.
+/// Rows that are normalized at a time to make NVFP4 inputs: whole scale tiles.
 const NVFP4_ROWS: usize = 8 * nvfp4::TILE_ROWS;
-/// Columns of the norm that e4m3 inputs are made by.
+/// Columns of the norm that makes e4m3 inputs.
 const FILL_COLS: usize = 1024;
 
 fn scale(value: f32) -> Scale {
@@ -76,13 +76,13 @@ impl Operands {
         self.output(rows, cols, self.formats.activations)
     }
 
-    /// What linear layers have their inputs stored as.
+    /// The format in which linear layers expect their inputs.
     fn input_format(&self) -> Stored {
         let dtype = self.formats.inputs;
         Stored::scaled(dtype, scale(if dtype == DType::E2m1 { NVFP4_INPUT_SCALE } else { INPUT_SCALE }))
     }
 
-    /// What queries and keys are stored as.
+    /// The format in which queries and keys are stored.
     fn head_format(&self) -> Stored {
         match self.formats.inputs {
             DType::E4m3 => Stored::fp8(Scale::ONE),
@@ -144,7 +144,7 @@ impl Operands {
         self.weight(1, cols, DType::F32, Role::Vector)
     }
 
-    /// Bytes of all of them.
+    /// Bytes of all operands.
     pub fn bytes(&self) -> u64 {
         self.weights.peak() + self.arena.peak()
     }
@@ -154,12 +154,12 @@ impl Operands {
         let noise = noise();
         let times = |factor: f32| noise.iter().map(|v| factor * v).collect::<Vec<_>>();
         let weights = DType::Bf16.encoded(&times(WEIGHT_SIZE));
-        // The codes of quantized weights, and NVFP4's scales of blocks.
+        // The codes of quantized weights, and the block scales of NVFP4.
         let (codes, blocks) = match self.formats.weights {
             DType::E4m3 => (DType::E4m3.encoded(&times(448.0)), Vec::new()),
             DType::E2m1 => {
                 let positive: Vec<f32> = noise.iter().map(|v| 448.0 * v.abs()).collect();
-                // Whole bytes: two elements each.
+                // A whole number of bytes, each with two elements.
                 (DType::E2m1.encoded(&times(6.0)[..PERIOD - 1]), DType::E4m3.encoded(&positive))
             }
             _ => (Vec::new(), Vec::new()),
@@ -167,14 +167,14 @@ impl Operands {
         let vectors = DType::F32.encoded(&noise.iter().map(|v| 1.0 + 0.5 * v).collect::<Vec<_>>());
         be.reserve(Region::Weights, self.weights.peak())?;
         for &(to, role) in &self.placed {
-            // Each weight has its own bytes, because the CPU backend reads them in place.
+            // Each weight gets its own bytes, because the CPU backend reads them in place.
             let block = match to.dtype {
                 DType::F32 => &vectors,
                 DType::E4m3 | DType::E2m1 => &codes,
                 _ => &weights,
             };
             let owned = |block: &[u8], len: usize| Bytes::new(Arc::new(repeated(block, len)));
-            // Files store nine taps of every filter, of which an upsampling convolution makes sixteen.
+            // Files store nine taps of every filter, and an upsampling convolution makes sixteen of them.
             let stored = if role == Role::UpConv { to.len() / 16 * 9 } else { to.len() };
             let bytes = owned(block, to.dtype.bytes(stored));
             let scaling = match to.scaling {
@@ -193,7 +193,7 @@ impl Operands {
         let sources = widths.into_iter().map(|cols| self.modulated(rows, cols)).collect::<Result<Vec<_>>>()?;
         be.reserve(Region::Arena, self.arena.peak())?;
         for &to in &self.inputs {
-            // Only some rows are uploaded from the host.
+            // The host uploads only some rows. The rest are copies.
             let filled = (PERIOD / to.cols).clamp(1, to.rows);
             be.write(to.rows(0..filled), &repeated(&noise, filled * to.cols))?;
             repeat_rows(be, to, filled)?;
@@ -211,7 +211,7 @@ impl Operands {
         be.synchronize()
     }
 
-    /// Allocates the operands of the norm that e4m3 inputs are made by, if there are any: ops write that type, hosts do not.
+    /// Allocates the operands of the norm that makes e4m3 inputs, if there are any: only ops can write e4m3.
     fn norm_source(&mut self) -> Result<Option<Modulated>> {
         let Some(longest) = self.e4m3.iter().map(|(tensor, _)| tensor.len()).max() else { return Ok(None) };
         let rows = longest.div_ceil(FILL_COLS).min(PERIOD / FILL_COLS);
@@ -225,7 +225,7 @@ impl Operands {
     }
 }
 
-/// Fills an e4m3 tensor with normalized values, stored with `scale`. Its rows are taken as one, and cut into those of `source`.
+/// Fills an e4m3 tensor with normalized values, stored with `scale`. It is treated as one long row, cut into rows as long as in `source`.
 fn normalize_into(be: &mut dyn Backend, to: Tensor, scale: Scale, source: Modulated) -> Result<()> {
     let (cols, scaling) = (FILL_COLS.min(to.len()), Scaling::Tensor(scale));
     let whole = Tensor { rows: to.len() / cols, cols, stride: cols, scaling, ..to };

@@ -45,7 +45,7 @@ struct Sizes {
     /// Hidden size of the transformer and of its MLP.
     width: usize,
     mlp: usize,
-    /// The same of the larger transformer.
+    /// Hidden size of the larger transformer and of its MLP.
     large: (usize, usize),
     /// The text encoder: hidden size, query heads, key heads, MLP size.
     text_width: usize,
@@ -82,7 +82,7 @@ const QUICK: Sizes = Sizes {
     channels: 128,
 };
 
-/// All rows of a scale, with activations in a precision, and with the quantized operands that a backend takes.
+/// All rows of a scale, with activations in a precision, including the quantized formats that a backend takes.
 pub fn rows(scale: Scale, precision: Precision, formats: GemmFormats) -> Result<Vec<Row>> {
     let activations = precision.activations();
     let builder = RowBuilder(RowFormat { activations, weights: DType::Bf16, inputs: activations });
@@ -92,14 +92,14 @@ pub fn rows(scale: Scale, precision: Precision, formats: GemmFormats) -> Result<
         Scale::Processor => return builder.processor(),
     };
     let mut rows = builder.model(sizes)?;
-    // Activations are quantized in bf16 only.
+    // Only bf16 activations are quantized.
     if precision == Precision::Bf16 {
         rows.extend(builder.quantized(sizes, formats)?);
     }
     Ok(rows)
 }
 
-/// Creates rows with operands of these formats.
+/// Creates rows whose operands have these formats.
 struct RowBuilder(RowFormat);
 
 impl RowBuilder {
@@ -142,7 +142,7 @@ impl RowBuilder {
             self.blend(4 * side, 16 * side),
             self.non_finite(canvas, PACKED),
             self.largest_magnitude(all, width),
-            // The VAE: its decoder, and the ops of its encoder that the decoder does not have.
+            // The VAE: its decoder, and the encoder ops that the decoder does not have.
             self.unpatchify(side),
             self.conv(first, channels, channels, Sampling::Same, true),
             self.group_norm(first, channels, true),
@@ -169,7 +169,7 @@ impl RowBuilder {
         .collect()
     }
 
-    /// The layers of the text encoder, with weights of a quantized type.
+    /// The text encoder's layers, with weights of a quantized type.
     fn encoder(&self, s: &Sizes, weights: DType) -> [Result<Row>; 4] {
         let Sizes { text, text_width, text_heads, text_kv_heads, text_mlp, .. } = *s;
         let (text_q, text_kv) = (text_heads * HEAD_DIM, text_kv_heads * HEAD_DIM);
@@ -182,9 +182,9 @@ impl RowBuilder {
         ]
     }
 
-    /// The ops of a model in FP8: the layers of the text encoder in W8A16, the blocks of the transformer in W8A8, with queries
-    /// and keys in e4m3; and those of a model in NVFP4: the blocks of the transformer in W4A4, and with inputs that stay plain the layers of
-    /// the text encoder and of the single blocks of both transformers in W4A16.
+    /// The quantized ops of a model in FP8 and of a model in NVFP4. FP8 has the layers of the text encoder in W8A16 and the blocks of the
+    /// transformer in W8A8, with queries and keys in e4m3. NVFP4 has the blocks of the transformer in W4A4 and, with plain inputs, the
+    /// layers of the text encoder and of the single blocks of both transformers in W4A16.
     fn quantized(&self, s: &Sizes, formats: GemmFormats) -> Result<Vec<Row>> {
         let Sizes { text, side, width, mlp, large, .. } = *s;
         let (all, both, heads) = (text + side * side, [text, side * side], width / HEAD_DIM);
@@ -226,9 +226,9 @@ impl RowBuilder {
         let Sizes { width, mlp, channels, .. } = KLEIN;
         let heads = width / HEAD_DIM;
         [
-            // Several GEMM tiles in both dimensions, so that the cost of tile boundaries is included.
+            // Several GEMM tiles in both dimensions, to include the cost of tile boundaries.
             self.linear(1536, width, width),
-            // The modulation: a single row, which is bound by reading the weight.
+            // The modulation: a single row, bound by reading the weight.
             self.linear(1, 6 * width, width),
             self.qkv(&[512], width, width, width, mlp, RopeStyle::Interleaved),
             self.attention(1024, heads, heads, HEAD_DIM, false),
@@ -325,7 +325,7 @@ impl RowBuilder {
                 let rope = Rope { table: m.input(rows, HEAD_DIM, DType::F32)?, style };
                 let (x, q) = (m.layer_input(rows, inner)?, m.head_output(rows, q_cols)?);
                 let (k, v) = (m.head_output(rows, kv_cols)?, m.results(rows, kv_cols)?);
-                // Next to the columns of the attention result, as in a single block.
+                // Adjacent to the columns of the attention result, as in a single block.
                 let hidden = if mlp > 0 { Some(m.layer_output(rows, q_cols + mlp)?.cols(q_cols..q_cols + mlp)) } else { None };
                 Ok((x, w, norm, rope, q, k, v, hidden))
             };
@@ -367,14 +367,14 @@ impl RowBuilder {
         })
     }
 
-    /// With `more`, a residual is added to the result, and the statistics of the group norm that follows are computed.
+    /// A convolution. With `more`, it adds a residual to the result and computes the statistics for the next group norm.
     fn conv(&self, side: usize, channels: usize, to: usize, sampling: Sampling, more: bool) -> Result<Row> {
         let (name, to_side) = match sampling {
             Sampling::Same => ("", side),
             Sampling::Up => (", up", 2 * side),
             Sampling::Down => (", down", side / 2),
         };
-        // If the resolution changes, and behind the first convolution, there is no residual.
+        // There is no residual after the first convolution or a change of resolution.
         let residual = more && sampling == Sampling::Same && channels == to;
         let added = if residual { ", residual" } else { "" };
         let stats = if more { ", stats" } else { "" };
@@ -392,7 +392,7 @@ impl RowBuilder {
         })
     }
 
-    /// The end of a residual block whose input has another number of channels.
+    /// The end of a residual block whose input has a different number of channels.
     fn conv_shortcut(&self, side: usize, channels: usize, from: usize) -> Result<Row> {
         Row::new(format!("{side}x{side}, {channels} to {channels}, shortcut of {from}, stats"), self.0, move |m| {
             let w = Conv { weight: m.weight(channels, 9 * channels, DType::Bf16, Role::Conv)?, bias: m.vector(channels)? };
@@ -459,7 +459,7 @@ impl RowBuilder {
         })
     }
 
-    /// The overlap of two tiles of an image that are beside each other.
+    /// The overlap of two adjacent image tiles.
     fn blend(&self, width: usize, height: usize) -> Result<Row> {
         const CHANNELS: usize = 3;
         Row::new(format!("{width}x{height}x{CHANNELS}"), self.0, move |m| {

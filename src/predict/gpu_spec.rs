@@ -1,4 +1,4 @@
-//! GPUs as rows of numbers.
+//! The GPUs of predictions, as rows of numbers.
 
 use crate::backend::GemmFormats;
 use crate::backend::cuda::driver::{DeviceInfo, tensor_flops_per_clock};
@@ -6,20 +6,20 @@ use crate::backend::cuda::{Arch, gemm_formats};
 use crate::tensor::DType;
 use std::borrow::Cow;
 
-/// A GPU, as far as predictions depend on it.
+/// The properties of a GPU that predictions depend on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuSpec {
-    /// Its name, as the driver tells it but for the vendor's.
+    /// The name that the driver gives, without the vendor.
     pub name: Cow<'static, str>,
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
     /// Number of streaming multiprocessors (SMs).
     pub multiprocessors: u32,
-    /// The clock of the SMs that the driver tells, in kHz.
+    /// The SM clock that the driver gives, in kHz.
     pub clock: u32,
     /// Most bytes of shared memory that a CTA may have.
     pub shared: u32,
-    /// Bytes that its memory moves in a second.
+    /// Bytes per second of its memory.
     pub bandwidth: u64,
     /// Bytes of memory.
     pub memory: u64,
@@ -28,9 +28,9 @@ pub struct GpuSpec {
 /// Most bytes of shared memory that a CTA may have on compute capability 8.6, 8.9 and 12.0.
 const SHARED_99_KB: u32 = 99 << 10;
 
-/// The GPUs that predictions are published for, and the one that they are checked on. The numbers are from NVIDIA's architecture
-/// whitepapers (GA102, Ada, RTX Blackwell) and the data sheets of the H200 and the RTX PRO 6000. The clock of the H200 is what the driver
-/// tells, that of the RTX PRO 6000 follows from 126 TFLOP/s of its FP32 lanes.
+/// The GPUs that predictions are published for, and the GPU that they are checked on. The numbers are from NVIDIA's architecture
+/// whitepapers (GA102, Ada, RTX Blackwell) and the data sheets of the H200 and the RTX PRO 6000. The driver gives the clock of the H200.
+/// The clock of the RTX PRO 6000 follows from 126 TFLOP/s of its FP32 lanes.
 pub const GPU_SPECS: [GpuSpec; 5] = [
     GpuSpec {
         name: Cow::Borrowed("GeForce RTX 3090"),
@@ -80,14 +80,14 @@ pub const GPU_SPECS: [GpuSpec; 5] = [
 ];
 
 impl GpuSpec {
-    /// The row of a GPU that is called so: by its whole name, or without `NVIDIA`, `GeForce` and `RTX` at its beginning and `Blackwell`
-    /// and `Workstation Edition` at its end, in any case, with or without spaces.
+    /// Finds a GPU by its whole name, or without `NVIDIA`, `GeForce` and `RTX` at its beginning and `Blackwell` and `Workstation Edition`
+    /// at its end. Case and spaces do not matter.
     pub fn named(name: &str) -> Option<&'static Self> {
         let wanted = short_name(name);
         GPU_SPECS.iter().find(|gpu| short_name(&gpu.name) == wanted)
     }
 
-    /// A row made from what the driver tells of a GPU; none if it does not tell the bandwidth of its memory.
+    /// A row made from what the driver tells about a GPU. `None` if it does not tell the memory bandwidth.
     pub fn of_device(device: &DeviceInfo, bandwidth: Option<u64>) -> Option<Self> {
         let DeviceInfo { name, capability, multiprocessors, clock, shared, memory, .. } = device;
         Some(Self {
@@ -101,38 +101,38 @@ impl GpuSpec {
         })
     }
 
-    /// The quantized GEMMs that there are kernels for.
+    /// The quantized GEMMs that have kernels for this GPU.
     pub const fn gemm_formats(&self) -> GemmFormats {
         gemm_formats(self.capability)
     }
 
-    /// The architecture of its fastest kernels in a program that was built with all, after a self-test where they need one.
+    /// The architecture of its fastest kernels. The program was built with all of them, and gated kernels have passed their self-test.
     pub fn arch(&self) -> Arch {
         Arch::of(self.capability)
     }
 
-    /// Whether it is a row of the table.
+    /// Whether it is a row of `GPU_SPECS`.
     pub fn is_listed(&self) -> bool {
         GPU_SPECS.contains(self)
     }
 
-    /// Floating-point operations of one SM's tensor cores per clock; none where they are not known.
+    /// Floating-point operations per clock of one SM's tensor cores. `None` if they are not known.
     pub fn tensor_flops_per_clock(&self, dtype: DType) -> Option<u32> {
         tensor_flops_per_clock(&self.name, self.capability, dtype)
     }
 
-    /// The same for the whole GPU per second, at its clock.
+    /// Floating-point operations per second of the whole GPU's tensor cores, at its clock.
     pub fn tensor_flops(&self, dtype: DType) -> Option<f64> {
         Some(f64::from(self.tensor_flops_per_clock(dtype)?) * self.clocks_per_second())
     }
 
-    /// The clocks of all SMs together in a second.
+    /// Clocks per second of all SMs together.
     pub(super) fn clocks_per_second(&self) -> f64 {
         f64::from(self.multiprocessors) * f64::from(self.clock) * 1e3
     }
 }
 
-/// What is left of a name without the words that all cards share.
+/// A name without the words that all cards share.
 fn short_name(name: &str) -> String {
     let name = name.to_lowercase().replace(char::is_whitespace, "");
     let name = ["nvidia", "geforce", "rtx"].iter().fold(&*name, |name, word| name.strip_prefix(word).unwrap_or(name));
@@ -152,7 +152,7 @@ mod tests {
             assert_eq!(GpuSpec::named(name).map(|gpu| gpu.multiprocessors), Some(188), "{name}");
         }
         assert_eq!(GpuSpec::named("NVIDIA H200").map(|gpu| gpu.multiprocessors), Some(132));
-        // Others of a similar name are other cards.
+        // Cards whose names are similar, but which are not in the table.
         for name in ["RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 409", "", "RTX", "H200 NVL"] {
             assert_eq!(GpuSpec::named(name), None, "{name}");
         }

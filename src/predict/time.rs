@@ -1,19 +1,19 @@
-//! The time of an op: a roofline, in which tensor cores and memory work at the same time and the slower one decides.
+//! Predicts the time of an op with a roofline: tensor cores and memory work at the same time, and the slower one decides.
 //!
-//! A kernel's main loop takes, for each floating-point operation of an SM, the clocks of the tensor cores and overhead cycles, in
-//! which they wait for copies, barriers, softmax. The latter were measured with the portable kernels on an H200, and are taken to be the
-//! same on every SM, whatever its tensor cores: those of GeForce cards are five times slower, so that there they matter less.
+//! For each floating-point operation of an SM, a kernel's main loop takes the clocks of the tensor cores and overhead cycles, in which they
+//! wait for copies, barriers, softmax. Overhead was measured with the portable kernels on an H200, and is assumed to be equal on every SM.
+//! It matters less on GeForce cards, whose tensor cores are five times slower.
 
 use super::gpu_spec::GpuSpec;
 use crate::backend::cuda::{Arch, has_two_attention_ctas};
 use crate::backend::{Access, Linear, Op};
 use crate::tensor::{DType, Tensor};
 
-/// FLOP a clock and SM that an H200 reached, by whole waves of tiles at 1.98 GHz (bench/results/2026-11-15-h200, kernels.txt and
-/// step-1024-by-op.txt for the portable kernels, hopper-*.txt, 2026-11-16-h200, peers-fp8.txt and 2026-11-17-h200, conv.txt for the
-/// others).
+/// FLOP per clock and SM that an H200 reached at 1.98 GHz, counting whole waves of tiles. Sources: for the portable kernels
+/// bench/results/2026-11-15-h200, kernels.txt and step-1024-by-op.txt; for the others hopper-*.txt, 2026-11-16-h200, peers-fp8.txt and
+/// 2026-11-17-h200, conv.txt.
 mod h200 {
-    /// What `mma.sync` alone can do, as a share of the peak of `wgmma`: an assumption, which docs/kernels.md discusses.
+    /// The rate of `mma.sync` alone, as a share of the peak of `wgmma`: an assumption, which docs/kernels.md discusses.
     pub const MMA_SYNC: f64 = 0.63 * 4096.0;
     /// The portable GEMM with tiles of 256x128.
     pub const GEMM: f64 = 1680.0;
@@ -21,49 +21,49 @@ mod h200 {
     pub const CONV: f64 = 1424.0;
     /// The portable attention with heads of 128.
     pub const ATTENTION: f64 = 1167.0;
-    /// That with a head of 512, 64 queries in a tile.
+    /// The portable attention with a head of 512, with 64 queries in a tile.
     pub const WIDE_ATTENTION: f64 = 793.0;
-    /// The Hopper GEMM, the same of e4m3, and attention with queries and keys in bf16 and in e4m3.
+    /// The Hopper GEMM in bf16 and in e4m3, and Hopper attention with queries and keys in bf16 and in e4m3.
     pub const GEMM_SM90: f64 = 3072.0;
     pub const GEMM_FP8_SM90: f64 = 5660.0;
     pub const ATTENTION_SM90: f64 = 3011.0;
     pub const ATTENTION_FP8_SM90: f64 = 3393.0;
-    /// The Hopper kernel with a head of 512.
+    /// The Hopper attention with a head of 512.
     pub const WIDE_ATTENTION_SM90: f64 = 2051.0;
-    /// The Hopper convolution, without epilogues: what 128 and 512 channels have in common.
+    /// The Hopper convolution, without epilogues: 128 and 512 channels have this rate in common.
     pub const CONV_SM90: f64 = 3172.0;
 }
 
-/// Speed with tiles of 128x128, which are for GPUs with little shared memory, relative to 256x128 (bench/LOG.md, 22).
+/// Speed with tiles of 128x128 relative to 256x128. GPUs with little shared memory use them (bench/LOG.md, 22).
 const SMALL_TILES: f64 = 0.89;
 /// Speed of attention with a head of 512 and 32 queries in a tile, relative to 64 (bench/LOG.md, 26).
 const SMALL_WIDE_TILES: f64 = 0.9;
-/// The same of attention with one CTA of eight warps on an SM, instead of two with four warps (LOG.md, 84).
+/// Speed of attention with one CTA of eight warps on an SM, relative to two CTAs of four warps (LOG.md, 84).
 const ONE_ATTENTION_CTA: f64 = 0.82;
-/// Bytes of shared memory that the larger tiles of each need.
+/// Bytes of shared memory for the larger tile of GEMMs, and of attention with a head of 512.
 const LARGE_TILE_SHARED: u32 = 147_456;
 const LARGE_WIDE_TILE_SHARED: u32 = 135_936;
-/// What filling pipelines, uneven shares and the fix-up of Stream-K take in a GEMM, as the FLOP that would take an SM as long: 14 us
+/// Time that a GEMM loses to filling pipelines, uneven shares and the fix-up of Stream-K, as the FLOP that would take an SM as long: 14 us
 /// on an H200, where 9 to 18 were seen with 512 rows.
 const GEMM_FILL: f64 = 48e6;
-/// Clocks of an SM for the epilogue of a convolution's tile of 256x128, with and without group-norm statistics.
+/// Clocks of an SM for the epilogue of a 256x128 convolution tile, with and without group-norm statistics.
 const CONV_EPILOGUE_STATS: f64 = 30e3;
 const CONV_EPILOGUE: f64 = 8e3;
-/// The same of the Hopper convolution.
+/// Clocks of an SM for the epilogue of the Hopper convolution, with and without group-norm statistics.
 const CONV_SM90_EPILOGUE_STATS: f64 = 12.2e3;
 const CONV_SM90_EPILOGUE: f64 = 6.9e3;
 /// The share of the nominal rate that GEMMs of compute capability 12.x reach with the block-scaled MMA: an assumption, which
 /// docs/kernels.md discusses.
 const BLOCK_SCALED_SHARE: f64 = 0.7;
-/// FADD lanes of an SM, which add partial sums of e4m3 products to f32 registers after every so many of K.
+/// FADD lanes of an SM. They add partial sums of e4m3 products to f32 registers after every `PROMOTION_K` of K.
 const LANES: f64 = 128.0;
 const PROMOTION_K: f64 = 128.0;
-/// The share of the memory's bandwidth that norms and element-wise kernels reach: 3.1 to 3.7 of 4.8 TB/s on an H200.
+/// The share of memory bandwidth that norms and element-wise kernels reach: 3.1 to 3.7 of 4.8 TB/s on an H200.
 const MEMORY_SHARE: f64 = 0.72;
-/// What a kernel takes besides, in a CUDA graph.
+/// The seconds that a kernel in a CUDA graph takes in addition to its work.
 const START: f64 = 2e-6;
 
-/// Sizes of tiles: rows and columns of an MMA tile, queries of a tile of attention.
+/// Tile sizes: rows and columns of an MMA tile, queries of an attention tile.
 const TILE_COLS: usize = 128;
 const FEWEST_ROWS: usize = 64;
 const ATTENTION_QUERIES: usize = 128;
@@ -74,27 +74,27 @@ const HEAD: usize = 128;
 pub struct Predictor {
     gpu: GpuSpec,
     arch: Arch,
-    /// FLOP a clock and SM of `mma.sync`, in bf16, in e4m3 and, where it has scales of blocks, in e2m1.
+    /// FLOP per clock and SM of `mma.sync`, in bf16, in e4m3 and, if it is block-scaled, in e2m1.
     bf16: f64,
     e4m3: f64,
     e2m1: Option<f64>,
 }
 
 impl Predictor {
-    /// Predicts for kernels of an architecture. None for a GPU of which it is not known how fast `mma.sync` is.
+    /// Predicts times of an architecture's kernels. `None` for a GPU whose `mma.sync` rate is not known.
     pub fn new(gpu: &GpuSpec, arch: Arch) -> Option<Self> {
         let peak = |dtype| gpu.tensor_flops_per_clock(dtype).map(f64::from);
         let bf16 = match gpu.capability {
             (9, 0) => h200::MMA_SYNC,
-            // On datacenter Blackwell it is far below the peak, and nothing was measured.
+            // On datacenter Blackwell the rate is far below the peak, and nothing was measured.
             (10, _) => return None,
             _ => peak(DType::Bf16)?,
         };
         let e2m1 = if arch == Arch::Sm120 { Some(peak(DType::E2m1)?) } else { None };
         let e4m3 = match gpu.capability {
-            // With scales of blocks it has half the rate of e2m1, on GeForce cards, too.
+            // Block-scaled e4m3 has half the rate of e2m1, on GeForce cards, too.
             _ if e2m1.is_some() => e2m1? / 2.0,
-            // Hopper turns it into an MMA of f16; older ones do not have it, and nothing there is multiplied in e4m3.
+            // Hopper turns e4m3 into an MMA of f16. Older GPUs have no e4m3 MMA, and multiply nothing in e4m3.
             (9, 0) | (8, ..9) => bf16,
             _ => peak(DType::E4m3)?,
         };
@@ -106,7 +106,7 @@ impl Predictor {
         &self.gpu
     }
 
-    /// The seconds that an op takes. Activations are taken to be bf16 or quantized: f32 is not for tensor cores.
+    /// The seconds that an op takes. Activations are assumed to be bf16 or quantized: tensor cores do not take f32.
     pub fn seconds(&self, op: &Op<'_>) -> f64 {
         match *op {
             Op::Linear(streams) | Op::LinearSwiglu(streams) => self.gemm(op, &mut streams.iter().map(|s| (s.x, s.w))),
@@ -142,19 +142,19 @@ impl Predictor {
         if self.has_large_tiles() { 1.0 } else { SMALL_TILES }
     }
 
-    /// Clocks of an SM for one FLOP in bf16 by a portable kernel that reached `measured` on an H200, or `speed` times that with the tiles
-    /// that this GPU has shared memory for.
+    /// Clocks of an SM for one FLOP in bf16, by a portable kernel that reached `measured` on an H200. `speed` is the relative speed of the
+    /// tiles that fit this GPU's shared memory.
     fn clocks(&self, measured: f64, speed: f64) -> f64 {
         1.0 / self.bf16 + besides(measured * speed)
     }
 
-    /// Clocks of an SM for one FLOP of a GEMM of operands of this type.
+    /// Clocks of an SM for one FLOP of a GEMM with operands of this type.
     fn gemm_clocks(&self, dtype: DType) -> f64 {
         if let Some(e2m1) = self.e2m1 {
             return match dtype {
                 DType::E2m1 => 1.0 / (BLOCK_SCALED_SHARE * e2m1),
                 DType::E4m3 => 1.0 / (BLOCK_SCALED_SHARE * self.e4m3),
-                // There is room for the large tile, whose stages are smaller than those of the portable GEMM.
+                // The large tile fits: its stages are smaller than in the portable GEMM.
                 _ => self.clocks(h200::GEMM, 1.0),
             };
         }
@@ -162,7 +162,7 @@ impl Predictor {
             (Arch::Sm90, DType::Bf16) => 1.0 / h200::GEMM_SM90,
             (Arch::Sm90, _) => 1.0 / h200::GEMM_FP8_SM90,
             (_, DType::Bf16) => self.clocks(h200::GEMM, self.tile_speed()),
-            // As many bytes are copied and loaded for twice the FLOP. A partial sum of 128 products is 256 FLOP.
+            // The same bytes are copied and loaded for twice the FLOP. A partial sum of 128 products is 256 FLOP.
             _ => 1.0 / self.e4m3 + besides(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K),
         }
     }
@@ -177,14 +177,14 @@ impl Predictor {
                 clocks += 2.0 * (rows * part.len()) as f64 * of_flop;
                 slowest = slowest.max(of_flop);
                 if part.dtype.is_quantized() && multiplied == DType::Bf16 {
-                    // The pre-pass reads codes and writes bf16, which the GEMM reads instead of the codes.
+                    // The expansion kernel reads codes and writes bf16, which the GEMM reads instead of the codes.
                     let (codes, bf16) = (part.bytes() as f64, DType::Bf16.bytes(part.len()) as f64);
                     expansion += codes + bf16;
                     moved += bf16 - codes;
                 }
             }
         }
-        // On the H200 it was seen with bf16, and taken to be the same for FP8.
+        // The fill was measured on the H200 with bf16, and is assumed to be the same for FP8.
         let fill = GEMM_FILL * if self.e2m1.is_some() { slowest } else { self.gemm_clocks(DType::Bf16) };
         let compute = clocks / self.gpu.clocks_per_second() + fill / (f64::from(self.gpu.clock) * 1e3);
         let expand = if expansion > 0.0 { START + self.transfer(expansion) } else { 0.0 };
@@ -203,7 +203,7 @@ impl Predictor {
             return dense / rate / self.gpu.clocks_per_second() / if causal { 2.0 } else { 1.0 };
         }
         let (queries, clocks) = match (wide, self.gpu.shared >= LARGE_WIDE_TILE_SHARED) {
-            // Queries by keys in e4m3, and softmax by values in bf16: half of the FLOP each. Two CTAs always have room.
+            // Queries by keys in e4m3, and softmax by values in bf16: half of the FLOP each. Two CTAs always fit.
             (false, _) if q.dtype == DType::E4m3 => {
                 let tensor_cores = (1.0 / self.e4m3 + 1.0 / self.bf16) / 2.0;
                 (ATTENTION_QUERIES, tensor_cores + besides(h200::ATTENTION))
@@ -217,23 +217,24 @@ impl Predictor {
         let tiles = heads * q.rows.div_ceil(queries);
         match causal {
             false => self.waves(tiles, tile),
-            // Tiles have between none and all of the keys; the one with all of them takes as long as without a mask.
+            // Tiles see between none and all of the keys. The tile that sees all takes as long as without a mask.
             true => (self.waves(tiles, tile) / 2.0).max(self.waves(1, tile)),
         }
     }
 
-    /// The seconds of so many tiles, each of which takes so many clocks of an SM: the last wave takes as long as a full one.
+    /// The seconds of `tiles` tiles that take `clocks` of an SM each. The last wave takes as long as a full one.
     fn waves(&self, tiles: usize, clocks: f64) -> f64 {
         tiles.div_ceil(self.gpu.multiprocessors.max(1) as usize) as f64 * clocks / (f64::from(self.gpu.clock) * 1e3)
     }
 
-    /// The seconds in which memory moves so many bytes.
+    /// The seconds in which memory moves this many bytes.
     fn transfer(&self, bytes: f64) -> f64 {
         bytes / (MEMORY_SHARE * self.gpu.bandwidth as f64)
     }
 }
 
-/// Clocks of an SM for one FLOP besides those of the tensor cores, of a portable kernel that reached `measured` on an H200.
+/// Overhead cycles: clocks of an SM for one FLOP, without those of the tensor cores, of a portable kernel that reached `measured` on an
+/// H200.
 fn besides(measured: f64) -> f64 {
     1.0 / measured - 1.0 / h200::MMA_SYNC
 }
