@@ -156,7 +156,7 @@ pub enum Error {
     Mismatch {
         /// The part that does not fit the transformer.
         part: &'static str,
-        /// The needed and the found sizes.
+        /// The mismatch.
         detail: String,
         /// A likely cause or a remedy, if there is one.
         hint: Option<Remedy>,

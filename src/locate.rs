@@ -1,5 +1,5 @@
-//! Locates the files of a model: in a folder, in a repository of the Hugging Face cache, or as single files; likewise the file of an
-//! adapter. It downloads nothing.
+//! Locates a model's files in a folder, in a repository of the Hugging Face cache, or as single files. Also locates adapter files.
+//! Downloads nothing.
 
 mod adapter;
 mod cache;
@@ -28,10 +28,10 @@ pub const TINY: &str = "tiny";
 /// Default side of images of the random model. It is small because the images are meaningless.
 const TINY_SIDE: usize = 256;
 
-/// Which model to locate.
+/// A request for a model.
 #[derive(Clone, Debug, Default)]
 pub struct LocateRequest {
-    /// A folder, a repository id, or the name of a model that needs no files.
+    /// The folder, the repository id, or the name of a model that needs no files.
     pub model: Option<PathBuf>,
     /// Replaces parts of the model: a file, or a folder of shards, for each.
     pub parts: PerComponent<Option<PathBuf>>,
@@ -52,17 +52,17 @@ pub struct ModelFiles {
     pub tokenizer: Option<PathBuf>,
     /// The pipeline's `model_index.json`, if it describes this transformer.
     pub index: Option<PathBuf>,
-    /// The defaults of the folder's `kiln.json`, if it describes this transformer, or else those of klein.
+    /// The defaults of the folder's `kiln.json` if it describes this transformer, otherwise klein's.
     pub defaults: ModelDefaults,
     /// The model's name in messages: the folder, the repository id, or the transformer's file.
     pub origin: String,
-    /// The order in which the files store NVFP4, if it was given.
+    /// The order in which the files store NVFP4, if the request states it.
     pub nvfp4_layout: Option<Nvfp4Layout>,
 }
 
 impl ModelFiles {
-    /// The `config.json` next to a part's weights, if there is one. It is returned even if it is not a regular file, so that
-    /// reading it reports the problem.
+    /// The `config.json` next to a part's weights, if there is one. It is returned even if it is not a regular file: reading it then
+    /// reports the problem.
     pub fn config_of(weights: &Path) -> Option<PathBuf> {
         Some(weights.join("config.json")).filter(|config| files::is_there(config))
     }
@@ -96,7 +96,7 @@ impl Found {
         }
     }
 
-    /// The model of this name that needs no files, or `None` if the name is not one of those.
+    /// Finds a model that needs no files by name; `None` for any other name.
     fn named(name: &Path, environment: &Environment) -> Result<Option<Self>> {
         if !needs_no_files(name) {
             return Ok(None);
@@ -111,7 +111,7 @@ impl Found {
     }
 }
 
-/// Locates a model: the requested one, or else that of `KILN_MODEL`, or one in the cache, or the embedded or random one.
+/// Locates a model: the requested one, otherwise the model of `KILN_MODEL`, one in the cache, or the embedded or random one.
 pub fn locate(request: &LocateRequest) -> Result<Found> {
     for path in request.parts.values().chain([&request.tokenizer]).flatten() {
         if let Some(why) = files::absence(path) {
@@ -121,7 +121,7 @@ pub fn locate(request: &LocateRequest) -> Result<Found> {
     let environment = &request.environment;
     let some = request.tokenizer.is_some() || request.parts.values().any(Option::is_some);
     let all = request.parts.values().all(Option::is_some);
-    // `KILN_MODEL` applies only if the request names no model, and three parts are a complete model.
+    // `KILN_MODEL` applies only if the request names no model, and three parts already are a complete model.
     let fallback = environment.kiln_model.as_deref().filter(|name| !(all && needs_no_files(name)));
     let base = match request.model.as_deref().or(fallback) {
         Some(name) => match Found::named(name, environment)? {
@@ -146,8 +146,8 @@ fn needs_no_files(name: &Path) -> bool {
     [TINY, BUILT_IN].iter().any(|own| name == Path::new(own))
 }
 
-/// The first repository in the cache that is complete, counting the parts that the request replaces. If none is complete, an
-/// unfinished download is an error: the user meant to use that model and not some other one.
+/// The first complete repository in the cache, counting the parts that the request replaces. If none is complete, an unfinished
+/// download is an error: the user meant to use that model, not another one.
 fn known_repository(request: &LocateRequest) -> Result<Option<Folder>> {
     let mut unfinished = None;
     for id in MODELS.iter().map(|model| model.repository) {
@@ -227,7 +227,7 @@ impl Folder {
         if name.exists() {
             return Err(no_model(name, "it is a file, not a folder", Some(Remedy::NameParts)));
         }
-        // A dangling link or an inaccessible path is not the id of a repository.
+        // A dangling link or an inaccessible path is not a repository id.
         if let Some(why) = files::absence(name).filter(|_| files::is_there(name)) {
             return Err(no_model(name, &why, None));
         }
@@ -251,7 +251,7 @@ impl Folder {
         let part = |diffusers: &str, comfy: &str, stems: &[&str]| part_in(path, diffusers, comfy, stems);
         // A settings file is not skipped if it is not a regular file, because reading it then reports the problem.
         let settings = |name: &str| Some(path.join(name)).filter(|file| files::is_there(file));
-        // The same holds if the folder is a dangling link, or not a folder.
+        // A dangling link and a file in place of this folder are not skipped either.
         let unusable = || settings("tokenizer").filter(|folder| !folder.is_dir()).map(|folder| folder.join("tokenizer.json"));
         let transformer =
             part("transformer", "diffusion_models", &TextFamily::ALL.map(|family| family.spec().transformer_files).concat());
@@ -272,7 +272,7 @@ impl Folder {
         }
     }
 
-    /// Replaces the parts that the request overrides.
+    /// Applies the request's overrides to the parts.
     fn replace(&mut self, request: &LocateRequest) {
         for (part, replacement) in request.parts.iter() {
             if let Some(path) = replacement {
@@ -285,7 +285,7 @@ impl Folder {
         }
     }
 
-    /// What is wrong with the parts and the remedy, if not all of them were found.
+    /// Describes the missing parts and the remedy; `None` if all were found.
     fn faults(&self) -> Option<(String, Remedy)> {
         describe_faults(&self.parts, self.path.as_deref())
     }
@@ -298,7 +298,7 @@ fn part_in(folder: &Path, diffusers: &str, comfy: &str, stems: &[&str]) -> Sough
     single.or_else(|| folder_of_weights(&folder.join(diffusers))).or_else(|| single_file(folder, stems))
 }
 
-/// The text encoder in a folder of models that a transformer needs, as far as the name of that tells.
+/// The text encoder in a folder of models that fits a transformer, as far as the transformer's file name shows it.
 fn text_encoder_in(folder: &Path, transformer: &Sought) -> Sought {
     let name = transformer.path().and_then(|path| Some(path.file_name()?.to_str()?.to_ascii_lowercase())).unwrap_or_default();
     let needs = |family: &TextFamily| family.spec().transformer_files.iter().any(|stem| name.starts_with(stem));

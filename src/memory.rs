@@ -1,12 +1,12 @@
 //! Available memory, and a marker for allocations that may fail.
 //!
-//! Available memory is checked before a job: an image that does not fit would run for minutes until the system's OOM killer ends
-//! this process, or another one. What is available is the minimum over the machine, the cgroups of this process and its limit on
+//! kiln checks available memory before a job. An image that does not fit would run for minutes until the system's OOM killer ends
+//! this process, or another one. Available memory is the minimum over the machine, this process's cgroups and its limit on
 //! address space. The page cache counts as available, because the system reclaims it; so do mapped weights. In doubt the estimate
-//! is too high rather than too low: a job that would have fitted must not be rejected.
+//! is too high: a job that would have fitted must not be rejected.
 //!
 //! The marker is for the program's allocator, which exits the process when memory is exhausted. The allocator cannot know which
-//! callers can handle a failed allocation; those that can declare it with [`fallible`].
+//! callers can handle a failed allocation. They declare it with [`fallible`].
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -29,16 +29,16 @@ pub fn is_fallible() -> bool {
     FALLIBLE.get()
 }
 
-/// Whether an allocation of this size succeeds at the moment, by trying it.
+/// Tries whether an allocation of this size succeeds now.
 pub(crate) fn can_allocate(bytes: usize) -> bool {
     let mut memory = Vec::<u8>::new();
     let answer = fallible(|| memory.try_reserve_exact(bytes));
-    // Otherwise the compiler may remove the allocation.
+    // Keeps the compiler from removing the allocation.
     std::hint::black_box(&memory);
     answer.is_ok()
 }
 
-/// Bytes that this process can still allocate, as far as the system tells.
+/// Bytes that this process can still allocate, if the system shows it.
 pub fn available() -> Option<u64> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let folders = cgroup_folders(&read("/proc/self/cgroup"));
@@ -54,12 +54,12 @@ pub fn address_limit() -> Option<u64> {
     None
 }
 
-/// The memory that all limits leave. `meminfo` and `status` are the texts of `/proc/meminfo` and `/proc/self/status`.
+/// Memory that is free under all limits. `meminfo` and `status` are the texts of `/proc/meminfo` and `/proc/self/status`.
 fn free(meminfo: &str, cgroups: &[Cgroup], address_limit: Option<u64>, status: &str) -> Option<u64> {
-    // Systems that do not know report zero.
+    // Systems without this number report zero.
     let machine = kilobytes(meminfo, "MemAvailable:").filter(|&bytes| bytes > 0);
     let cgroups = cgroups.iter().filter_map(Cgroup::free);
-    // Memory beyond that can be swapped out, if slowly.
+    // Beyond free RAM, memory can be swapped out, if slowly.
     let swap = kilobytes(meminfo, "SwapFree:").unwrap_or(0);
     let memory = machine.into_iter().chain(cgroups).min().map(|bytes| bytes.saturating_add(swap));
     let addresses = address_limit.zip(kilobytes(status, "VmSize:")).map(|(limit, used)| limit.saturating_sub(used));
@@ -78,8 +78,8 @@ enum Version {
     V2,
 }
 
-/// The folders of the cgroups of a process, from the text of its `/proc/self/cgroup`: its own cgroup and all ancestors. In a
-/// container some of them may not exist; the last one always does and is that of the container.
+/// The cgroup folders of a process, from the text of its `/proc/self/cgroup`: its own cgroup and all ancestors. In a container
+/// some may not exist. The last one always does: it is the container's.
 fn cgroup_folders(text: &str) -> Vec<(Version, PathBuf)> {
     let mut found = Vec::new();
     for line in text.lines() {
@@ -98,10 +98,10 @@ fn cgroup_folders(text: &str) -> Vec<(Version, PathBuf)> {
 
 /// The memory limit and usage of a cgroup.
 struct Cgroup {
-    /// The text of the limit. No limit is a word, or a number larger than any memory.
+    /// The text of the limit. Without a limit it is a word, or a number larger than any memory.
     limit: String,
     usage: String,
-    /// The text of the statistics of its usage.
+    /// The text of the usage statistics.
     stat: String,
     version: Version,
 }
@@ -120,7 +120,7 @@ impl Cgroup {
     fn free(&self) -> Option<u64> {
         let number = |text: &str| text.trim().parse::<u64>().ok();
         let files = match self.version {
-            // The totals include descendants, as the usage does.
+            // The totals include descendants, as does the usage.
             Version::V1 => ["total_inactive_file ", "total_active_file "],
             Version::V2 => ["inactive_file ", "active_file "],
         };
@@ -153,7 +153,7 @@ mod tests {
             (vec![], Some(u64::MAX), 2_000_000 * kb),
             (vec![small()], None, 600_000),
             (vec![cgroup(Version::V2, "max\n", "400000\n", ""), small()], Some(1_000_000 * kb), 600_000),
-            // Version 1 writes no limit as a large number.
+            // Version 1 writes a large number for no limit.
             (vec![cgroup(Version::V1, "9223372036854771712\n", "5\n", "")], None, 2_000_000 * kb),
         ] {
             assert_eq!(free(MEMINFO, &groups, addresses, STATUS), Some(want), "{addresses:?}");

@@ -1,9 +1,9 @@
-//! Tensor names: the only module that knows how checkpoints spell them.
+//! Tensor names. Only this module knows how checkpoints spell them.
 //!
-//! The engine requests weights by canonical names: the transformer's are those of the original single files, the VAE's those of
-//! diffusers, the text encoder's those of Hugging Face with q, k, v and gate, up stacked. [`LayerId::canonical`] spells them, and
-//! [`resolve`] maps the name in a file to the canonical one and to its layer; [`spell`] is the inverse, for messages and for writing.
-//! All of them read the same tables.
+//! The engine requests weights by canonical name: the transformer's in the spelling of the original single files, the VAE's in diffusers'
+//! spelling, and the text encoder's in Hugging Face's, with q, k, v and gate, up stacked. [`LayerId::canonical`] spells them. [`resolve`]
+//! maps the name in a file to the canonical one and to its layer. [`spell`] is the inverse, for messages and for writing. All of them read
+//! the same tables.
 
 mod layer;
 mod tables;
@@ -23,7 +23,7 @@ impl Component {
         }
     }
 
-    /// The layout whose spelling is the canonical one; the text encoder has only one layout, and its own canonical names.
+    /// The layout whose spelling is canonical. The text encoder has only one layout, and separate canonical names.
     fn canonical_layout(self) -> Option<Layout> {
         match self {
             Self::Transformer => Some(Layout::Bfl),
@@ -70,18 +70,18 @@ pub enum TensorRole {
     Unknown,
 }
 
-/// What a companion of a quantized weight holds.
+/// The content of a quantized weight's companion tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Companion {
     /// The scales of the weight: a single one, one for each row, or one for each block.
     WeightScale,
-    /// The scale of a whole weight that has block scales, too.
+    /// The scale of a whole weight that also has block scales.
     TensorScale,
     /// The scale of the layer's input.
     InputScale,
     /// The quantization settings of the layer as JSON.
     Settings,
-    /// Data of a format that is not supported.
+    /// Data of an unsupported format.
     Unsupported,
 }
 
@@ -102,17 +102,17 @@ pub struct Spelling {
     pub prefix: &'static str,
 }
 
-/// One tensor that a model needs, under its canonical name.
+/// A tensor that a model needs, under its canonical name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Canonical name.
     pub name: String,
     /// The layer of a transformer or a text encoder.
     pub layer: Option<LayerId>,
-    /// Its shape.
+    /// The tensor's shape.
     pub shape: Vec<usize>,
-    /// Rows of each of the matrices that are stacked in it, and that another layout may store as tensors of their own. A single
-    /// matrix has one entry.
+    /// The row counts of the matrices stacked in the tensor. Another layout may store them as separate tensors. A single matrix has one
+    /// entry.
     pub stack: Vec<usize>,
 }
 
@@ -127,32 +127,32 @@ impl TensorSpec {
         Self { layer: Some(layer), ..Self::new(layer.canonical(), &[n]) }
     }
 
-    /// The weight of a linear layer: matrices of `columns` columns stacked on each other, whose numbers of rows are `stack`.
+    /// The weight of a linear layer: stacked matrices with `columns` columns and the row counts `stack`.
     pub fn linear(layer: LayerId, stack: &[usize], columns: usize) -> Self {
         Self { layer: Some(layer), ..Self::stacked(layer.canonical(), stack, columns) }
     }
 
-    /// Matrices of `columns` columns stacked on each other, whose numbers of rows are `stack`.
+    /// Stacked matrices with `columns` columns and the row counts `stack`.
     pub fn stacked(name: impl Into<String>, stack: &[usize], columns: usize) -> Self {
         Self { stack: stack.to_vec(), ..Self::new(name, &[stack.iter().sum(), columns]) }
     }
 }
 
-/// Prefixes of checkpoints that hold several parts, or that were saved from inside a wrapper; more specific ones come first.
+/// Prefixes in checkpoints that hold several parts, or that were saved from inside a wrapper. More specific ones come first.
 const PREFIXES: [(&str, Component); 6] = [
     ("model.diffusion_model.", Component::Transformer),
     ("model.model.", Component::Transformer),
     ("net.", Component::Transformer),
     ("vae.", Component::Vae),
-    // A language model inside one that also sees, as it is stored and as it is called in memory.
+    // The language model in a vision-language model, as stored and as named in memory.
     ("language_model.", Component::TextEncoder),
     (IN_MEMORY, Component::TextEncoder),
 ];
 
-/// Here `model.` itself is a part of the prefix.
+/// In this prefix `model.` is included.
 const IN_MEMORY: &str = "model.language_model.";
 
-/// What the files of text encoders hold besides the language model: its head, and of a model that also sees the rest of that; a vocabulary.
+/// Text encoder tensors not used as weights: head, final norm, vocabulary; for vision-language models, vision tower and projector.
 const UNUSED_TEXT: [&str; 7] = [
     "lm_head.",
     "model.norm.",
@@ -166,19 +166,18 @@ const UNUSED_TEXT: [&str; 7] = [
 /// The tensor of bytes in which ComfyUI's encoders of \[dev\] carry their vocabulary.
 pub const VOCABULARY: &str = "tekken_model";
 
-/// Suffixes of the tensors that accompany a quantized weight; the rest of such a name is the name of the layer.
+/// Suffixes of companion tensors of a quantized weight. The rest of the name is the layer's.
 const QUANTIZATION_SUFFIXES: [(&str, Companion); 6] = [
     (".weight_scale", Companion::WeightScale),
     (".weight_scale_2", Companion::TensorScale),
     (".input_scale", Companion::InputScale),
     (".comfy_quant", Companion::Settings),
-    // Files with a marker for FP8 spell the scales like this.
+    // Files with an FP8 marker spell the scales like this.
     (".scale_weight", Companion::WeightScale),
     (".scale_input", Companion::InputScale),
 ];
 
-/// Names of quantization formats that are not supported, by the suffix of a tensor that only they store beside a layer; more
-/// specific ones come first.
+/// Names of unsupported quantization formats, by the suffix of a companion tensor that only they store. More specific ones come first.
 pub const UNSUPPORTED_QUANTIZERS: [(&str, &str); 11] = [
     (".weight.quant_state.bitsandbytes__nf4", "NF4 (bitsandbytes)"),
     (".weight.quant_state.bitsandbytes__fp4", "FP4 (bitsandbytes)"),
@@ -193,10 +192,10 @@ pub const UNSUPPORTED_QUANTIZERS: [(&str, &str); 11] = [
     (".pre_quant_scale", "smoothed by AWQ (pre_quant_scale)"),
 ];
 
-/// Suffixes of further tensors of these formats: of bitsandbytes, AWQ and GPTQ.
+/// Suffixes of further companion tensors of bitsandbytes, AWQ and GPTQ.
 const UNSUPPORTED_SUFFIXES: [&str; 4] = [".weight.nested_absmax", ".weight.nested_quant_map", ".qzeros", ".scales"];
 
-/// Marks of adapters (LoRA and its relatives) in the names of their tensors, as the trainers spell them.
+/// Marks of adapters (LoRA and its relatives) in tensor names, as trainers spell them.
 const ADAPTER_MARKS: [&str; 15] = [
     ".lora_A",
     ".lora_B",
@@ -219,17 +218,17 @@ const ADAPTER_MARKS: [&str; 15] = [
 pub const QUANTIZATION_METADATA: &str = "_quantization_metadata";
 /// The metadata entry that only ModelOpt writes.
 pub const MODELOPT_METADATA: &str = "quantization_config";
-/// The metadata entry that says in which order a file stores NVFP4, by the name of the layout.
+/// The metadata entry that names the order in which a file stores NVFP4.
 pub const NVFP4_LAYOUT_METADATA: &str = "nvfp4_layout";
 /// The tensor that marks a whole file as FP8.
 const FP8_MARKER: &str = "scaled_fp8";
 
-/// True for tensors of an adapter, such as LoRA, which modifies a model but is not one.
+/// True for tensors of an adapter, such as a LoRA: a file that modifies a model but is not one.
 pub fn is_adapter(name: &str) -> bool {
     ADAPTER_MARKS.iter().any(|mark| name.contains(mark))
 }
 
-/// The prefix of a name, the rest, and the part that the prefix stands for. Without a prefix a name may be any part's.
+/// Splits a name into its prefix and the rest, and returns the prefix's part. Without a prefix, any part may own the name.
 fn split_prefix(name: &str) -> (&'static str, &str, Option<Component>) {
     let encoders = MODELS.iter().map(|model| (model.size.encoder_prefix, Component::TextEncoder));
     let mut prefixes = PREFIXES.iter().copied().chain(encoders);
@@ -237,7 +236,7 @@ fn split_prefix(name: &str) -> (&'static str, &str, Option<Component>) {
     found.unwrap_or(("", name, None))
 }
 
-/// A name without the prefix that a file may put in front of it.
+/// A name without its prefix.
 pub fn without_prefix(name: &str) -> &str {
     split_prefix(name).1
 }
@@ -261,7 +260,7 @@ pub fn resolve(part: Component, name: &str) -> TensorRole {
     if let Some((layer, kind)) = suffixes.find_map(|(suffix, kind)| Some((name.strip_suffix(suffix)?, kind))) {
         return TensorRole::Quantization(layer.into(), kind);
     }
-    // Some files call the learned scale of a query or key norm its weight.
+    // Some files call the learned scale of a query or key norm its weight. kiln renames it.
     let renamed = match bare.strip_suffix("_norm.weight") {
         Some(stem) if part == Component::Transformer => Some(format!("{stem}_norm.scale")),
         _ => None,
@@ -292,7 +291,7 @@ fn spelling(part: Component, row: &Row, prefix: &'static str, name: &str) -> Opt
     Some(Spelling { canonical: fill(row.canonical, &captured), layer, pieces, holds, layout, prefix })
 }
 
-/// The names under which `layout` stores a canonical tensor, in row order. A name that is in no table is returned unchanged.
+/// The names under which `layout` stores a canonical tensor, in row order. A name that no table lists is returned unchanged.
 pub fn spell(part: Component, layout: Layout, canonical: &str) -> Vec<String> {
     let found = part.rows().iter().find_map(|row| matches(row.canonical, canonical).map(|captured| (row, captured)));
     match found {
@@ -303,12 +302,12 @@ pub fn spell(part: Component, layout: Layout, canonical: &str) -> Vec<String> {
     }
 }
 
-/// The tensors that a file of `layout` holds for a canonical one.
+/// The tensors that a file in `layout` holds for a canonical one.
 pub fn file_tensors(part: Component, layout: Layout, spec: &TensorSpec) -> Vec<TensorSpec> {
     let names = spell(part, layout, &spec.name);
     if names.len() == 1 {
         let mut shape = spec.shape.clone();
-        // The original VAE writes the projections of its attention as 1x1 convolutions.
+        // The original VAE stores its attention projections as 1x1 convolutions.
         if part == Component::Vae && layout == Layout::Bfl && shape.len() == 2 {
             shape.extend([1, 1]);
         }
@@ -327,8 +326,8 @@ pub fn is_unused(part: Component, name: &str) -> bool {
     }
 }
 
-/// The text encoder's layer that a tensor belongs to, whatever prefix its name has. The model's defaults decide which layers
-/// are used, and a checkpoint may have more of them.
+/// The text encoder layer that a tensor belongs to, with any prefix. The model's defaults decide which layers are used, and a checkpoint
+/// may have more.
 pub fn text_layer(name: &str) -> Option<usize> {
     let prefix = ".layers.";
     block_index(&name[name.find(prefix)?..], prefix)

@@ -1,8 +1,8 @@
-//! The initial noise: the values that PyTorch draws for the same seed, so that an image generated elsewhere can be reproduced.
+//! The initial noise: PyTorch's values for the same seed, so that images generated elsewhere can be reproduced.
 //!
-//! PyTorch has three relevant generators of normal variates, each with a different sequence. Which of them a seed refers to
-//! depends on the device and the PyTorch version that the noise was drawn with; [`NoiseKind`] names them. All three are
-//! implemented on the host, so that every backend starts from the same values.
+//! PyTorch has three relevant normal generators, each with a different sequence. The device and the PyTorch version that drew the
+//! noise decide which one a seed refers to; [`NoiseKind`] names them. kiln implements all three on the host, so that every backend
+//! starts from the same values.
 
 use crate::error::Error;
 use crate::sequence::Grid;
@@ -79,7 +79,7 @@ pub fn draw(kind: NoiseKind, seed: u64, grid: Grid, precision: Precision) -> Vec
 
 /// Transposes PyTorch's layout `[channels, rows, columns]` to one row per token.
 fn by_token(tokens: usize, drawn: &[f32], stored: impl Fn(f32) -> f32 + Sync) -> Vec<f32> {
-    // A run of tokens, whose rows stay in the cache while channel after channel is written to them.
+    // Tokens per run: their rows stay in the cache while channel after channel is written.
     const RUN: usize = 64;
     let mut rows = vec![0.0; tokens * CHANNELS];
     rows.par_chunks_mut(RUN * CHANNELS).enumerate().for_each(|(run, rows)| {
@@ -114,14 +114,14 @@ fn resident_threads(sms: u32, threads: u32) -> u64 {
 ///
 /// `offset` is the generator's offset: 0 after seeding. A draw advances it by 4 for every four values that one thread has drawn.
 fn cuda_normals(count: usize, seed: u64, offset: u64, resident: u64) -> Vec<f32> {
-    /// Values that a thread of the pool draws at a time.
+    /// Values that one thread draws at a time.
     const PIECE: usize = 4096;
     let launched = (count as u64).next_multiple_of(BLOCK).clamp(BLOCK, resident) as usize;
     let mut drawn = vec![0.0; count];
-    // A transform makes two values, which are as far apart as there are threads.
+    // One transform makes two values, whose distance is the number of threads.
     for (number, pair) in drawn.chunks_mut(2 * launched).enumerate() {
         let (firsts, seconds) = pair.split_at_mut(launched.min(pair.len()));
-        // There may be fewer of the second, and none at the end.
+        // The last pair of rows may have fewer second values, or none.
         let missing = firsts.len().div_ceil(PIECE) - seconds.len().div_ceil(PIECE);
         let seconds = seconds.par_chunks_mut(PIECE).chain((0..missing).into_par_iter().map(|_| Default::default()));
         firsts.par_chunks_mut(PIECE).zip(seconds).enumerate().for_each(|(piece, (firsts, seconds))| {
@@ -198,8 +198,8 @@ fn legacy_normals(count: usize, seed: u64) -> Vec<f32> {
     })
 }
 
-/// The Box-Muller transform of PyTorch on the CPU, which fills a tensor with uniform variates and then transforms blocks of 16 in
-/// place: values `j` and `j + 8` of a block form a pair. `count` must be a multiple of 16, as it always is for whole tokens.
+/// PyTorch's Box-Muller transform on the CPU. It fills a tensor with uniform variates and then transforms blocks of 16 in place:
+/// values `j` and `j + 8` of a block form a pair. `count` must be a multiple of 16, as it always is for whole tokens.
 fn box_muller_cpu(count: usize, seed: u64, uniform: impl Fn(u32) -> f32, pair: impl Fn(f32, f32) -> [f32; 2] + Sync) -> Vec<f32> {
     debug_assert_eq!(count % 16, 0, "PyTorch treats an incomplete block differently");
     // The generator is seeded with 32 bits; PyTorch drops the high half of the seed.
@@ -310,7 +310,7 @@ mod tests {
 
     #[test]
     fn cuda_values_of_several_calls() {
-        // Each value by itself, with any number of the last row and of the last pair of rows.
+        // Compares each value, with all possible lengths of the last row and of the last pair of rows.
         let launched = 512;
         for count in [1, 511, 513, 1024, 1025, 2047, 2049, 5000, 6 * 512] {
             let drawn = super::cuda_normals(count, 7, 8, launched as u64);
@@ -335,7 +335,7 @@ mod tests {
             assert_eq!(h200[..54], a100[..54]);
         }
         assert_ne!(h200, a100);
-        // A device that cannot exist yields some noise rather than a panic.
+        // A nonexistent device gives some noise rather than a panic.
         assert_eq!(
             draw(NoiseKind::TorchCuda { sms: 0, threads: 7 }, 0, Grid { width: 4, height: 4 }, Precision::F32).len(),
             2048

@@ -22,20 +22,20 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Why a file cannot be written to a folder that is not there.
+/// The reason if the target folder does not exist.
 const NO_FOLDER: &str = "there is no such folder";
 
-/// A file that is going to be written, and its largest size.
+/// An output file, and its largest size.
 #[derive(Clone, Debug)]
 pub struct PlannedFile {
     /// The target.
     pub path: PathBuf,
-    /// Upper bound on the size in bytes, as far as it is known.
+    /// Upper bound on the size in bytes, as far as kiln knows it.
     pub bytes: u64,
 }
 
-/// Checks before any work whether [`save_new`] can be expected to succeed for all files: folders exist and are writable, there is
-/// enough disk space for all files together, and each target does not exist, or with `force` is a file that may be replaced.
+/// Checks before any work whether [`save_new`] will probably succeed for all files: folders exist and are writable, the disk has
+/// space for all files together, and each target does not exist, or with `force` is a replaceable file.
 pub fn check_writable(files: &[PlannedFile], force: bool) -> Result<()> {
     // For each folder: its largest file and the total size. Thousands of targets are checked one by one, but disk space is
     // queried once per folder.
@@ -60,8 +60,8 @@ pub fn check_writable(files: &[PlannedFile], force: bool) -> Result<()> {
         match tmpfile::create(folder) {
             Ok(file) => {
                 tmpfile::preallocate(&file, longest.bytes).map_err(|error| unwritten(&longest.path, &error))?;
-                // Only the largest file is preallocated; the rest is compared with the free space, because on a file system in
-                // memory it would take up real memory.
+                // Only the largest file is preallocated. The rest is compared with the free space, because on an in-memory file
+                // system it would take up real memory.
                 let rest = total - longest.bytes;
                 if let Some(free) = tmpfile::free_bytes(&file).filter(|free| *free < rest) {
                     let (need, free) = (grouped(total), grouped(free + longest.bytes));
@@ -87,7 +87,7 @@ pub fn save_new(path: &Path, bytes: &[u8], force: bool) -> Result<()> {
     Ok(())
 }
 
-/// Creates a folder with everything that `fill` writes to the folder it is given, or nothing. An empty folder may already exist.
+/// Creates a folder with everything that `fill` writes to its folder, or nothing. An empty folder may already exist.
 pub(crate) fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let error = |source| write_error(path, source);
     let there = match fs::canonicalize(path) {
@@ -101,8 +101,7 @@ pub(crate) fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -
         Err(Error::Write { source, .. }) => Err(error(source)),
         Err(other) => Err(other),
     };
-    // The temporary folder is created inside the target if the target must not be replaced, or if nothing can be created next to
-    // it.
+    // The temporary folder is inside the target if the target must not be replaced, or if nothing can be created next to it.
     let inside = |folder: &Path| claim(&folder.join("any"));
     let (temp, kept) = match there.as_deref() {
         Some(folder) if has_to_stay(folder) => (inside(folder)?, Some(folder)),
@@ -126,7 +125,7 @@ pub(crate) fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -
     })?;
     match kept {
         None => {
-            // A folder that is replaced keeps its permissions.
+            // The new folder keeps the permissions of the replaced one.
             if let Some(replaced) = there.as_deref().and_then(|folder| fs::metadata(folder).ok()) {
                 let _ = File::open(&temp.path).map(|folder| keep_access(&folder, &replaced));
             }
@@ -142,8 +141,8 @@ pub(crate) fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -
     Ok(())
 }
 
-/// Whether a folder must not be replaced by another one of the same name: a process whose working directory it is would be left
-/// in a deleted folder, and a mount point cannot be replaced.
+/// Whether a folder must not be replaced by another one: a process working in it would be left in a deleted folder, and a mount
+/// point cannot be replaced.
 fn has_to_stay(folder: &Path) -> bool {
     #[cfg(unix)]
     let mounted = {
@@ -159,7 +158,7 @@ fn has_to_stay(folder: &Path) -> bool {
 /// Writes to an unnamed temporary file and links it to the target. Returns false if that is not supported here.
 fn place_tmpfile(path: &Path, bytes: &[u8], force: bool, replaced: Option<&Metadata>) -> Result<bool> {
     // Systems and file systems without O_TMPFILE fail with various errors. If the folder itself is the problem, the attempt with
-    // a named file reports it; the same holds for the link below.
+    // a named file reports it. The link below fails in the same ways.
     let Ok(file) = tmpfile::create(folder_of(path)) else { return Ok(false) };
     fill(&file, path, bytes, replaced)?;
     let placed = if force {
@@ -200,8 +199,8 @@ fn claim_and_replace(temp: Temp, path: &Path) -> Result<()> {
     })
 }
 
-/// Writes all bytes and syncs them to disk. They must be there before the name is: after a power failure, a name without data
-/// would be a partial file. A file that is replaced keeps its owner and permissions.
+/// Writes all bytes and syncs them to disk before the file gets its name: after a power failure, a name without data would be a
+/// partial file. A replaced file's owner and permissions are kept.
 fn fill(mut file: &File, target: &Path, bytes: &[u8], replaced: Option<&Metadata>) -> Result<()> {
     if let Some(replaced) = replaced {
         keep_access(file, replaced);
@@ -209,8 +208,8 @@ fn fill(mut file: &File, target: &Path, bytes: &[u8], replaced: Option<&Metadata
     file.write_all(bytes).and_then(|()| file.sync_all()).map_err(|error| unwritten(target, &error))
 }
 
-/// Gives a file or folder the owner and permissions of the one it replaces, as far as the system allows; failures are ignored,
-/// because the content matters more. The owner is set first, because a change of owner clears some permissions.
+/// Gives a file or folder the owner and permissions of the one it replaces, as far as the system allows. Failures are ignored,
+/// because the content matters more. The owner is set first, because changing it clears some permissions.
 fn keep_access(file: &File, replaced: &Metadata) {
     #[cfg(unix)]
     {
@@ -220,8 +219,8 @@ fn keep_access(file: &File, replaced: &Metadata) {
     let _ = file.set_permissions(replaced.permissions());
 }
 
-/// Syncs a folder, so that a new name in it is on disk. Not every system supports that, and the file exists in any case: only a
-/// power failure within the next seconds could undo it. So failures are ignored.
+/// Syncs a folder, so that a new name in it is on disk. Not every system supports that. Failures are ignored, because the file
+/// exists in any case: only a power failure within the next seconds could undo it.
 fn sync_folder(folder: &Path) {
     if cfg!(unix) {
         let _ = File::open(folder).and_then(|folder| folder.sync_all());
@@ -232,7 +231,7 @@ fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).open(path)
 }
 
-/// Fails if a path cannot be that of a file.
+/// Fails if a path cannot name a file.
 fn check_name(path: &Path) -> Result<()> {
     let name = path.as_os_str().as_encoded_bytes();
     // `a/b/` and `a/b` have the same components, but the former is not a valid name for a file.
@@ -242,11 +241,11 @@ fn check_name(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The metadata of the file that a target replaces, if any. An existing target is an error, and even with `force` one that is not
-/// a regular file: a symbolic link would lose its destination, and replacing `/dev/null` or `/dev/stdout` by an image would break
-/// the system.
+/// The metadata of the file that a target replaces, if any. An existing target is an error without `force`. Even with `force`, it
+/// has to be a regular file: a symbolic link would lose its destination, and replacing `/dev/null` or `/dev/stdout` by an image
+/// would break the system.
 fn check_target(path: &Path, force: bool) -> Result<Option<Metadata>> {
-    // The metadata of a link itself, not of its destination.
+    // Reads the metadata of a link itself, not of its destination.
     let meta = match fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(write_error(path, error)),
@@ -272,15 +271,14 @@ struct Temp {
 }
 
 impl Temp {
-    /// Finds a free name with `make`, which fails if a name is taken. Errors name the target, because that is the path the user
-    /// knows.
+    /// Finds a free name with `make`, which fails if a name is taken. Errors show the target, because the user knows that path.
     fn claim<T>(target: &Path, make: impl Fn(&Path) -> io::Result<T>) -> Result<(Self, T)> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = folder_of(target);
         // Another machine on a shared disk can have a process with the same id, and a killed process leaves its file behind.
         let mut attempts = 100;
         loop {
-            // The name is not derived from the target's, which may already have the maximum length.
+            // The name is independent of the target's, which may already have the maximum length.
             let path = folder.join(format!(".kiln-{}-{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
             match make(&path) {
                 Ok(made) => return Ok((Self { path }, made)),
@@ -304,7 +302,7 @@ impl Drop for Temp {
     }
 }
 
-/// The folder of a file; that of a bare name is the current one.
+/// The folder of a file; the current one for a bare name.
 fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
@@ -316,7 +314,7 @@ fn write_error(path: &Path, source: io::Error) -> Error {
     Error::Write { path: path.into(), source }
 }
 
-/// The error for a new file that could not be given the target's name.
+/// The error for a new file that could not get the target's name.
 fn name_error(path: &Path, source: io::Error) -> Error {
     match source.kind() {
         ErrorKind::AlreadyExists => Error::OutputExists { path: path.into() },
@@ -324,7 +322,7 @@ fn name_error(path: &Path, source: io::Error) -> Error {
     }
 }
 
-/// The error of a failed write. It tells that nothing was written, so that nobody looks for a partial file on a full disk.
+/// The error of a failed write. It says that nothing was written, so that nobody looks for a partial file on a full disk.
 fn unwritten(path: &Path, error: &io::Error) -> Error {
     refused(path, error.kind(), &format!("{error}; nothing was written"))
 }
@@ -410,7 +408,7 @@ mod tests {
         place_named(&path, b"third", true, None).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"third");
         assert_eq!(scratch.names(), ["out.png"], "no temporary file stays");
-        // Both ways fail for the same targets, and their files have the same permissions.
+        // Both ways fail for the same targets, and give the same permissions.
         assert!(!place_tmpfile(&scratch.0.join("no/out.png"), b"x", false, None).unwrap());
         if place_tmpfile(&path, b"fourth", true, None).unwrap() {
             let mode = |name: &str| fs::metadata(scratch.0.join(name)).unwrap().permissions();
@@ -489,7 +487,7 @@ mod tests {
             (0..count).map(|i| PlannedFile { path: scratch.0.join(format!("{i}.png")), bytes }).collect()
         };
         check_writable(&planned(10_000, 1), false).unwrap();
-        // The largest file fits, and so would each on its own.
+        // The largest file fits, and so would each one alone.
         if let Some(free) = tmpfile::create(&scratch.0).ok().and_then(|file| tmpfile::free_bytes(&file)) {
             let error = check_writable(&planned(10_000, free / 5_000), false).unwrap_err();
             assert!(error.to_string().contains("all files together need up to "), "{error}");

@@ -1,4 +1,4 @@
-//! The interface through which the library reports progress. It never prints anything; the caller decides what to show.
+//! The interface through which the library reports progress. The library never prints anything; the caller decides what to show.
 
 use crate::trace::{self, Span};
 use std::cell::RefCell;
@@ -17,11 +17,11 @@ pub enum Phase {
     Denoise,
     /// Decoding latents to pixels.
     Decode,
-    /// Running prompts to see what the layers of a model multiply; counted in denoising steps.
+    /// Running prompts to measure the inputs of a model's layers; counted in denoising steps.
     Calibrate,
     /// Writing a quantized model; counted in bytes.
     Quantize,
-    /// Looking at every value of a model's files; counted in bytes.
+    /// Checking every value of a model's files; counted in bytes.
     Inspect,
     /// Hashing a model's files; counted in bytes.
     Hash,
@@ -43,7 +43,7 @@ impl Phase {
         }
     }
 
-    /// What the phase counts, if each of these is worth a span of the trace.
+    /// The name of a counted item, if each one is worth a trace span.
     const fn item(self) -> Option<&'static str> {
         match self {
             Self::References => Some("reference"),
@@ -53,7 +53,7 @@ impl Phase {
     }
 }
 
-/// A receiver of progress reports. Those that it has no method for are discarded.
+/// Receives progress reports. By default each method discards its report.
 pub trait Progress {
     /// A phase begins; `total` is the sum of all amounts that [`Progress::advance`] will report.
     fn begin(&self, _phase: Phase, _total: u64) {}
@@ -76,8 +76,8 @@ pub struct Silent;
 
 impl Progress for Silent {}
 
-/// Hands all reports on, and records phases and their steps in the trace, if there is one. Phases that an error left open end when this
-/// is dropped.
+/// Forwards all reports, and records phases and their steps in the trace, if there is one. Dropping this ends phases that an error left
+/// open.
 pub(crate) struct Traced<'a> {
     to: &'a dyn Progress,
     open: RefCell<Vec<OpenPhase>>,
@@ -85,13 +85,13 @@ pub(crate) struct Traced<'a> {
 
 struct OpenPhase {
     item: Option<&'static str>,
-    /// When the item that is being worked on began.
+    /// The start of the current item.
     since: Instant,
     _span: Span,
 }
 
 impl<'a> Traced<'a> {
-    /// Hands reports on to `to`.
+    /// Forwards reports to `to`.
     pub fn new(to: &'a dyn Progress) -> Self {
         Self { to, open: RefCell::default() }
     }
@@ -100,7 +100,7 @@ impl<'a> Traced<'a> {
 impl Progress for Traced<'_> {
     fn begin(&self, phase: Phase, total: u64) {
         if trace::is_on() {
-            // The first item begins after the phase that it is in.
+            // The first item starts after its phase.
             let span = trace::span(phase.name());
             self.open.borrow_mut().push(OpenPhase { item: phase.item(), since: Instant::now(), _span: span });
         }
@@ -131,7 +131,7 @@ impl Progress for Traced<'_> {
 
 impl Drop for Traced<'_> {
     fn drop(&mut self) {
-        // The inner ones end first.
+        // Inner spans end first.
         let open = self.open.get_mut();
         while open.pop().is_some() {}
     }

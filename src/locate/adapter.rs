@@ -1,4 +1,4 @@
-//! Locates the file of an adapter: a file, the only one of a folder, or that of a repository in the Hugging Face cache.
+//! Locates an adapter's file: a file, a folder's only file, or a file of a repository in the Hugging Face cache.
 
 use super::cache::{self, Environment};
 use super::parts::{Sought, only_file};
@@ -6,13 +6,13 @@ use crate::error::{Error, Remedy, Result};
 use crate::files;
 use std::path::{Component, Path, PathBuf};
 
-/// The file that a name stands for: its own path, that of the only safetensors file in a folder, or `owner/name` or
+/// The file for a name: the file of that path, the only safetensors file in that folder, or `owner/name` or
 /// `owner/name/file` in the Hugging Face cache.
 pub fn locate_adapter(name: &Path, environment: &Environment) -> Result<PathBuf> {
     if name.is_dir() {
         return in_folder(name, name);
     }
-    // A dangling link or an inaccessible path is not the id of a repository.
+    // A dangling link or an inaccessible path is not a repository id.
     if files::is_there(name) {
         return match files::absence(name) {
             None => Ok(name.into()),
@@ -38,7 +38,7 @@ pub fn locate_adapter(name: &Path, environment: &Environment) -> Result<PathBuf>
     }
 }
 
-/// The id of a repository, and a file in it, if the name is spelled like them.
+/// The repository id, and the file in it, if the name has that form.
 fn repository(name: &Path) -> Option<(String, Option<PathBuf>)> {
     let parts: Vec<&str> = name
         .components()
@@ -49,13 +49,13 @@ fn repository(name: &Path) -> Option<(String, Option<PathBuf>)> {
         .collect::<Option<_>>()?;
     let [owner, repository, inside @ ..] = &parts[..] else { return None };
     let id = format!("{owner}/{repository}");
-    // A path to a file that is not there is most likely just that, unless it is in a repository.
+    // `owner/x.safetensors` is most likely the path of a missing file. Within a repository a name has three components or more.
     let is_file = |name: &str| name.to_ascii_lowercase().ends_with(".safetensors");
     let known = cache::is_repository_id(&id) && !is_file(repository);
     known.then(|| (id, (!inside.is_empty()).then(|| inside.iter().collect())))
 }
 
-/// The only safetensors file of a folder, which `name` stands for.
+/// The only safetensors file of a folder. Errors show `name`.
 fn in_folder(name: &Path, folder: &Path) -> Result<PathBuf> {
     let inside = |path: &Path| path.strip_prefix(folder).unwrap_or(path).display().to_string();
     match only_file(folder) {

@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 /// Limit on the size of a reference; a revision is a hash of 40 characters.
 const MAX_REFERENCE: u64 = 256;
 
-/// The environment variables that name models, and the embedded model. They are passed as a value, so that a search depends on
-/// its arguments alone.
+/// The environment variables that name models, and the embedded model. Callers pass them as a value, so that a search depends
+/// only on its arguments.
 #[derive(Clone, Debug, Default)]
 pub struct Environment {
     /// `KILN_MODEL`: the model to use if none is named.
@@ -78,7 +78,7 @@ pub(super) const NO_CACHE: &str = "the Hugging Face cache cannot be used";
 pub(super) enum NoSnapshot {
     /// The repository is not in the cache.
     Absent(String),
-    /// The repository is in the cache, but unusable for this reason.
+    /// The repository is in the cache, but it cannot be used for this reason.
     Begun(String),
     /// The cache itself is not accessible.
     NoCache(PathBuf, String),
@@ -100,7 +100,7 @@ fn obstacle(folder: &Path) -> Option<String> {
     Some(files::absence(folder).unwrap_or_else(|| error.to_string()))
 }
 
-/// The entries of a folder. One that does not exist has none.
+/// The entries of a folder; none if it does not exist.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, NoSnapshot> {
     let read = || std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<PathBuf>>>();
     match read() {
@@ -118,8 +118,8 @@ pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, N
     let none = || NoSnapshot::Absent("it is not a folder, and there is no Hugging Face cache: HOME is not set".into());
     let hub = environment.hub().ok_or_else(none)?;
     let absent = || NoSnapshot::Absent(format!("neither a folder nor in the Hugging Face cache ({})", hub.display()));
-    // An existing ancestor may be a link to a disk that is not mounted, which is an error. A cache that was never created is no
-    // error, and neither is a missing home folder.
+    // An existing ancestor may be a link to a disk that is not mounted, which is an error. A cache that was never created is not
+    // an error, and neither is a missing home folder.
     if environment.home_is_inaccessible() {
         return Err(absent());
     }
@@ -137,7 +137,7 @@ pub(super) fn snapshot(environment: &Environment, id: &str) -> Result<PathBuf, N
     let (snapshots, references) = (repository.join("snapshots"), repository.join("refs"));
     let mut revisions = entries(&snapshots)?;
     revisions.retain(|revision| !revision.is_file());
-    // A request for a file that a repository does not have also leaves a folder and a reference. Only a download has blobs.
+    // Requesting a file that a repository does not have also leaves a folder and a reference. Only a download leaves blobs.
     if revisions.is_empty() {
         let what = format!("the Hugging Face cache has no files of it ({})", repository.display());
         let begun = !entries(&repository.join("blobs"))?.is_empty();

@@ -11,8 +11,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The files of a model's folder in the diffusers layout, by their paths in it. Weights are read in place; only tensors that are
-/// misaligned for their dtype are copied.
+/// The files of a model folder in the diffusers layout, by path. Weights are read in place; only tensors that are misaligned for
+/// their dtype are copied.
 #[derive(Clone, Copy)]
 pub struct Embedded {
     /// Path with `/` as separator, and content.
@@ -50,7 +50,7 @@ impl Embedded {
         Tokenizer::from_json(self.file(name)?, &Self::path(name))
     }
 
-    /// The weights of a part, which are a single file.
+    /// The weights of a part, from its single file.
     pub fn weights(self, part: Component, name: &str) -> Result<Weights> {
         let bytes = Bytes::new(Arc::new(self.file(name)?));
         Weights::from_shards(part, vec![Shard::from_bytes(&Self::path(name).to_string_lossy(), bytes)?])

@@ -1,6 +1,6 @@
-//! Finds the weights of one part in a folder: a file or a folder of shards, or the reason why none can be used. An entry that
-//! only looks like a file (a link whose target was never downloaded, a pipe, a folder with the name of a file) is reported with
-//! the reason, and if several files match, none is guessed.
+//! Finds the weights of one part in a folder: a file or a folder of shards, or the reason why there are none. An entry that
+//! only looks like a file is reported with the reason: a link whose target was never downloaded, a pipe, or a folder with a
+//! file's name. If several files match, kiln does not guess.
 
 use crate::component::PerComponent;
 use crate::error::Remedy;
@@ -17,9 +17,9 @@ pub(super) enum Sought {
     Missing,
     /// A file, or a folder of shards.
     At(PathBuf),
-    /// Several files that match equally well.
+    /// Several files match equally well.
     Several(Vec<PathBuf>),
-    /// An entry that matches but cannot be used, the reason, and usable alternatives.
+    /// A matching entry that cannot be used, the reason, and usable alternatives.
     Unusable(PathBuf, String, Vec<PathBuf>),
 }
 
@@ -32,8 +32,7 @@ impl Sought {
         }
     }
 
-    /// Continues the search if nothing was found. An unusable match may be the intended one, so it is not silently replaced by
-    /// another.
+    /// Continues the search if nothing was found. An unusable match may be the intended one, so it is not silently replaced.
     pub fn or_else(self, next: impl FnOnce() -> Self) -> Self {
         match self {
             Self::Missing => next(),
@@ -50,7 +49,7 @@ impl Sought {
     }
 }
 
-/// Describes what is wrong with the parts that were not found, with the remedy. Paths are shown relative to `folder`.
+/// Describes the parts that were not found, with the remedy. Paths are relative to `folder`.
 pub(super) fn describe_faults(parts: &PerComponent<Sought>, folder: Option<&Path>) -> Option<(String, Remedy)> {
     let inside = |path: &Path| folder.and_then(|folder| path.strip_prefix(folder).ok()).unwrap_or(path).display().to_string();
     let (mut missing, mut faults, mut pick, mut replace) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -105,8 +104,7 @@ fn only_one(mut good: Vec<PathBuf>, bad: Option<Fault>) -> Sought {
     }
 }
 
-/// A folder that holds the weights of one part. An index without shards counts as well: opening it reports which shards are
-/// missing.
+/// A folder that holds the weights of one part. An index without shards counts too: opening it reports the missing shards.
 pub(super) fn folder_of_weights(folder: &Path) -> Sought {
     let named = |name: &str| name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
     search_folder(folder, named, |_, _| Sought::At(folder.into()))
@@ -115,8 +113,8 @@ pub(super) fn folder_of_weights(folder: &Path) -> Sought {
 /// An entry with the name of a part, and why it cannot be used.
 type Fault = (PathBuf, String);
 
-/// Searches a folder for matching names. If at least one file is usable, the result is that of `usable`, which gets all usable
-/// files and the first unusable entry; otherwise it says why there is none.
+/// Searches a folder for matching names. If at least one file is usable, `usable` gets all usable files and the first unusable
+/// entry, and gives the result. Otherwise the result says why there is no file.
 fn search_folder(
     folder: &Path,
     named: impl Fn(&str) -> bool,

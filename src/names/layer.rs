@@ -1,5 +1,5 @@
-//! The identity of a layer of a transformer or a text encoder. A model's `load` gives it, and whatever is said or decided about a layer
-//! later goes by it and not by a name. Names are only for files and for messages.
+//! Identifies layers of a transformer or a text encoder. A model's `load` assigns the identity, and later code uses it instead of a
+//! name. Names are only for files and for messages.
 
 use super::tables::{Captured, Row, fill};
 use crate::component::Component;
@@ -8,22 +8,22 @@ use std::fmt;
 /// A layer of a transformer or a text encoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LayerId {
-    /// What it computes.
+    /// The layer's role.
     pub role: LayerRole,
-    /// The number of its block, for layers that blocks have.
+    /// The number of the layer's block, if it is in a block.
     pub block: Option<usize>,
 }
 
 /// One of the two streams of a double block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Stream {
-    /// The image's.
+    /// The image stream.
     Image,
-    /// The text's.
+    /// The text stream.
     Text,
 }
 
-/// What a layer computes. Linear layers come first, in the order in which they are listed, layers of one [kind](Self::kind) together.
+/// The role of a layer. Linear layers come first, in listing order, with layers of one [kind](Self::kind) next to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LayerRole {
     /// Queries, keys and values of a double block.
@@ -44,11 +44,11 @@ pub enum LayerRole {
     TextIn,
     /// The first layer of the timestep's embedder.
     TimeIn,
-    /// The second.
+    /// The second layer of the timestep's embedder.
     TimeOut,
     /// The first layer of the guidance scale's embedder.
     GuidanceIn,
-    /// The second.
+    /// The second layer of the guidance scale's embedder.
     GuidanceOut,
     /// The modulation of the image stream in double blocks.
     ImageModulation,
@@ -56,17 +56,17 @@ pub enum LayerRole {
     TextModulation,
     /// The modulation of single blocks.
     SingleModulation,
-    /// The modulation behind the last block.
+    /// The modulation after the last block.
     FinalModulation,
     /// The projection of image tokens to velocities.
     ImageOut,
     /// Queries, keys and values of a text encoder's layer.
     EncoderQkv,
-    /// The output projection of its attention.
+    /// The output projection of a text encoder's attention.
     EncoderOut,
-    /// Gate and up projection of its MLP.
+    /// Gate and up projection of a text encoder's MLP.
     EncoderGateUp,
-    /// Down projection of its MLP.
+    /// Down projection of a text encoder's MLP.
     EncoderDown,
     /// The table of token embeddings.
     TokenTable,
@@ -80,11 +80,11 @@ pub enum LayerRole {
     SingleKeyNorm,
     /// The norm before a text encoder's attention.
     EncoderInputNorm,
-    /// The norm of its queries.
+    /// The norm of queries in a text encoder.
     EncoderQueryNorm,
-    /// The norm of its keys.
+    /// The norm of keys in a text encoder.
     EncoderKeyNorm,
-    /// The norm before its MLP.
+    /// The norm before a text encoder's MLP.
     EncoderMlpNorm,
 }
 
@@ -109,7 +109,7 @@ impl LayerRole {
         }
     }
 
-    /// The first role of those that are listed together: streams, the layers of one embedder, modulations, and the last layers.
+    /// The first role of this role's kind. Streams, the layers of one embedder, modulations, and the last layers each form a kind.
     pub const fn kind(self) -> Self {
         use LayerRole::*;
         match self {
@@ -127,18 +127,18 @@ impl LayerRole {
 }
 
 impl LayerId {
-    /// The component that it belongs to.
+    /// The component that the layer belongs to.
     pub const fn component(self) -> Component {
         self.role.component()
     }
 
-    /// The canonical name of its weight.
+    /// The canonical name of the layer's weight.
     pub fn canonical(self) -> String {
         let row = self.component().rows().iter().find(|row| row.role == Some(self.role)).expect("every role has a row");
         fill(row.canonical, &Captured { number: self.block.unwrap_or_default(), ..Captured::default() })
     }
 
-    /// The canonical name of its block; empty outside blocks.
+    /// The canonical name of the layer's block; empty outside blocks.
     pub fn block_name(self) -> String {
         let name = self.canonical();
         let end = self.block.and_then(|block| Some(name.find(&format!(".{block}."))? + 1 + block.to_string().len()));
@@ -150,7 +150,7 @@ impl LayerId {
     }
 }
 
-/// The canonical name of its weight.
+/// The canonical name of the layer's weight.
 impl fmt::Display for LayerId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.canonical())

@@ -1,4 +1,4 @@
-//! The spelling tables and the patterns they are written in.
+//! The spelling tables and the pattern syntax.
 //!
 //! A pattern is a dotted name in which some components are placeholders:
 //! `<n>` the number of a block or level, `<3-n>` the same level counted from the other end, `<block>` a resnet within a level,
@@ -9,11 +9,11 @@ use super::layer::Stream::{Image, Text};
 
 /// One canonical tensor and its names in the other layout.
 pub(super) struct Row {
-    /// What its layer computes; `None` for a tensor of the VAE.
+    /// The role of the tensor's layer; `None` in the VAE.
     pub role: Option<LayerRole>,
     /// Pattern of the canonical name, which is also the spelling of one of the layouts.
     pub canonical: &'static str,
-    /// Patterns of the other layout in row order: one for a renamed tensor, several for a split one, none if it is the same.
+    /// Patterns of the other layout in row order: one for a renamed tensor, several for a split one, none if the name is equal.
     pub other: &'static [&'static str],
     /// The other layout stores the two halves of the rows in reverse order.
     pub swapped: bool,
@@ -73,7 +73,7 @@ pub(super) const TRANSFORMER: &[Row] = &[
     layer(Linear2, "single_blocks.<n>.linear2.weight", &["single_transformer_blocks.<n>.attn.to_out.weight"]),
     layer(SingleQueryNorm, "single_blocks.<n>.norm.query_norm.scale", &["single_transformer_blocks.<n>.attn.norm_q.weight"]),
     layer(SingleKeyNorm, "single_blocks.<n>.norm.key_norm.scale", &["single_transformer_blocks.<n>.attn.norm_k.weight"]),
-    // The rows are (shift, scale) in the BFL layout and (scale, shift) in diffusers. Other modulations have the same order in both.
+    // The rows are (shift, scale) in the BFL layout and (scale, shift) in diffusers. Other modulations have one order in both.
     Row { swapped: true, ..layer(FinalModulation, "final_layer.adaLN_modulation.1.weight", &["norm_out.linear.weight"]) },
     layer(ImageOut, "final_layer.linear.weight", &["proj_out.weight"]),
 ];
@@ -155,7 +155,7 @@ pub(super) fn matches<'a>(pattern: &str, name: &'a str) -> Option<Captured<'a>> 
     components.next().is_none().then_some(captured)
 }
 
-/// Puts captured components into another pattern.
+/// Inserts captured components into another pattern.
 pub(super) fn fill(pattern: &str, captured: &Captured<'_>) -> String {
     let components: Vec<String> = pattern
         .split('.')
@@ -173,7 +173,7 @@ pub(super) fn fill(pattern: &str, captured: &Captured<'_>) -> String {
     components.join(".")
 }
 
-/// Parses a decimal number without leading zeros, below 10,000: each number has one spelling, so each tensor has one name.
+/// Parses a decimal number below 10,000 without leading zeros: each number has one spelling, so each tensor has one name.
 pub(super) fn number(text: &str) -> Option<usize> {
     let plain = (1..=4).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
     if !plain || (text.len() > 1 && text.starts_with('0')) {

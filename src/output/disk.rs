@@ -1,5 +1,5 @@
-//! The changes that a staged output makes on disk, one function for each. A process can be killed between any two of them, and in
-//! the middle of a write: tests end the work at every such step.
+//! The changes that a staged output makes on disk, one function each. A process can be killed between any two of them, and in the
+//! middle of a write: tests stop the work at every such step.
 
 use super::tmpfile;
 use std::fs::{self, File, OpenOptions};
@@ -12,13 +12,13 @@ pub fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
 }
 
-/// Creates an empty file where there is none.
+/// Creates an empty file at a free name.
 pub fn create_new(path: &Path) -> io::Result<()> {
     step()?;
     super::create_new(path).map(drop)
 }
 
-/// Creates a folder and the folders that it is in, unless they are there.
+/// Creates a folder and its missing parents.
 pub fn create_folder(path: &Path) -> io::Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -50,7 +50,7 @@ pub fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
     tmpfile::preallocate(file, bytes)
 }
 
-/// Gives a file a size.
+/// Sets the size of a file.
 pub fn resize(file: &File, bytes: u64) -> io::Result<()> {
     step()?;
     file.set_len(bytes)
@@ -64,7 +64,7 @@ pub fn link(path: &Path, other: &Path) -> io::Result<()> {
     fs::hard_link(path, other)
 }
 
-/// Gives a file or folder another name, and replaces the file or the empty folder of that name.
+/// Renames a file or folder, and replaces a file or an empty folder with that name.
 pub fn rename(path: &Path, other: &Path) -> io::Result<()> {
     step()?;
     fs::rename(path, other)
@@ -84,7 +84,7 @@ pub fn remove_folder(path: &Path) -> io::Result<()> {
 
 /// Waits until all that was written to a file is on disk.
 pub fn sync(file: &File) -> io::Result<()> {
-    // A process that is killed loses nothing of what it has written, and tests kill thousands.
+    // A killed process loses nothing that it has written, so tests, which kill thousands, need no sync.
     if cfg!(test) { Ok(()) } else { file.sync_all() }
 }
 
@@ -95,14 +95,14 @@ pub fn sync_folder(folder: &Path) {
     }
 }
 
-/// Where tests end the work.
+/// The point where tests stop the work.
 fn step() -> io::Result<()> {
     #[cfg(test)]
     death::step()?;
     Ok(())
 }
 
-/// The end of a process, for tests: from some step on nothing changes on disk any more, whatever the rest of the program tries.
+/// Simulates the end of a process, for tests: from some step on nothing changes on disk, whatever the rest of the program tries.
 #[cfg(test)]
 pub mod death {
     use std::cell::Cell;
@@ -113,7 +113,7 @@ pub mod death {
         static HAS_LINKS: Cell<bool> = const { Cell::new(true) };
     }
 
-    /// Runs something on a file system with or without hard links, and ends it after so many steps. Returns whether it got so far.
+    /// Runs something on a file system with or without hard links, and stops it after `steps` steps. Also returns whether it was stopped.
     pub fn after<T>(steps: usize, has_links: bool, run: impl FnOnce() -> T) -> (T, bool) {
         STEPS_LEFT.set(steps);
         HAS_LINKS.set(has_links);

@@ -1,16 +1,16 @@
-//! Large outputs that take minutes to write, and that a second run can continue: they grow in `OUT.tmp` beside the target, with a
-//! journal of what is finished in `OUT.tmp.json`, and get their name when they are complete.
+//! Large outputs that take minutes to write, and that a second run can continue. They grow in `OUT.tmp` next to the target. A journal
+//! in `OUT.tmp.json` lists what is finished. They get their name when they are complete.
 //!
-//! The journal is there before `OUT.tmp` is, and goes after it. It is never replaced, only lines are added to it. So there are few
-//! states that a killed process can leave:
+//! The journal exists before `OUT.tmp` and is removed after it. It is never replaced; kiln only appends lines. So a killed process
+//! can leave few states:
 //!
-//! - the journal alone: nothing is begun, or the output has its name. The next run begins anew, or removes the journal.
+//! - the journal alone: nothing is begun, or the output has its name. The next run starts over, or removes the journal.
 //! - both: the output is unfinished, and the next run continues it.
-//! - both, and the target is a second name of `OUT.tmp`: the output is complete. The next run removes the other two names.
-//! - the journal, and a target that is empty: where there are no hard links the name is taken first. The next run replaces that file.
+//! - both, and the target is a second name of `OUT.tmp`: the output is complete. The next run removes `OUT.tmp` and the journal.
+//! - the journal, and an empty target: without hard links kiln takes the name first. The next run replaces that file.
 //!
-//! `OUT.tmp` without a journal is not from here, and is left alone. Only one process at a time works on an output: it holds a lock
-//! on the journal, which ends with the process.
+//! kiln leaves an `OUT.tmp` without a journal alone, because it did not create it. Only one process at a time works on an output: it
+//! holds a lock on the journal, which ends with the process.
 
 use super::{NO_FOLDER, check_name, check_target, disk, folder_of, keep_access, name_error, refused, tmpfile, write_error};
 use crate::error::Result;
@@ -30,43 +30,42 @@ const MAX_JOURNAL: u64 = 16 << 20;
 /// Bytes that are read at a time.
 const BUFFER: usize = 4 << 20;
 
-/// An output in the making, locked by this process. What becomes of the journal when this is dropped depends on `OUT.tmp`: the
-/// journal goes if that has gone.
+/// An unfinished output, locked by this process. Dropping it removes the journal if `OUT.tmp` is gone.
 #[derive(Debug)]
 pub struct Staged {
     target: PathBuf,
-    /// Where it grows: a file, or a folder.
+    /// The path at which the output grows: a file, or a folder.
     path: PathBuf,
     journal: PathBuf,
     /// The open journal, which holds the lock.
     file: File,
-    /// Bytes of the journal that count.
+    /// Valid bytes of the journal.
     length: u64,
-    /// What an earlier run noted, if there was one.
+    /// The journal of an earlier run, if there was one.
     earlier: Option<Vec<u8>>,
     is_folder: bool,
-    /// The file that it is going to replace, if any.
+    /// The file that the output will replace, if any.
     replaced: Option<Metadata>,
 }
 
-/// Tells a journal, even a damaged one or only its first bytes, from files of others that have its name.
+/// Tells journals, even damaged or incomplete ones, from other files with that name.
 pub type IsJournal = fn(&[u8]) -> bool;
 
-/// Why a file or folder beside the target is left alone.
+/// The reason to leave a file or folder next to the target alone.
 const FOREIGN: &str = "kiln writes here first, but this exists and kiln did not begin it; move it away";
 
 impl Staged {
-    /// Where an output grows until it is complete.
+    /// The path at which an output grows until it is complete.
     pub fn path_of(target: &Path) -> PathBuf {
         beside(target.components().as_path(), ".tmp")
     }
 
-    /// The journal of an output until it is complete.
+    /// The path of an output's journal, until the output is complete.
     pub fn journal_of(target: &Path) -> PathBuf {
         beside(target.components().as_path(), ".tmp.json")
     }
 
-    /// Begins or continues an output. An existing target is an error, unless it is a file and `force` allows that it is replaced.
+    /// Begins or continues an output. An existing target is an error, unless it is a file and `force` allows replacing it.
     pub fn open(target: &Path, is_folder: bool, force: bool, is_journal: IsJournal) -> Result<Self> {
         // `a/b/` is a valid name for a folder.
         let target = if is_folder { target.components().as_path() } else { target };
@@ -79,8 +78,8 @@ impl Staged {
             let is_new = match fs::symlink_metadata(&journal) {
                 Ok(meta) if !meta.is_file() => return foreign(&journal),
                 Ok(_) => false,
-                // What is refused is refused before anything is created. OUT.tmp is not looked for here but under
-                // the lock: before that another process may begin it.
+                // Refuses before it creates anything. It does not look for OUT.tmp here but under the lock: before that another
+                // process may create it.
                 Err(_) => {
                     check(target, is_folder, force)?;
                     disk::create_folder(folder_of(target)).map_err(|error| write_error(target, error))?;
@@ -89,7 +88,7 @@ impl Staged {
             };
             let file = disk::open(&journal).map_err(|error| write_error(if is_new { target } else { &journal }, error))?;
             lock(&file).map_err(|error| write_error(&path, error))?;
-            // Another process may have finished, and removed what was opened, just before it was locked.
+            // Another process may have finished just before the lock, and removed the opened journal.
             if is_at(&file, &journal) {
                 break (file, is_new);
             }
@@ -99,12 +98,12 @@ impl Staged {
         if !is_journal(&bytes) || bytes.len() as u64 > MAX_JOURNAL {
             return foreign(&journal);
         }
-        // Nothing is begun before a journal is.
+        // Without a journal, OUT.tmp is not from kiln.
         if bytes.is_empty() && files::is_there(&path) {
             let _ = disk::remove_file(&journal);
             return foreign(&path);
         }
-        // The process may have been killed in the middle of a line.
+        // The process may have been killed in the middle of a line. Drops that line.
         bytes.truncate(bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1));
         let length = bytes.len() as u64;
         let mut staged = Self { target: target.into(), path, journal, file, length, earlier: None, is_folder, replaced: None };
@@ -117,14 +116,14 @@ impl Staged {
         Ok(staged)
     }
 
-    /// The journal of an earlier run, which may be damaged: all lines that were written whole.
+    /// The journal of an earlier run: all complete lines. It may be damaged.
     pub fn earlier(&self) -> Option<&[u8]> {
         self.earlier.as_deref()
     }
 
-    /// Removes what an earlier run left, and begins a journal with this line.
+    /// Removes what an earlier run left, and starts a journal with this line.
     pub fn begin(&mut self, line: &[u8]) -> Result<()> {
-        // Without a journal it would be taken for somebody else's, so it goes first.
+        // Removes the old output first: without a journal it would look like somebody else's.
         self.remove().map_err(|error| write_error(&self.path, error))?;
         self.length = 0;
         self.append(line)?;
@@ -135,7 +134,7 @@ impl Staged {
     /// Adds lines to the journal.
     pub fn append(&mut self, lines: &[u8]) -> Result<()> {
         let append = || {
-            // What was not written whole, now or by an earlier run, goes.
+            // Removes partial lines of this run or an earlier one.
             disk::resize(&self.file, self.length)?;
             disk::write(&self.file, self.length, lines)?;
             disk::sync(&self.file)
@@ -145,7 +144,7 @@ impl Staged {
         Ok(())
     }
 
-    /// Removes what there is of the output.
+    /// Removes the output as far as it exists.
     fn remove(&self) -> io::Result<()> {
         match fs::symlink_metadata(&self.path) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
@@ -157,7 +156,7 @@ impl Staged {
         }
     }
 
-    /// Fails if the disk has no room for so many bytes more than the output already takes.
+    /// Fails if the disk has no room for `bytes` more than the output already takes.
     pub fn check_space(&self, bytes: u64) -> Result<()> {
         let free = tmpfile::free_bytes(&self.file);
         let taken = allocated(&self.path);
@@ -171,8 +170,8 @@ impl Staged {
         }
     }
 
-    /// A file of the output: the one at this path in a folder, or the output itself. It has its full size from the start, with
-    /// disk space for all of it if the file system can reserve some.
+    /// A file of the output: the one at this path in a folder, or the output itself. It has its full size from the start. If the file
+    /// system can reserve disk space, all of it is reserved.
     pub fn file(&self, name: &Path, bytes: u64) -> Result<StagedFile> {
         let (path, shown) = match self.is_folder {
             true => (self.path.join(name), self.target.join(name)),
@@ -189,7 +188,7 @@ impl Staged {
         Ok(StagedFile { file, shown })
     }
 
-    /// Removes everything from a folder but these files.
+    /// Removes everything from the folder except these files.
     pub fn retain(&self, names: &BTreeSet<&Path>) -> Result<()> {
         retain(&self.path, Path::new(""), names).map_err(|error| write_error(&self.path, error))
     }
@@ -205,7 +204,7 @@ impl Staged {
             folders.filter(|path| path.is_dir()).chain([self.path.clone()]).for_each(|folder| disk::sync_folder(&folder));
         }
         if self.is_folder || self.replaced.is_some() {
-            // An empty folder is replaced, one that holds something is not.
+            // An empty folder is replaced. A folder with content is an error.
             disk::rename(&self.path, &self.target).map_err(error)?;
         } else {
             match disk::link(&self.path, &self.target) {
@@ -214,7 +213,7 @@ impl Staged {
                     disk::remove_file(&self.path).map_err(error)?;
                 }
                 Err(exists) if exists.kind() == ErrorKind::AlreadyExists => return Err(error(exists)),
-                // File systems without hard links fail with various errors. Creating a file is exclusive there, too.
+                // File systems without hard links fail with various errors. There, creating a file is exclusive too.
                 Err(_) => {
                     disk::create_new(&self.target).map_err(error)?;
                     disk::rename(&self.path, &self.target).map_err(|source| {
@@ -225,18 +224,18 @@ impl Staged {
                 }
             }
         }
-        // The journal goes when the name is on disk.
+        // The journal is removed when the name is on disk.
         disk::sync_folder(folder_of(&self.target));
         Ok(())
     }
 
     /// Removes the output and its journal.
     pub fn discard(self) {
-        // The error that led here matters more than this one.
+        // The error that led here matters more than an error of the removal.
         let _ = self.remove();
     }
 
-    /// Where the output grows.
+    /// The path at which the output grows.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -244,18 +243,18 @@ impl Staged {
 
 impl Drop for Staged {
     fn drop(&mut self) {
-        // The lock is still held. What cannot be removed here is removed by the next run.
+        // The lock is still held. The next run removes what cannot be removed here.
         if !files::is_there(&self.path) {
             let _ = disk::remove_file(&self.journal);
         }
     }
 }
 
-/// A file of an output in the making.
+/// A file of an unfinished output.
 #[derive(Debug)]
 pub struct StagedFile {
     file: File,
-    /// The path that it is going to have, for messages.
+    /// The file's final path, for messages.
     shown: PathBuf,
 }
 
@@ -265,7 +264,7 @@ impl StagedFile {
         disk::write(&self.file, offset, bytes).map_err(|error| write_error(&self.shown, error))
     }
 
-    /// The CRC-32 of bytes of the file.
+    /// The CRC-32 of a byte range of the file.
     pub fn checksum(&mut self, range: Range<u64>) -> Result<u32> {
         let mut read = || {
             self.file.seek(SeekFrom::Start(range.start))?;
@@ -315,7 +314,7 @@ fn check(target: &Path, is_folder: bool, force: bool) -> Result<Option<Metadata>
     }
 }
 
-/// Removes everything from a folder but files of these names, which begin with `prefix`.
+/// Removes everything from a folder except files with these names, which begin with `prefix`.
 fn retain(folder: &Path, prefix: &Path, names: &BTreeSet<&Path>) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -345,18 +344,18 @@ fn lock(file: &File) -> io::Result<()> {
     }
 }
 
-/// Whether this is an empty file, and not a link to one.
+/// Whether this is an empty file. A link to one is not.
 fn is_empty_file(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file() && meta.len() == 0)
 }
 
-/// Whether these are two names of one file. Links are not followed: a link is of no use without what it leads to.
+/// Whether these are two names of one file. Links are not followed: a link is useless without its destination.
 fn is_same_file(path: &Path, other: &Path) -> bool {
     let file = |path: &Path| fs::symlink_metadata(path).ok().filter(Metadata::is_file);
     matches!((file(path), file(other)), (Some(one), Some(other)) if is_same(&one, &other))
 }
 
-/// Whether both describe the same file or folder. Only Unix tells.
+/// Whether both describe one file or folder. Only Unix can tell.
 fn is_same(one: &Metadata, other: &Metadata) -> bool {
     #[cfg(unix)]
     {
@@ -370,7 +369,7 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
     }
 }
 
-/// Whether an open file or folder is still the one of this path.
+/// Whether an open file or folder still has this path.
 fn is_at(file: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {
@@ -383,7 +382,7 @@ fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
-/// Bytes of disk that a file takes, or all files in a folder.
+/// Bytes of disk that a file takes, or all files in a folder together.
 fn allocated(path: &Path) -> u64 {
     #[cfg(unix)]
     if let Ok(meta) = fs::symlink_metadata(path) {

@@ -1,5 +1,5 @@
-//! Unnamed temporary files (`O_TMPFILE`), which only Linux has. They are deleted when closed, unless they were linked to a name. On
-//! other systems creating one fails.
+//! Unnamed temporary files (`O_TMPFILE`), which only Linux has. Closing one deletes it, unless it was linked to a name. On other
+//! systems creating one fails.
 
 pub use system::{create, free_bytes, link, preallocate};
 
@@ -19,7 +19,7 @@ mod system {
         Ok(open(folder, OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC, mode)?.into())
     }
 
-    /// Preallocates disk space for the file. File systems that do not support that are assumed to have enough.
+    /// Preallocates disk space for the file. File systems that do not support this are assumed to have enough.
     pub fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
         match fallocate(file, FallocateFlags::empty(), 0, bytes.max(1)) {
             Err(error @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => Err(error.into()),
@@ -27,7 +27,7 @@ mod system {
         }
     }
 
-    /// Free bytes of the file system for unprivileged users, if it tells.
+    /// Free bytes of the file system for unprivileged users, if it reports them.
     pub fn free_bytes(file: &File) -> Option<u64> {
         let stat = fstatvfs(file).ok().filter(|stat| stat.f_blocks > 0)?;
         Some(stat.f_bavail.saturating_mul(stat.f_frsize))

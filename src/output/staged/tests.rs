@@ -1,4 +1,4 @@
-//! A process can be killed at any step, any number of times, and the run after it ends with the output alone.
+//! A process can be killed at any step, any number of times. The next run still ends with only the output.
 
 use super::*;
 use crate::error::Error;
@@ -10,25 +10,25 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const HEADER: &[u8] = b"journal\n";
 const LAYER: &[u8] = b"layer\n";
 
-/// Bytes of a file of the output. Each byte is a layer.
+/// The content of an output file. Each byte stands for a layer.
 const BYTES: &[u8] = b"12";
 
-/// A command, and what it finds.
+/// A command, and the state in which it starts.
 #[derive(Clone, Copy, Debug, Default)]
 struct Case {
     is_folder: bool,
     force: bool,
-    /// What an earlier run left is discarded.
+    /// The command discards what an earlier run left.
     restart: bool,
     /// The file system has no hard links.
     no_links: bool,
     /// An earlier run was stopped.
     is_begun: bool,
-    /// The target is there: a file, or an empty folder.
+    /// The target exists: a file, or an empty folder.
     is_there: bool,
-    /// The target is in a folder that is not there.
+    /// The target's folder does not exist.
     is_deep: bool,
-    /// The first run fails at its second layer and discards what it has.
+    /// The first run fails at its second layer and discards its work.
     fails: bool,
 }
 
@@ -42,7 +42,7 @@ impl Scratch {
     fn new() -> Self {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("kiln-staged-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        // Thousands of folders are created, which takes a quarter of the time in memory.
+        // In memory, creating thousands of folders takes a quarter of the time.
         let folders = [PathBuf::from("/dev/shm"), std::env::temp_dir()].map(|folder| folder.join(&name));
         Self(folders.into_iter().find(|path| fs::create_dir(path).is_ok()).unwrap())
     }
@@ -86,7 +86,7 @@ impl Case {
         if self.is_folder { &["x/1", "2"] } else { &["out"] }
     }
 
-    /// What is there before the first run.
+    /// Creates the state before the first run.
     fn prepare(&self, scratch: &Scratch) {
         let target = self.target(scratch);
         match (self.is_there, self.is_folder) {
@@ -132,7 +132,7 @@ impl Case {
                 let mut sum = Crc::new();
                 sum.update(&[*byte]);
                 let is_written = at < done as u64 && file.checksum(at..at + 1)? == sum.sum();
-                // What is noted is there, unless it was being discarded.
+                // Finished layers are on disk, unless the run was discarding them.
                 assert!(is_written || at >= done as u64 || self.fails, "{self:?}");
                 if !is_written {
                     file.write_at(at, &[*byte])?;
@@ -163,7 +163,7 @@ impl Case {
         paths.into_iter().all(|path| fs::read(path).is_ok_and(|bytes| bytes == BYTES))
     }
 
-    /// Fails if there is something in place of the output that is neither all of it nor what was there before.
+    /// Fails if the target is neither complete nor in its state before the first run.
     fn check_target(&self, target: &Path, what: &str) {
         let is_before = match fs::symlink_metadata(target) {
             Err(_) => true,
@@ -175,7 +175,7 @@ impl Case {
         assert!(is_before || self.is_complete(target), "{what}");
     }
 
-    /// Runs the command to its end. Fails unless the output is there, and nothing else.
+    /// Runs the command to its end. Fails unless only the output is left.
     fn finish(&self, scratch: &Scratch, what: &str) {
         let target = self.target(scratch);
         self.check_target(&target, what);
@@ -195,7 +195,7 @@ impl Case {
         assert_eq!(names, if self.is_folder { files.to_vec() } else { Vec::new() }, "{what}");
     }
 
-    /// Kills the command at every step, and from every state that this leaves at every step again, until there is no new state.
+    /// Kills the command at every step, and again at every step from each state that this leaves, until there is no new state.
     /// Returns the number of states.
     fn explore(&self) -> usize {
         let (mut seen, mut new) = (BTreeSet::new(), VecDeque::from([Vec::new()]));
@@ -242,7 +242,7 @@ fn a_process_that_is_killed_at_any_step_leaves_nothing_that_the_next_run_does_no
     }
 }
 
-/// Nobody touches the journal and the output of a process that is at work.
+/// Another process does not touch the journal and the output of a running one.
 #[test]
 fn a_process_at_work_is_not_disturbed() {
     for (is_folder, force) in [(false, false), (false, true), (true, false)] {
@@ -261,13 +261,13 @@ fn a_process_at_work_is_not_disturbed() {
         refused();
         begun.file(Path::new("x"), 1).unwrap();
         refused();
-        // Whatever becomes of the target meanwhile.
+        // The target may change in the meantime.
         if is_folder { fs::create_dir_all(target.join("x")) } else { fs::write(&target, "") }.unwrap();
         refused();
     }
 }
 
-/// Also if one locks the journal that another has just removed. A file is replaced by each of them, a folder by none.
+/// One process at a time writes, even if one locks a journal that another just removed. Each replaces a file; one writes a folder.
 #[test]
 fn one_of_many_processes_writes_an_output_at_a_time() {
     for round in 0..100 {
@@ -294,7 +294,7 @@ fn one_of_many_processes_writes_an_output_at_a_time() {
     }
 }
 
-/// What is unfinished stays if something else has got its name, and so does that.
+/// An unfinished output stays if something else has taken its name, and so does the other file.
 #[test]
 fn an_output_that_another_one_has_replaced_is_kept() {
     for is_folder in [false, true] {
