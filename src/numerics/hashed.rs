@@ -12,7 +12,7 @@ pub fn values(name: &str, shape: &[usize], dtype: DType) -> Vec<u8> {
     dtype.encoded(&values)
 }
 
-/// The mapping from a byte of the hash to a weight.
+/// How a byte of the hash becomes a weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Rule {
     /// Around 1: scales of norms, and variances.
@@ -21,7 +21,7 @@ enum Rule {
     SharpScale,
     /// Small, around 0: biases and means.
     Bias,
-    /// Around 0, with a spread for which a matrix preserves the magnitude of its input.
+    /// Around 0, with a spread with which a matrix preserves the magnitude of its input.
     Matrix { step: f32 },
 }
 
@@ -36,7 +36,7 @@ impl Rule {
             return if scale { Self::Scale } else { Self::Bias };
         }
         // Values are uniform in (-1, 1) times a power of two, so their variance is a third of its square. The power is chosen so
-        // that an output, which is a sum over all inputs, has about the magnitude of one input.
+        // that an output, a sum over all inputs, has about the magnitude of one input.
         let inputs: usize = shape[1..].iter().product();
         let mut step = 1.0 / 256.0;
         let mut reach = 4;

@@ -2,8 +2,8 @@
 //! multiplications", ICASSP 1989) in integers, with the constants and roundings of libjpeg's accurate integer IDCT
 //! (`JDCT_ISLOW`).
 //!
-//! There are two passes over eight columns at once, between which values keep `PASS1_BITS` fractional bits. If a file needs
-//! more than 16 bits, sums wrap and results saturate as in the SIMD code of libjpeg-turbo; no encoder writes such files.
+//! Two passes run over eight columns at once. Between them, values keep `PASS1_BITS` fractional bits. If a file needs more than
+//! 16 bits, sums wrap and results saturate as in the SIMD code of libjpeg-turbo; no encoder writes such files.
 
 use std::num::Wrapping;
 
@@ -124,7 +124,7 @@ fn pass<const DESCALE: usize, const SIDE: usize, const LANES: usize>(rows: &[Lan
     out
 }
 
-/// Transforms one column. The multiplications are grouped in pairs of 16-bit factors, for which there is a SIMD instruction.
+/// Transforms one column. The multiplications are pairs of 16-bit factors, for which there is a SIMD instruction.
 #[inline(always)]
 fn column<const DESCALE: usize>(s: [i16; 8]) -> [i16; 8] {
     let wide = |v: i16| Wrapping(i32::from(v));
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-    /// The IDCT by its definition (ITU T.81, A.3.3).
+    /// The IDCT by definition (ITU T.81, A.3.3).
     fn exact(coefficients: &Block) -> [f64; 64] {
         let scale = |k: usize| if k == 0 { FRAC_1_SQRT_2 } else { 1.0 };
         let wave = |x: usize, k: usize| ((2 * x + 1) as f64 * k as f64 * PI / 16.0).cos() * scale(k);

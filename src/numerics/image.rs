@@ -6,7 +6,7 @@ use crate::view::{In, Out, Strided, matmul};
 use crate::{Sampling, Seam};
 use rayon::prelude::*;
 
-/// Size of a convolution's input and how the resolution changes.
+/// The size of a convolution's input, and how the resolution changes.
 #[derive(Clone, Copy)]
 pub struct Geometry {
     pub width: usize,
@@ -23,7 +23,7 @@ impl Geometry {
         }
     }
 
-    /// The phase of an output pixel, which says which filters it has.
+    /// The phase of an output pixel, which decides its filters.
     fn phase(self, pixel: usize) -> usize {
         match self.sampling {
             Sampling::Up => pixel / self.out_width() % 2 * 2 + pixel % self.out_width() % 2,
@@ -45,7 +45,7 @@ impl Geometry {
     }
 }
 
-/// The filters of a convolution in the order in which patches are gathered, by tap, then channel, and its bias.
+/// The filters of a convolution, by tap, then channel, as patches are gathered, and its bias.
 pub struct Filters {
     geometry: Geometry,
     channels: usize,
@@ -55,7 +55,7 @@ pub struct Filters {
 }
 
 impl Filters {
-    /// The phase form is stored in this order already. The checkpoint stores 3x3 filters by channel, then tap.
+    /// The phase form is stored in this order. The checkpoint stores 3x3 filters by channel, then tap.
     pub fn new(w: &In<'_>, bias: &In<'_>, geometry: Geometry) -> Self {
         let (phases, taps) = (geometry.sampling.phases(), geometry.sampling.taps());
         let (k, channels) = (w.cols / phases, w.cols / phases / taps);
@@ -79,21 +79,21 @@ impl Filters {
     }
 }
 
-/// Output pixels of a phase whose input patches are gathered at once: enough to amortise packing the filters again for each block.
+/// Output pixels per gathered block of a phase: enough to amortize packing the filters again for each block.
 const PIXEL_BLOCK: usize = 512;
 
 #[derive(Default)]
 struct ConvScratch {
-    /// The places of a phase's pixels in the block.
+    /// The positions of a phase's pixels in the block.
     pixels: Vec<usize>,
     patches: Vec<f32>,
     result: Vec<f32>,
     added: Vec<f32>,
 }
 
-/// 3x3 convolution of the output pixels from `first` on as im2col and GEMM: the input patches of the pixels of each phase are gathered into
-/// a matrix, which is multiplied by the filters. `load` reads an input pixel, `finish` is shown the results of a phase (its pixels, scratch
-/// and a row for each of them) before they are stored.
+/// Computes the output pixels from `first` on of a 3x3 convolution as im2col and GEMM. The input patches of each phase are
+/// gathered into a matrix, which is multiplied by the filters. `load` reads an input pixel. `finish` gets the results of a phase
+/// before they are stored: its pixels, scratch memory and one row per pixel.
 fn convolve(
     s: &mut ConvScratch,
     (first, mut piece): (usize, Out<'_>),
@@ -128,7 +128,7 @@ fn convolve(
     }
 }
 
-/// 3x3 convolution, to whose result a residual or the 1x1 convolution of another image is added.
+/// A 3x3 convolution. A residual, or the 1x1 convolution of another image, is added to its result.
 pub fn conv(out: Out<'_>, x: In<'_>, filters: &Filters, residual: Option<In<'_>>, shortcut: Option<(In<'_>, Layer<'_>)>) {
     let n = out.cols;
     let shortcut = shortcut.map(|(x, w)| {
@@ -164,9 +164,8 @@ pub fn conv(out: Out<'_>, x: In<'_>, filters: &Filters, residual: Option<In<'_>>
     });
 }
 
-/// Mean and variance of each group of channels, from sums and sums of squares in f64, where the cancellation between them is
-/// harmless. Partial sums are computed over fixed blocks and added in order, so the result does not depend on the number of
-/// threads.
+/// Mean and variance of each channel group, from sums and sums of squares in f64, where the cancellation between them is
+/// harmless. Partial sums cover fixed blocks and are added in order, so the result does not depend on the number of threads.
 fn group_stats(x: &In<'_>, groups: usize) -> Vec<(f32, f32)> {
     const PIXELS: usize = 1024;
     let width = x.cols / groups;
@@ -210,7 +209,7 @@ pub struct GroupParams<'a> {
     pub eps: f32,
 }
 
-/// A group normalization as factors and offsets of channels.
+/// A group normalization as scales and shifts of channels.
 struct ChannelNorm {
     mean: Vec<f32>,
     scale: Vec<f32>,
@@ -249,9 +248,9 @@ pub fn group_norm(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option
     });
 }
 
-/// Group normalization, `silu` and a convolution of the same size. The normalized image exists a few rows at a time, in f32.
+/// Group normalization, `silu` and a convolution of the same size. Only a few rows of the normalized image exist at a time, in f32.
 pub fn norm_conv(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, filters: &Filters) {
-    /// Rows of the image that a task computes. The rows above and below are normalized twice.
+    /// Image rows per task. The rows above and below are normalized twice.
     const ROWS: usize = 8;
     let (norm, width, n) = (ChannelNorm::new(&x, norm, stats), filters.geometry.width, out.cols);
     let tasks = out.split_rows((ROWS * width).max(1));
@@ -306,7 +305,7 @@ pub fn unpatchify(out: Out<'_>, x: In<'_>, mean: In<'_>, var: In<'_>, eps: f32, 
     });
 }
 
-/// A linear blend over the rows or columns of pixels that two tiles have in common. Products and sum are rounded one by one.
+/// A linear blend over the rows or columns of pixels that two tiles share. Products and sum are rounded separately.
 pub fn blend(into: Out<'_>, from: In<'_>, seam: Seam) {
     let (rows, cols) = (from.rows, from.cols);
     let weight = |step: usize, steps: usize| step as f32 / steps as f32;

@@ -1,6 +1,6 @@
-//! The arithmetic of the transformer's ops, in f32, in the simplest form that is still fast: GEMMs through the `gemm` crate on
-//! operands that are decoded tile by tile, everything else as loops over rows. The size of scratch memory is bounded for operands
-//! of any size. How work is split depends on shapes alone, so results do not depend on the number of threads.
+//! The arithmetic of the transformer's ops in f32, in the simplest form that is still fast. GEMMs run through the `gemm` crate,
+//! on operands that are decoded tile by tile. Everything else loops over rows. Scratch memory is bounded for operands of any
+//! size. Work is split by shapes alone, so results do not depend on the number of threads.
 
 use crate::RopeStyle;
 use crate::math::{self, exp, maximum, sum};
@@ -12,8 +12,8 @@ use std::sync::{Mutex, PoisonError};
 /// Rows of one task in row-wise ops.
 const ROWS_PER_TASK: usize = 16;
 
-/// Runs tasks on all threads. Each thread reuses one scratch buffer for all of its tasks: scratch is so large here that page
-/// faults on a new buffer would cost as much as the arithmetic.
+/// Runs tasks on all threads. Each thread reuses one scratch buffer for its tasks: the buffers are so large that page faults on a
+/// new one would cost as much as the arithmetic.
 pub fn for_tasks<T: Send, S: Default>(tasks: Vec<T>, body: impl Fn(&mut S, T) + Sync) {
     let threads = rayon::current_num_threads().min(tasks.len());
     let queue = Mutex::new(tasks.into_iter());
@@ -112,7 +112,7 @@ pub fn guidance(out: Out<'_>, cond: In<'_>, uncond: In<'_>, scale: f32) {
     });
 }
 
-/// What is found in each row.
+/// The results of `find` on each row.
 fn of_rows<'a, T: Send>(x: In<'a>, find: impl Fn(&[f32]) -> T + Send + Sync + 'a) -> impl ParallelIterator<Item = T> {
     let (rows, cols) = ((0..x.rows).into_par_iter().with_min_len(ROWS_PER_TASK), x.cols);
     rows.map_init(
@@ -139,7 +139,7 @@ pub fn largest_magnitude(mut largest: Out<'_>, x: In<'_>) {
 
 // ----------------------------------------------------------------------------------------------------------------- GEMM
 
-/// Largest M of an output tile: large enough to amortise decoding the weight again for each tile.
+/// Largest M of an output tile: large enough to amortize decoding the weight again for each tile.
 const TILE_M: usize = 1024;
 /// Largest N of an output tile: small enough that the decoded weight rows stay in the core's cache, and a multiple of the 64
 /// columns that the `gemm` crate processes at once.
@@ -147,18 +147,18 @@ const TILE_N: usize = 192;
 /// Most values of operand A that are decoded at once, which take 64 MiB.
 const MAX_DECODED_A: usize = 16 << 20;
 
-/// Which rows of a weight the columns of an output are computed from.
+/// Selects the weight rows that the columns of an output are computed from.
 #[derive(Clone, Copy)]
 struct WeightRows {
     /// The weight row of the output's first column.
     first: usize,
     /// For SwiGLU outputs: the distance in rows from the gate row of a column to its up row.
     up: Option<usize>,
-    /// Number of consecutive columns that must stay in one tile, such as those of a head.
+    /// Number of consecutive columns that must stay in one tile, such as the columns of a head.
     unit: usize,
 }
 
-/// One tile of a GEMM, as it is passed to the epilogue.
+/// One tile of a GEMM, for the epilogue.
 struct Tile<'a> {
     /// Rows of operand A.
     rows: Range<usize>,
@@ -171,7 +171,7 @@ struct Tile<'a> {
 }
 
 impl Tile<'_> {
-    /// The rows of the tile, numbered from its first.
+    /// The rows of the tile, counted from its first.
     fn rows(&mut self) -> impl Iterator<Item = (usize, &mut [f32])> {
         self.values.chunks_exact_mut(self.cols.len()).enumerate()
     }
@@ -206,7 +206,7 @@ struct Inputs<'a> {
     down_out: Option<Strided<'a>>,
 }
 
-/// One tile: `a` times the transpose of a range of the rows of the weight, which are decoded into `b` unless they can be read in
+/// Computes one tile: `a` times the transpose of a range of weight rows. The rows are decoded into `b` unless they can be read in
 /// place.
 fn tile_nt(inputs: Inputs<'_>, layer: &Layer<'_>, range: Range<usize>, b: &mut Vec<f32>, out: &mut Vec<f32>) {
     out.resize(inputs.a.rows() * range.len(), 0.0);
@@ -324,14 +324,14 @@ pub struct Heads<'a> {
     pub style: RopeStyle,
 }
 
-/// What the elements of a head are multiplied by: gains, and with an epsilon also the reciprocal of the head's RMS.
+/// The factors of a head's elements: gains, and with an epsilon also the reciprocal of the head's RMS.
 pub struct HeadGain {
     gains: Vec<f32>,
     eps: Option<f32>,
 }
 
 impl HeadGain {
-    /// Of heads of so many elements, with the weight and the epsilon of their norm if there is one.
+    /// Creates the factors for heads of `head_dim` elements. `norm` is the weight and epsilon of their norm, if there is one.
     pub fn new(norm: Option<(In<'_>, f32)>, scale: f32, head_dim: usize) -> Self {
         let (weight, eps) = norm.map_or_else(|| (vec![1.0; head_dim], None), |(weight, eps)| (weight.row_vec(0), Some(eps)));
         Self { gains: weight.into_iter().map(|w| w * scale).collect(), eps }
@@ -379,7 +379,7 @@ fn qk_norm_rope(head: &mut [f32], gain: &HeadGain, angles: &[f32], style: RopeSt
 
 // ------------------------------------------------------------------------------------------------------------- attention
 
-/// Queries and keys of one block of attention scores. Keys and values are decoded again for every block of queries.
+/// Queries and keys per block of attention scores. Keys and values are decoded again for every block of queries.
 const BLOCK_Q: usize = 256;
 const BLOCK_KV: usize = 512;
 

@@ -1,4 +1,4 @@
-//! Lanczos resampling with a window of three lobes, bit-identical to that of Pillow 13 on 8-bit images.
+//! Lanczos resampling with a window of three lobes, bit-identical to Pillow 13 on 8-bit images.
 //!
 //! This takes exactly the steps of Pillow: two passes with an 8-bit intermediate image, weights computed in f64, normalized, and
 //! rounded to 22 fractional bits. A pass that would not change the size is skipped. The horizontal pass comes first unless the
@@ -64,7 +64,7 @@ fn window(x: f64) -> f64 {
     if (-LOBES..LOBES).contains(&x) { sinc(x) * sinc(x / LOBES) } else { 0.0 }
 }
 
-/// Initial value of an accumulator: one half, so that truncating the fraction rounds to nearest.
+/// The initial value of an accumulator. It is one half, so that truncating the fraction rounds to nearest.
 const HALF: i32 = 1 << (PRECISION - 1);
 
 /// Accumulates a tap. The weights of an output sum to one and the negative ones are small, so 255 times their absolute sum fits

@@ -1,7 +1,7 @@
 //! Number formats, tensor descriptors, and the loops of the CPU backend over them.
 //!
-//! These loops are a crate of their own because they take most of the time of a test: a quick build optimizes this crate and not the rest
-//! of kiln. Only kiln calls it.
+//! The loops are a separate crate because they take most of the time of a test: a quick build optimizes this crate and not the
+//! rest of kiln. Only kiln calls it.
 #![allow(missing_docs)]
 
 pub mod hashed;
@@ -28,17 +28,17 @@ pub enum RopeStyle {
 /// How a convolution changes the resolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sampling {
-    /// The resolution stays; the input is padded by one pixel of zeros on every side.
+    /// The resolution stays. The input is padded by one pixel of zeros on every side.
     Same,
-    /// The input is first upsampled by two, by nearest neighbor, and padded as above. That is four 2x2 convolutions of the input, one
-    /// for each parity of the output's row and column (a phase), and the weight has their filters.
+    /// The input is upsampled by two (nearest neighbor) and padded as for `Same`. That equals four 2x2 convolutions of the input,
+    /// one for each parity of the output's row and column (a phase). The weight holds their filters.
     Up,
-    /// Stride two; the input is padded by zeros at the right and bottom edge only.
+    /// Stride two. The input is padded by zeros at the right and bottom edge only.
     Down,
 }
 
 impl Sampling {
-    /// In how many phases output pixels are computed, each with filters of its own.
+    /// The number of phases of output pixels. Each phase has its own filters.
     pub const fn phases(self) -> usize {
         match self {
             Self::Up => 4,
@@ -46,7 +46,7 @@ impl Sampling {
         }
     }
 
-    /// Filter taps of a phase.
+    /// Filter taps per phase.
     pub const fn taps(self) -> usize {
         match self {
             Self::Up => 4,
@@ -55,14 +55,14 @@ impl Sampling {
     }
 }
 
-/// Where a tile of an image overlaps the one before it.
+/// The edge at which a tile of an image overlaps the tile before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seam {
-    /// At its top: the rows of the matrix are rows of pixels.
+    /// The top edge: matrix rows are rows of pixels.
     Top,
-    /// At its left: the columns of the matrix are pixels of so many channels.
+    /// The left edge: matrix columns are pixels of `channels` channels.
     Left {
-        /// Columns of a pixel.
+        /// Columns per pixel.
         channels: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! Scalar functions and reductions, written so that the compiler vectorizes loops over them, for which it has to inline them.
+//! Scalar functions and reductions. The compiler inlines them and vectorizes the loops that call them.
 
 use std::iter::Sum;
 use std::ops::AddAssign;
@@ -35,7 +35,7 @@ pub fn to_byte(x: f32) -> f32 {
     255.0 * (0.5 * x + 0.5).clamp(0.0, 1.0)
 }
 
-/// Number of independent accumulators, which fill one or two vector registers.
+/// Number of independent accumulators. They fill one or two vector registers.
 const LANES: usize = 16;
 
 /// The sum of `f` over all values, in `LANES` interleaved accumulators: one long chain of dependent additions would be slower
@@ -50,7 +50,7 @@ pub fn sum<T: Copy + Default + AddAssign + Sum>(values: &[f32], f: impl Fn(f32) 
     parts.into_iter().sum()
 }
 
-/// The maximum of the values and `start`. It skips NaN, which still propagates through whatever is computed from the values.
+/// The maximum of the values and `start`. It skips NaN, which still propagates through computations on the values.
 pub fn maximum(values: &[f32], start: f32) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut parts = [start; LANES];

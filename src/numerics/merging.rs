@@ -1,16 +1,16 @@
-//! The inner loops of merging: a block of a weight's rows is decoded, deltas are added to it, and it is rounded, all while it is in the cache.
-//! They are compiled for each instruction set that a processor may have.
+//! The inner loops of merging: while a block of weight rows is in the cache, it is decoded, deltas are added, and it is rounded.
+//! The loops are compiled for each instruction set that a processor may have.
 
 use crate::tensor::{DType, SliceScaling, WeightSlice, decode_bf16, encode_bf16};
 use pulp::{Arch, Simd, WithSimd};
 use std::ops::Range;
 
-/// Rows of a block. Each has two vectors of sums, which together fill the registers of AVX2, and all stay in the second-level cache.
+/// Rows per block. Each has two vectors of sums. Together these fill the registers of AVX2, and the block stays in the second-level cache.
 pub const BLOCK: usize = 6;
 /// Columns of a panel: two vectors of AVX-512.
 const WIDTH: usize = 32;
 
-/// A matrix `[rank, cols]` as panels of some columns each, padded with zeros, so that what is multiplied together lies together.
+/// A matrix `[rank, cols]` in zero-padded panels of a few columns each, so that values multiplied together lie together.
 pub struct Panels {
     values: Vec<f32>,
     rank: usize,
@@ -18,7 +18,7 @@ pub struct Panels {
 }
 
 impl Panels {
-    /// A row-major matrix as panels.
+    /// Cuts a row-major matrix into panels.
     pub fn new(values: &[f32], rank: usize, cols: usize) -> Self {
         let mut panels = vec![0.0; cols.div_ceil(WIDTH) * WIDTH * rank];
         for (panel, first) in panels.chunks_exact_mut((WIDTH * rank).max(1)).zip((0..cols).step_by(WIDTH)) {
@@ -31,7 +31,7 @@ impl Panels {
     }
 }
 
-/// A delta with its factors in f32, the first of which has its scale.
+/// A delta with factors in f32. The first factor includes the scale.
 pub enum ScaledDelta {
     /// `up down`.
     Lora {
@@ -40,23 +40,23 @@ pub enum ScaledDelta {
         /// `[rank, in]`.
         down: Panels,
     },
-    /// Each element of the first factor times all of the second.
+    /// Each element of `w1` times all of `w2`.
     Kronecker {
-        /// The first, of `j` columns.
+        /// The first factor, with `j` columns.
         w1: Vec<f32>,
-        /// The second, `[p, q]`.
+        /// The second factor, `[p, q]`.
         w2: Vec<f32>,
-        /// Columns of the first.
+        /// Columns of `w1`.
         j: usize,
-        /// Rows of the second.
+        /// Rows of `w2`.
         p: usize,
-        /// Columns of the second.
+        /// Columns of `w2`.
         q: usize,
     },
 }
 
 impl ScaledDelta {
-    /// Adds the rows from `first` on to as many as there are in `to`, on the calling thread.
+    /// Adds the rows from `first` on to the rows of `to`, on the calling thread.
     pub fn add_rows(&self, first: usize, to: &mut [f32]) {
         Arch::new().dispatch(AddRows { delta: self, first, to });
     }
@@ -92,7 +92,7 @@ impl WithSimd for AddRows<'_> {
     }
 }
 
-/// Adds rows of a product to rows of `to`; `up` begins with the first of them.
+/// Adds rows of the product to rows of `to`. `up` starts at the first of these rows.
 #[inline(always)]
 fn add_lora<S: Simd>(simd: S, up: &[f32], down: &Panels, to: &mut [f32]) {
     let &Panels { ref values, rank, cols } = down;
@@ -101,7 +101,7 @@ fn add_lora<S: Simd>(simd: S, up: &[f32], down: &Panels, to: &mut [f32]) {
     }
     let mut factors = vec![[0.0; BLOCK]; rank];
     for (to, up) in to.chunks_mut(BLOCK * cols).zip(up.chunks(BLOCK * rank)) {
-        // The last rows may be fewer, and then have factors of zero besides.
+        // The last block may have fewer rows. The factors of missing rows are zero.
         factors.fill([0.0; BLOCK]);
         for (row, up) in up.chunks_exact(rank).enumerate() {
             factors.iter_mut().zip(up).for_each(|(factors, up)| factors[row] = *up);
@@ -139,17 +139,17 @@ fn panel_sums<S: Simd>(simd: S, factors: &[[f32; BLOCK]], panel: &[f32], from: u
     sums
 }
 
-/// A block of a weight's rows that is merged.
+/// A block of weight rows to merge.
 pub struct Block<'a> {
     /// The parts of the weight, each with its first row.
     pub parts: &'a [(usize, &'a WeightSlice)],
-    /// What is added to it, each with the rows that its rows are added to.
+    /// The deltas to add, each with the weight rows that it applies to.
     pub deltas: &'a [(ScaledDelta, &'a [Range<usize>])],
     /// The rows of the block.
     pub rows: Range<usize>,
     /// The columns of the weight.
     pub cols: usize,
-    /// Memory for the values.
+    /// Scratch memory for the values.
     pub values: &'a mut Vec<f32>,
     /// The type of the result.
     pub to: DType,
@@ -158,7 +158,7 @@ pub struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// Merges it, on the calling thread.
+    /// Merges the block, on the calling thread.
     pub fn merge(self) {
         Arch::new().dispatch(self);
     }

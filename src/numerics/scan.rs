@@ -1,12 +1,12 @@
-//! Searches through stored values: NaN, infinity, parts that were never written, and what quantizing lost.
+//! Searches stored values for NaN, infinity and parts that were never written, and measures the quantization error.
 
 use crate::tensor::WeightSlice;
 use std::ops::Range;
 
-/// Bytes that are searched for any value that is not finite before they are looked at one by one; they stay in the L1 cache.
+/// Bytes that are first searched as a whole for non-finite values, and only then one by one. They stay in the L1 cache.
 const SPAN: usize = 8 << 10;
 
-/// NaNs and infinities among some values, and the index of the first.
+/// The numbers of NaNs and infinities among some values, and the index of the first one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NonFinite {
     pub nan: u64,
@@ -21,8 +21,8 @@ impl NonFinite {
     }
 }
 
-/// Counts NaNs and infinities among the values in `bytes`, whose dtype is named as in a safetensors header. Two elements of NVFP4 are one
-/// U8, and all of its codes are finite: what is not finite in such a layer is in its scales, which are tensors of their own.
+/// Counts NaNs and infinities among the values in `bytes`. `dtype` is the name in a safetensors header. A U8 holds two NVFP4
+/// elements, and all their codes are finite: only the scales of such a layer, which are separate tensors, can be non-finite.
 pub fn non_finite(dtype: &str, bytes: &[u8]) -> NonFinite {
     // A value is not finite if all bits of its exponent are set, and NaN if a bit of its mantissa is as well.
     macro_rules! ieee {
@@ -40,7 +40,7 @@ pub fn non_finite(dtype: &str, bytes: &[u8]) -> NonFinite {
         "F32" | "C64" => ieee!(u32, 0x7F80_0000, 0x007F_FFFF),
         "F64" => ieee!(u64, 0x7FF0_0000_0000_0000, 0x000F_FFFF_FFFF_FFFF),
         "F8_E5M2" => ieee!(u8, 0x7C, 0x03),
-        // These have a NaN, or one of each sign, and no infinity.
+        // Dtypes with a NaN, or one of each sign, and no infinity.
         "F8_E4M3" => search(bytes, |[code]| code & 0x7F == 0x7F, |_| true),
         "F8_E8M0" => search(bytes, |[code]| code == 0xFF, |_| true),
         "F8_E4M3FNUZ" | "F8_E5M2FNUZ" => search(bytes, |[code]| code == 0x80, |_| true),
@@ -52,7 +52,7 @@ pub fn non_finite(dtype: &str, bytes: &[u8]) -> NonFinite {
 fn search<const N: usize>(bytes: &[u8], is_special: impl Fn([u8; N]) -> bool, is_nan: impl Fn([u8; N]) -> bool) -> NonFinite {
     let mut sum = NonFinite::default();
     for (i, span) in bytes.as_chunks::<N>().0.chunks(SPAN / N).enumerate() {
-        // Without a branch in it this loop is vectorized, at any address.
+        // A loop without a branch is vectorized, at any address.
         if !span.iter().fold(false, |any, value| any | is_special(*value)) {
             continue;
         }
@@ -64,15 +64,15 @@ fn search<const N: usize>(bytes: &[u8], is_special: impl Fn([u8; N]) -> bool, is
     sum
 }
 
-/// Whether all bytes are zero. Words of eight bytes are compared, and the first that is not zero ends the search.
+/// Whether all bytes are zero. Compares words of eight bytes and stops at the first that is not zero.
 pub fn all_zero(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<8>();
     words.iter().all(|word| u64::from_ne_bytes(*word) == 0) && rest.iter().all(|&byte| byte == 0)
 }
 
-/// Sums of squares over the rows of a part: of the errors that `stored` has, whose first row is the first of `rows`, and of the values.
+/// Sums of squares over some rows of a part: of the errors of `stored`, which begins at the first of these rows, and of the values.
 pub fn squared_error(part: &WeightSlice, rows: Range<usize>, stored: &WeightSlice) -> (f64, f64) {
-    /// Sums that are added up side by side, as vector units do.
+    /// Number of parallel sums, as in vector units.
     const LANES: usize = 8;
     let (mut want, mut got) = (vec![0.0_f32; part.cols()], vec![0.0_f32; part.cols()]);
     let (mut errors, mut values) = ([0.0_f64; LANES], [0.0_f64; LANES]);
@@ -96,7 +96,7 @@ mod tests {
     use crate::tensor::DType;
     use half::{bf16, f16};
 
-    /// Every code of every dtype that has at most sixteen bits, against what the types themselves say.
+    /// Checks every code of every dtype of at most sixteen bits against the types themselves.
     #[test]
     fn every_code_is_judged_as_its_type_does() {
         let wide = |name, is_finite: &dyn Fn(u16) -> bool, is_nan: &dyn Fn(u16) -> bool| {
@@ -133,7 +133,7 @@ mod tests {
         }
     }
 
-    /// A value is found wherever it is, around the ends of spans and at odd addresses, and the first one is named.
+    /// A value is found at any place, around the ends of spans and at odd addresses. The first one is named.
     #[test]
     fn one_value_is_found_anywhere() {
         let values = 3 * SPAN / 2 + 7;

@@ -68,7 +68,7 @@ impl Precision {
         }
     }
 
-    /// The name that users spell.
+    /// The name that users type.
     pub const fn name(self) -> &'static str {
         self.activations().name()
     }
@@ -83,12 +83,12 @@ pub enum Region {
     Arena,
     /// Results that outlive a run: written and read by ops.
     Cache,
-    /// What adapters compute beside weights, and behind it what is merged with them: written by `upload`, read by ops.
+    /// LoRA branches, followed by scratch space for merging: written by `upload`, read by ops.
     Adapters,
 }
 
 impl Region {
-    /// Whether ops of a step may only read it.
+    /// Whether ops of a step may only read the region.
     pub const fn is_read_only(self) -> bool {
         matches!(self, Self::Weights | Self::Adapters)
     }
@@ -110,7 +110,7 @@ pub struct Tensor {
     pub cols: usize,
     /// Elements from the start of one row to the start of the next.
     pub stride: usize,
-    /// What decoded elements are multiplied by.
+    /// The factors of the decoded elements.
     pub scaling: Scaling,
 }
 
@@ -202,7 +202,7 @@ impl Tensor {
         }
     }
 
-    /// The elements and the block scales as matrices of bytes, with which a quantized tensor can be copied unchanged.
+    /// The elements and the block scales as byte matrices, to copy a quantized tensor unchanged.
     pub fn as_bytes(self) -> impl Iterator<Item = Self> {
         let width = |elements: usize| self.dtype.bytes(elements);
         let bytes =
@@ -225,7 +225,7 @@ impl Tensor {
         self.region == other.region && self.as_bytes().any(|a| other.as_bytes().any(|b| a.bytes_overlap(b)))
     }
 
-    /// The same for two matrices of bytes.
+    /// True if two matrices of bytes may share a byte.
     fn bytes_overlap(self, other: Self) -> bool {
         let (a, b) = (self.extent(), other.extent());
         if self.is_empty() || other.is_empty() || a.end <= b.start || b.end <= a.start {

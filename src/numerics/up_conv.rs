@@ -1,15 +1,15 @@
-//! Nearest-neighbor upsampling by two and a 3x3 convolution, as four 2x2 convolutions of the image before.
+//! Nearest-neighbor upsampling by two and a 3x3 convolution, as four 2x2 convolutions of the input image.
 //!
-//! Output pixel (2i + a, 2j + b) is of phase (a, b). Of the three rows of its filter two fall on the same row of the image: with a = 0 row 0
-//! is on image row i - 1, rows 1 and 2 are on i; with a = 1 rows 0 and 1 are on i, row 2 is on i + 1. Columns are alike. So the taps that
-//! see one pixel are summed once for all pixels, 4 products remain of 9, and the upsampled image is never stored.
+//! Output pixel (2i + a, 2j + b) has phase (a, b). Two of the three rows of its filter fall on the same image row: for a = 0 row 0 is on
+//! image row i - 1 and rows 1 and 2 are on i; for a = 1 rows 0 and 1 are on i and row 2 is on i + 1. The same holds for columns. So taps on
+//! the same pixel are summed once for all pixels, 4 of 9 products remain, and the upsampled image is never stored.
 
 use crate::tensor::{Bytes, DType, WeightSlice};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Rows (or columns) of the 3x3 filter whose sum is tap `tap` of an output row (or column) of this parity.
+/// Rows (or columns) of the 3x3 filter that are summed in tap `tap` of an output row (or column) of this parity.
 const fn summed(parity: usize, tap: usize) -> Range<usize> {
     match (parity, tap) {
         (0, 0) => 0..1,
@@ -30,7 +30,7 @@ fn fold(filter: &[f32], folded: &mut [f32]) {
     }
 }
 
-/// Rows of 3x3 filters, as a file stores them, in phase form and in this plain type. `None` if they are no such rows.
+/// Converts rows of stored 3x3 filters to phase form in this plain type. `None` if they are not such rows.
 pub fn folded(part: &WeightSlice, dtype: DType) -> Option<WeightSlice> {
     let cols = part.cols();
     if !part.is_complete() || cols == 0 || !cols.is_multiple_of(9) || dtype.is_quantized() {
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn every_phase_sums_the_taps_that_see_one_pixel() {
-        // Two channels, whose taps are powers of two: sums tell what was added.
+        // Two channels whose taps are powers of two, so that a sum shows what was added.
         let filter: Vec<f32> = (0..18).map(|i| (1 << i) as f32).collect();
         let mut folded = [0.0; 32];
         fold(&filter, &mut folded);
@@ -64,7 +64,7 @@ mod tests {
         // Phase (0, 0): the corner, the rest of its row, the rest of its column, the other four.
         let first = [bits(&[0]), bits(&[1, 2]), bits(&[3, 6]), bits(&[4, 5, 7, 8])];
         assert_eq!([0, 1, 2, 3].map(of), first.map(|sum| [sum; 2]));
-        // Phase (0, 1), whose columns are summed the other way round, and (1, 0).
+        // Phase (0, 1), with columns summed the other way round, and phase (1, 0).
         assert_eq!([4, 5, 6, 7].map(of), [bits(&[0, 1]), bits(&[2]), bits(&[3, 4, 6, 7]), bits(&[5, 8])].map(|sum| [sum; 2]));
         assert_eq!([8, 9, 10, 11].map(of), [bits(&[0, 3]), bits(&[1, 2, 4, 5]), bits(&[6]), bits(&[7, 8])].map(|sum| [sum; 2]));
         assert_eq!([12, 15].map(of), [bits(&[0, 1, 3, 4]), bits(&[8])].map(|sum| [sum; 2]));

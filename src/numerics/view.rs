@@ -7,10 +7,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The number of elements that values are scaled by before they are encoded.
+/// Elements that are scaled at a time before they are encoded.
 const CHUNK: usize = 512;
 
-/// Counts the elements beyond the range of a type that activations may exceed. The loop has no branch, so that it is vectorized.
+/// Counts elements beyond the range of a type that activations may exceed. Without a branch, the loop is vectorized.
 fn count_saturated(dtype: DType, elements: &[f32]) -> u64 {
     dtype.format().saturates_at.map_or(0, |limit| elements.iter().map(|v| u64::from(v.abs() >= limit)).sum())
 }
@@ -20,7 +20,7 @@ fn count_saturated(dtype: DType, elements: &[f32]) -> u64 {
 enum ViewScaling {
     Unscaled,
     Tensor(f32),
-    /// The f32 of each row, at any address.
+    /// One f32 per row, at any address.
     Rows(*const u8),
     /// The tiled block scales of NVFP4, with the number of tiles along a row.
     Blocks16 {
@@ -31,7 +31,7 @@ enum ViewScaling {
 }
 
 impl ViewScaling {
-    /// The scales of a tensor; `address` is that of its scales in memory, if it has any there.
+    /// Creates the scales of a tensor. `address` is their address, if they are in memory.
     fn new(tensor: Tensor, address: *mut u8) -> Self {
         match tensor.scaling {
             Scaling::Unscaled => Self::Unscaled,
@@ -73,7 +73,7 @@ impl ViewScaling {
         }
     }
 
-    /// Rounds values to elements of one row, from column `first` on. Block scales are computed and written, too. Returns how many
+    /// Rounds values to elements of one row, from column `first` on. Also computes and writes block scales. Returns how many
     /// values did not fit.
     ///
     /// # Safety
@@ -94,7 +94,7 @@ impl ViewScaling {
                 }
                 saturated
             }
-            Self::Rows(_) => unreachable!("only weights have scales for each row, and they are not written"),
+            Self::Rows(_) => unreachable!("only weights have row scales, and they are not written"),
             Self::Blocks16 { scales, tiles_along, tensor } => {
                 let whole = first.is_multiple_of(nvfp4::BLOCK) && values.len().is_multiple_of(nvfp4::BLOCK);
                 assert!(whole, "columns {first}..+{} are not whole blocks", values.len());
@@ -111,8 +111,8 @@ impl ViewScaling {
     }
 }
 
-/// A matrix to read from. Its rows may lie in several spans of memory, in formats of their own: a checkpoint may store a weight
-/// in several parts.
+/// A matrix to read from. Its rows may lie in several spans of memory with different formats: a checkpoint may store a weight in
+/// several parts.
 #[derive(Clone)]
 pub struct In<'a> {
     /// Number of rows.
@@ -126,7 +126,7 @@ pub struct In<'a> {
 /// Consecutive rows that lie in one piece of memory.
 #[derive(Clone)]
 struct Span {
-    /// The first of them.
+    /// The first row of the span.
     first: usize,
     ptr: *const u8,
     /// Bytes from row to row.
@@ -141,11 +141,11 @@ unsafe impl Send for In<'_> {}
 unsafe impl Sync for In<'_> {}
 
 impl<'a> In<'a> {
-    /// A view of a tensor whose rows lie in `spans`, each given by its first row and its address. `scales` is the address of its
-    /// scales, if it has any in memory; then there is one span.
+    /// A view of a tensor whose rows lie in `spans`, each given by its first row and its address. `scales` is the address of the
+    /// tensor's scales, if they are in memory. Then there is only one span.
     ///
     /// # Safety
-    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type, and with the scales be valid and unwritten for
+    /// Every row of `tensor` must lie inside one of `spans`, aligned to its type. Rows and scales must be valid and unwritten for
     /// `'a`.
     pub unsafe fn new(tensor: Tensor, spans: &[(usize, *const u8)], scales: *const u8) -> Self {
         let (pitch, dtype) = (tensor.dtype.bytes(tensor.stride), tensor.dtype);
@@ -160,7 +160,7 @@ impl<'a> In<'a> {
         Self { rows: tensor.rows, cols: tensor.cols, spans: Vec::new(), lifetime: PhantomData }
     }
 
-    /// The rows of several matrices, one after the other.
+    /// Stacks the rows of several matrices.
     pub fn stack(parts: Vec<Self>) -> Self {
         let mut stacked =
             Self { rows: 0, cols: parts.first().map_or(0, |part| part.cols), spans: Vec::new(), lifetime: PhantomData };
@@ -227,7 +227,7 @@ pub struct Out<'a> {
     pub rows: usize,
     /// Elements in a row.
     pub cols: usize,
-    /// The row and column of the tensor at which this part of it begins.
+    /// The row and column of the tensor at which this view begins.
     origin: (usize, usize),
     dtype: DType,
     pitch: usize,
@@ -252,7 +252,7 @@ impl<'a> Out<'a> {
         Self { rows, cols, origin: (0, 0), dtype, pitch, ptr, scaling, saturated, lifetime: PhantomData }
     }
 
-    /// The place of part of a row in the tensor, and its address.
+    /// The position of part of a row in the tensor, and its address.
     fn at(&self, r: usize, first: usize, len: usize) -> ((usize, usize), *mut u8) {
         assert!(r < self.rows && first + len <= self.cols, "row {r}, columns {first}..+{len} of {}x{}", self.rows, self.cols);
         let place = (self.origin.0 + r, self.origin.1 + first);
@@ -270,7 +270,7 @@ impl<'a> Out<'a> {
                 let bytes = std::slice::from_raw_parts_mut(to, self.dtype.bytes(from.len()));
                 self.scaling.encode(self.dtype, from, place, bytes)
             };
-            // Threads share the counter, so it is left alone where there is nothing to count.
+            // Threads share the counter, so it is only touched if there is something to count.
             if saturated > 0 {
                 self.saturated.fetch_add(saturated, Ordering::Relaxed);
             }
@@ -356,8 +356,8 @@ pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool)
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert!(b.rows == k && out.len() >= m * n, "{m}x{k} by {}x{n} into {}", b.rows, out.len());
     let (alpha, beta) = (1.0, 1.0); // out = alpha * out (if accumulating) + beta * a b
-    // The microkernels write columns, so they compute the transposed product, whose columns are the rows of `out`. A single column is
-    // one either way.
+    // The microkernels write columns, so they compute the transposed product, whose columns are the rows of `out`. A single
+    // column needs no transposition.
     let ((m, n), (lhs, rhs), (column, row)) = match n {
         0 | 1 => ((m, n), (a, b), (1, n as isize)),
         _ => ((n, m), (b.transposed(), a.transposed()), (n as isize, 1)),

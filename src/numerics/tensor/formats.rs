@@ -1,5 +1,5 @@
-//! How a tensor stores its values. The elements of each format are a row of a table, and the row's file has all that is particular to the
-//! format: a new one is a file and a line of `formats!`. Scales that elements are multiplied by are apart.
+//! How a tensor stores its values. Each format has a row in a table and a file with everything specific to the format: a new
+//! format is a file and a line of `formats!`. Scales that elements are multiplied by are separate.
 
 mod e4m3;
 mod e5m2;
@@ -12,7 +12,7 @@ pub use e5m2::{e5m2, to_e5m2};
 pub use nvfp4::{E2M1_MAX, e2m1, e2m1_pair, to_e2m1};
 pub use plain::{decode_bf16, encode_bf16};
 
-/// Values that are converted at a time: they stay in the first-level cache. It is a multiple of every [`Format::block`].
+/// Values converted at a time. They stay in the first-level cache. A multiple of every [`Format::block`].
 const CHUNK: usize = 512;
 
 /// The facts about the elements of a format.
@@ -20,7 +20,7 @@ const CHUNK: usize = 512;
 pub struct Format {
     /// The name in messages about tensors.
     pub name: &'static str,
-    /// The name that users spell and JSON has.
+    /// The name that users type, also used in JSON.
     pub label: &'static str,
     /// The name in messages about files.
     pub title: &'static str,
@@ -28,72 +28,72 @@ pub struct Format {
     pub stored_as: &'static str,
     /// The name that ComfyUI gives the format where a file declares the formats of layers; empty if it has none.
     pub declared: &'static str,
-    /// Consecutive elements of a row that belong together: they have one scale or lie in the same bytes. A power of two.
+    /// Consecutive elements of a row that belong together: they share a scale or bytes. A power of two.
     pub block: usize,
-    /// Bytes of a block, without scales that lie apart.
+    /// Bytes of a block, without separately stored scales.
     pub block_bytes: usize,
-    /// The scales that lie apart from the elements.
+    /// The separately stored scales.
     pub scales: ScaleKind,
     /// Whether this is a format of quantized weights.
     pub is_quantized: bool,
-    /// Whether such weights are expanded when they are loaded, because no GEMM takes them.
+    /// Whether such weights are expanded at load, because no GEMM takes them.
     pub is_expanded: bool,
-    /// What quantizing to it means; `None` if weights in it are only read.
+    /// How to quantize to this format. `None` if weights in it are only read.
     pub target: Option<Target>,
     /// Whether results can be stored in it, or only weights.
     pub holds_results: bool,
-    /// Stored bits of the mantissa, which tell how far results are rounded. `None` for those that are as good as exact.
+    /// Stored bits of the mantissa: how coarsely results are rounded. `None` for types that are practically exact.
     pub mantissa: Option<i32>,
-    /// The largest magnitude of a value whose scale of the whole tensor is one.
+    /// The largest magnitude of a value if the tensor scale is one.
     pub largest: f32,
     /// The smallest magnitude that is beyond the range of the elements, if activations may reach it.
     pub saturates_at: Option<f32>,
     /// The code of NaN without its sign, if there is exactly one.
     pub nan: Option<u8>,
-    /// Decodes whole blocks, without scales that lie apart.
+    /// Decodes whole blocks, without separately stored scales.
     pub decode: fn(&[u8], &mut [f32]),
     /// Rounds values to nearest even and stores them in whole blocks.
     pub encode: fn(&[f32], &mut [u8]),
 }
 
-/// What quantizing weights to a format means.
+/// How weights are quantized to a format.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// The help on it as the format of a file.
+    /// Help text for the format of a file.
     pub file_help: &'static str,
-    /// The help on it as the format of weights that are loaded.
+    /// Help text for the format of weights quantized at load.
     pub load_help: &'static str,
-    /// The scales of inputs that nobody measured, of those behind norms and attention and of those behind SwiGLU. `None` if inputs stay
+    /// The uncalibrated input scales: for inputs after norms and attention, and for inputs after SwiGLU. `None` if inputs stay
     /// plain.
     pub input_scales: Option<[Scale; 2]>,
 }
 
-/// The scales that elements of a format may have beside them.
+/// The separately stored scales that elements of a format may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleKind {
     /// None.
     None,
-    /// One of the whole tensor, or one of each row. Without them elements are the values.
+    /// One for the whole tensor, or one per row. Without scales the elements are the values.
     TensorOrRows,
-    /// One of each block and one of the whole tensor.
+    /// One per block and one for the whole tensor.
     Blocks,
 }
 
-/// Defines the dtypes, each with its row.
+/// Defines the dtypes, each with its table row.
 macro_rules! formats {
     ($($(#[$doc:meta])* $name:ident = $row:path,)+) => {
-        /// The dtype: element type of a tensor. The order is that of lists: plain types come last, so that layers are named by what is
-        /// quantized.
+        /// The dtype: element type of a tensor. Lists use this order. Plain types come last, so that layers are named after their
+        /// quantized type.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum DType {
             $($(#[$doc])* $name,)+
         }
 
         impl DType {
-            /// All of them.
+            /// All dtypes.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// The facts about its elements.
+            /// The facts about the elements.
             pub const fn format(self) -> &'static Format {
                 match self {
                     $(Self::$name => &$row,)+
@@ -128,16 +128,16 @@ impl DType {
         8 * self.format().block_bytes / self.format().block
     }
 
-    /// Bytes of consecutive elements, which fill whole bytes or blocks.
+    /// Bytes of consecutive elements that fill whole bytes or blocks.
     pub const fn bytes(self, elements: usize) -> usize {
         let Format { block, block_bytes, .. } = self.format();
-        // Blocks are powers of two, and a shift is faster than a division. What is left of a block is counted apart, because the bytes of
-        // all elements fit where their product with a block's bytes may not.
+        // Blocks are powers of two, and a shift is faster than a division. The incomplete block is counted separately: the bytes
+        // of all elements may fit where the product with the block's bytes does not.
         let shift = block.trailing_zeros();
         (elements >> shift) * *block_bytes + (((elements & (*block - 1)) * *block_bytes) >> shift)
     }
 
-    /// The number of elements in so many bytes.
+    /// The number of elements in this many bytes.
     pub const fn elements(self, bytes: usize) -> usize {
         bytes * self.format().block / self.format().block_bytes
     }
@@ -157,7 +157,7 @@ impl DType {
         self.format().name
     }
 
-    /// The name that users spell.
+    /// The name that users type.
     pub const fn label(self) -> &'static str {
         self.format().label
     }
@@ -167,22 +167,22 @@ impl DType {
         Self::ALL.iter().copied().filter(|dtype| dtype.is_quantized())
     }
 
-    /// The formats that weights are quantized to, and what that means.
+    /// The formats that weights are quantized to, and how.
     pub fn targets() -> impl Iterator<Item = (Self, Target)> {
         Self::ALL.iter().filter_map(|dtype| Some((*dtype, dtype.format().target?)))
     }
 
-    /// The type of elements that a safetensors file stores as this dtype, where nothing else is declared.
+    /// The element type that a safetensors dtype stands for if the file declares nothing else.
     pub fn stored_as(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|dtype| dtype.format().stored_as == name)
     }
 
-    /// The plain type of elements that a safetensors file stores as this dtype.
+    /// The plain element type that a safetensors dtype stands for.
     pub fn plain_stored_as(name: &str) -> Option<Self> {
         Self::stored_as(name).filter(|dtype| !dtype.is_quantized())
     }
 
-    /// The types that weights may have, as in "A, B or C". Those whose names differ only in what is in brackets are one.
+    /// The types that weights may have, as in "A, B or C". Types whose names differ only in brackets are listed once.
     pub fn weight_types() -> String {
         let mut names: Vec<&str> = Vec::new();
         let plain = Self::ALL.iter().copied().filter(|dtype| Self::plain_stored_as(dtype.format().title) == Some(*dtype));
@@ -196,32 +196,32 @@ impl DType {
         format!("{} or {last}", names.join(", "))
     }
 
-    /// The scale with which a tensor, or a row of one, of this largest magnitude just fits. `None` if it is not finite. With NVFP4 the block
-    /// that holds this value gets the largest scale of a block.
+    /// The scale with which a tensor, or one of its rows, with this largest magnitude just fits. `None` if it is not finite. In
+    /// NVFP4 the block with this value gets the largest block scale.
     ///
-    /// Zero is no scale. Weights that are all zero, or so small that the quotient underflows, have codes of zero with any scale that is
-    /// not tiny itself, so they get one.
+    /// Zero is not a scale. Weights that are all zero, or so small that the quotient underflows, get a scale of one: with any
+    /// scale that is not tiny, their codes are zero.
     pub fn scale_for(self, largest: f32) -> Option<Scale> {
         let scale = largest / self.format().largest;
         if scale == 0.0 { Some(Scale::ONE) } else { Scale::new(scale) }
     }
 
-    /// Whether none of these elements is the only code of NaN that the format may have. Without an early end the loop is vectorized.
+    /// Whether none of these elements is NaN, for formats with a single NaN code. Without an early exit the loop is vectorized.
     pub fn has_no_nan(self, codes: &[u8]) -> bool {
         self.format().nan.is_none_or(|nan| codes.iter().fold(true, |finite, code| finite & (code & nan != nan)))
     }
 
-    /// Decodes stored elements, without the scales that may belong to them. They are little-endian, as safetensors stores them, and need no
+    /// Decodes stored elements, without their scales. The elements are little-endian, as safetensors stores them, and need no
     /// alignment.
     ///
     /// # Panics
-    /// If there are not as many elements as values.
+    /// If the number of elements differs from the number of values.
     pub fn decode(self, bytes: &[u8], to: &mut [f32]) {
         assert_eq!(bytes.len(), self.bytes(to.len()), "{self:?} of {} values", to.len());
         (self.format().decode)(bytes, to);
     }
 
-    /// Rounds values to this type, to nearest even, and stores them.
+    /// Rounds values to the nearest value of this type, ties to even, and stores them.
     ///
     /// # Panics
     /// As [`DType::decode`] does.
@@ -230,7 +230,7 @@ impl DType {
         (self.format().encode)(values, to);
     }
 
-    /// Rounds stored elements to those of another type.
+    /// Rounds stored elements to another type.
     ///
     /// # Panics
     /// As [`DType::decode`] does.
@@ -256,7 +256,7 @@ impl DType {
         values
     }
 
-    /// Values as stored elements.
+    /// Encodes values as stored elements.
     ///
     /// # Panics
     /// As [`DType::decode`] does.
@@ -267,7 +267,7 @@ impl DType {
     }
 }
 
-/// A positive, finite factor. It is compared by its bits, so that descriptors that contain one can be compared and hashed.
+/// A positive, finite factor. It is compared by its bits, so that descriptors with a scale can be compared and hashed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Scale(u32);
 
@@ -283,13 +283,13 @@ impl Scale {
     /// Two to this power.
     ///
     /// # Panics
-    /// If it is below the normal numbers of f32.
+    /// If the power is below the normal numbers of f32.
     pub const fn power_of_two(exponent: i8) -> Self {
         assert!(exponent >= -126);
         Self(((exponent as i32 + 127) as u32) << 23)
     }
 
-    /// Its value.
+    /// The value of the scale.
     pub fn get(self) -> f32 {
         f32::from_bits(self.0)
     }
@@ -301,7 +301,7 @@ impl std::fmt::Debug for Scale {
     }
 }
 
-/// Which scales a format has, without their location: a value is a decoded element times its scales.
+/// The scales of a format, without their location. A value is a decoded element times its scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// None.
@@ -319,7 +319,7 @@ pub enum Scales {
 pub struct Stored {
     /// Element type.
     pub dtype: DType,
-    /// Scales beside the elements.
+    /// The scales of the elements.
     pub scales: Scales,
 }
 
@@ -329,7 +329,7 @@ impl Stored {
         Self { dtype, scales: Scales::Unscaled }
     }
 
-    /// Quantized elements with one scale of the whole tensor, besides the scales of blocks where the format has them.
+    /// Quantized elements with one tensor scale, and with block scales if the format has them.
     pub const fn scaled(dtype: DType, scale: Scale) -> Self {
         let scales = match dtype.format().scales {
             ScaleKind::None => Scales::Unscaled,
@@ -339,8 +339,8 @@ impl Stored {
         Self { dtype, scales }
     }
 
-    /// Quantized elements with a scale for each row, with those of blocks and this one of the tensor, or with none, as the format has
-    /// them: how weights are stored that are quantized when they are loaded.
+    /// The format of weights that are quantized at load. Depending on the format they have row scales, or block scales with this
+    /// tensor scale, or none.
     pub const fn by_rows(dtype: DType, tensor: Scale) -> Self {
         match dtype.format().scales {
             ScaleKind::TensorOrRows => Self { dtype, scales: Scales::Rows },
@@ -353,7 +353,7 @@ impl Stored {
         Self { dtype: DType::E4m3, scales: Scales::Tensor(scale) }
     }
 
-    /// NVFP4: e2m1 with a scale for every block, relative to one of the whole tensor.
+    /// NVFP4: e2m1 with block scales, relative to a tensor scale.
     pub const fn nvfp4(tensor: Scale) -> Self {
         Self { dtype: DType::E2m1, scales: Scales::Blocks16(tensor) }
     }
@@ -370,7 +370,7 @@ pub enum Scaling {
     Rows(u64),
     /// The scales of NVFP4.
     Blocks16 {
-        /// Byte offset of the block scales, in tiles as [`nvfp4::scale_offset`] describes them.
+        /// Byte offset of the block scales, in tiles as in [`nvfp4::scale_offset`].
         scales: u64,
         /// The factor of the whole tensor.
         tensor: Scale,
@@ -425,7 +425,7 @@ mod tests {
 
     #[test]
     fn values_survive_every_type_that_holds_them() {
-        // More than one block, and not a whole number of them.
+        // More than one block, but not a whole number of blocks.
         let values: Vec<f32> = (0..3 * CHUNK + 7).map(|i| (i % 256) as f32).collect();
         let types = [DType::F32, DType::Bf16, DType::F16, DType::U8];
         for dtype in types {

@@ -1,7 +1,7 @@
-//! Quantizing plain weights: their scales, and their codes as the files of ComfyUI and Black Forest Labs store them.
+//! Quantizes plain weights: computes their scales and codes as the files of ComfyUI and Black Forest Labs store them.
 //!
-//! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster and
-//! would change one code in a thousand, so that files would not be those of other programs.
+//! A scale is the largest magnitude over the largest code, and all divisions are in f32. Multiplying by reciprocals is faster,
+//! but would change one code in a thousand, and the files would differ from other programs' files.
 
 use super::formats::Format;
 use super::{Bytes, DType, Scale, Scales, SliceScaling, Stored, WeightSlice, nvfp4};
@@ -10,17 +10,17 @@ use std::mem::discriminant;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Values that are decoded at a time: they stay in the first-level cache. It is a multiple of the blocks of NVFP4.
+/// Values decoded at a time. They stay in the first-level cache. A multiple of NVFP4's block size.
 const CHUNK: usize = 1024;
-/// Chunks that one thread looks at, at the least.
+/// The least number of chunks per thread.
 const GRAIN: usize = 64;
-/// Rows with scales of their own that one thread quantizes at a time.
+/// Rows with their own scales that a thread quantizes at a time.
 const GRAIN_ROWS: usize = 16;
 
 /// The largest magnitude of plain weights, or NaN if one is NaN or infinite: no scale fits such a matrix.
 ///
 /// # Panics
-/// If a part is quantized already.
+/// If a part is already quantized.
 pub fn largest_magnitude(parts: &[WeightSlice]) -> f32 {
     let largest = |part: &WeightSlice| {
         let chunks = plain(part, 0..part.rows).par_chunks(part.dtype.bytes(CHUNK)).with_min_len(GRAIN);
@@ -32,8 +32,8 @@ pub fn largest_magnitude(parts: &[WeightSlice]) -> f32 {
     }
 }
 
-/// The largest bits of the magnitudes in a chunk: a positive float is smaller than another one if its bits are, and infinity and NaN
-/// are above all others. They are compared as signed numbers, which every processor does in vectors.
+/// The largest magnitude in a chunk, as bits. Positive floats have the order of their bits, and infinity and NaN are above all
+/// others. They are compared as signed numbers, which every processor does in vectors.
 fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
     let mut values = [0.0; CHUNK];
     let values = &mut values[..dtype.elements(bytes.len())];
@@ -41,10 +41,10 @@ fn largest_bits(dtype: DType, bytes: &[u8]) -> i32 {
     values.iter().map(|value| value.abs().to_bits() as i32).max().unwrap_or(0)
 }
 
-/// Quantizes rows of plain weights to elements of a type, with this scale for all of them.
+/// Quantizes rows of plain weights to elements of a type, all with this scale.
 ///
 /// # Panics
-/// If the part is quantized already or has no such rows, or if they do not become so many bytes.
+/// If the part is already quantized or has no such rows, or if `to` has the wrong size.
 pub fn encode_scaled(part: &WeightSlice, rows: Range<usize>, dtype: DType, scale: Scale, to: &mut [u8]) {
     let bytes = plain(part, rows);
     assert_eq!(to.len(), dtype.bytes(part.dtype.elements(bytes.len())), "bytes of {dtype:?}");
@@ -57,13 +57,13 @@ pub fn encode_scaled(part: &WeightSlice, rows: Range<usize>, dtype: DType, scale
     }
 }
 
-/// Quantizes rows of plain weights to NVFP4 with this scale of the tensor, in the layout of
+/// Quantizes rows of plain weights to NVFP4 with this tensor scale, in the layout of
 /// [`Nvfp4Layout::COMFY`](super::Nvfp4Layout::COMFY): the even column in the high nibble, and the block scales of these rows in
-/// tiles, which are padded with zeros.
+/// tiles padded with zeros.
 ///
 /// # Panics
-/// If the part is quantized already or has no such rows, if they do not begin at a whole tile or consist of whole blocks, or if
-/// the codes or the tiles of scales have another size.
+/// If the part is already quantized or has no such rows, if the rows do not begin at a whole tile or consist of whole blocks, or
+/// if the codes or the scale tiles have the wrong size.
 pub fn encode_nvfp4(part: &WeightSlice, rows: Range<usize>, tensor: Scale, codes: &mut [u8], tiled_scales: &mut [u8]) {
     let cols = part.cols();
     assert!(rows.start.is_multiple_of(nvfp4::TILE_ROWS), "row {} is inside a tile of scales", rows.start);
@@ -90,19 +90,19 @@ pub fn encode_nvfp4(part: &WeightSlice, rows: Range<usize>, tensor: Scale, codes
     }
 }
 
-/// Whether [`encode`] makes rows of this format from a part: plain elements in rows of whole blocks become a format that weights are
-/// quantized to, with the scales of [`Stored::by_rows`].
+/// Whether [`encode`] can quantize a part to this format. The part must be plain, with rows of whole blocks, and the format a
+/// quantization target with the scales of [`Stored::by_rows`].
 pub fn encodes(part: &WeightSlice, to: Stored) -> bool {
     let Format { block, target, .. } = to.dtype.format();
     let has_scales = discriminant(&Stored::by_rows(to.dtype, Scale::ONE).scales) == discriminant(&to.scales);
     target.is_some() && has_scales && is_plain(part) && part.cols().is_multiple_of(*block)
 }
 
-/// Quantizes rows of plain weights in parallel, with a scale of each row, as a little-endian f32, with those of blocks, in tiles, or with none.
-/// False if a row has no scale, because values are not finite: then some of the rows are not written.
+/// Quantizes rows of plain weights in parallel, with row scales (little-endian f32), tiled block scales, or none. Returns false
+/// if values are not finite and a row has no scale. Then some of the rows are not written.
 ///
 /// # Panics
-/// If it does not [encode](encodes) the part so, and as [`encode_scaled`] and [`encode_nvfp4`] do.
+/// If [`encodes`] is false, and as for [`encode_scaled`] and [`encode_nvfp4`].
 pub fn encode(part: &WeightSlice, rows: Range<usize>, to: Stored, codes: &mut [u8], scales: &mut [u8]) -> bool {
     let (first, cols) = (rows.start, part.cols());
     assert!(encodes(part, to) && codes.len() == to.dtype.bytes(rows.len() * cols), "{:?} as {to:?}", part.stored());
@@ -144,17 +144,17 @@ pub fn encode(part: &WeightSlice, rows: Range<usize>, to: Stored, codes: &mut [u
     }
 }
 
-/// All rows of a part in another format, or `None` where [`encode`] fails.
+/// Quantizes all rows of a part, or returns `None` where [`encode`] fails.
 ///
 /// # Panics
-/// If it does not [encode](encodes) the part so.
+/// If [`encodes`] is false.
 pub fn encoded(part: &WeightSlice, to: Stored) -> Option<(Bytes, Bytes)> {
     let (rows, cols) = (part.rows, part.cols());
     let (mut codes, mut scales) = (vec![0; to.dtype.bytes(rows * cols)], vec![0; scale_bytes(rows, cols, to.scales)]);
     encode(part, 0..rows, to, &mut codes, &mut scales).then(|| (Bytes::new(Arc::new(codes)), Bytes::new(Arc::new(scales))))
 }
 
-/// Bytes of the scales that a matrix has for its rows or blocks.
+/// Bytes of a matrix's row scales or block scales.
 pub const fn scale_bytes(rows: usize, cols: usize, scales: Scales) -> usize {
     match scales {
         Scales::Unscaled | Scales::Tensor(_) => 0,

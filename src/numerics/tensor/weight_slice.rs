@@ -10,24 +10,24 @@ use std::sync::Arc;
 pub struct WeightSlice {
     /// The elements, row-major.
     pub bytes: Bytes,
-    /// Their type.
+    /// The type of the elements.
     pub dtype: DType,
     /// Number of rows.
     pub rows: usize,
-    /// Their scales.
+    /// The scales of the elements.
     pub scaling: SliceScaling,
 }
 
-/// The scales of stored rows.
+/// The scales of stored weight rows.
 #[derive(Clone, Debug)]
 pub enum SliceScaling {
     /// None.
     Unscaled,
-    /// One for all.
+    /// One for all rows.
     Tensor(Scale),
-    /// One little-endian f32 for each row.
+    /// One little-endian f32 per row.
     Rows(Bytes),
-    /// NVFP4.
+    /// The scales of NVFP4.
     Blocks16 {
         /// One e4m3 for every sixteen columns of a row.
         scales: Bytes,
@@ -38,36 +38,36 @@ pub enum SliceScaling {
     },
 }
 
-/// In which order an NVFP4 file stores elements and block scales. Neither can be told from the bytes.
+/// The order in which an NVFP4 file stores elements and block scales. The bytes do not show it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Nvfp4Layout {
     /// Whether the even column of a pair is in the high nibble.
     pub high_first: bool,
-    /// Whether the block scales are in tiles of 128 rows by four blocks, padded to whole tiles, as
-    /// `nvfp4::scale_offset` describes; otherwise they are row-major.
+    /// Whether the block scales are in tiles of 128 rows by four blocks, padded to whole tiles, as in `nvfp4::scale_offset`.
+    /// Otherwise they are row-major.
     pub tiled: bool,
 }
 
 impl Nvfp4Layout {
-    /// Files of ComfyUI and BFL, and the layout of every [`Tensor`](super::Tensor).
+    /// The layout of files of ComfyUI and BFL, and of every [`Tensor`](super::Tensor).
     pub const COMFY: Self = Self { high_first: true, tiled: true };
-    /// ModelOpt's exports for diffusers, and what diffusers itself reads.
+    /// The layout of ModelOpt's exports for diffusers, which diffusers itself reads.
     pub const MODELOPT: Self = Self { high_first: false, tiled: false };
-    /// ModelOpt's single files for ComfyUI, which have tiled scales but nibbles in ModelOpt's order.
+    /// The layout of ModelOpt's single files for ComfyUI: tiled scales, but nibbles in ModelOpt's order.
     pub const MODELOPT_SINGLE: Self = Self { high_first: false, tiled: true };
 
-    /// All of them, by name.
+    /// All layouts, by name.
     pub const NAMED: [(&'static str, Self); 3] =
         [("comfy", Self::COMFY), ("modelopt", Self::MODELOPT), ("modelopt-single", Self::MODELOPT_SINGLE)];
 }
 
 impl WeightSlice {
-    /// Rows of plain values.
+    /// Creates rows of plain values.
     pub fn plain(bytes: Bytes, dtype: DType, rows: usize) -> Self {
         Self { bytes, dtype, rows, scaling: SliceScaling::Unscaled }
     }
 
-    /// The format.
+    /// The format of the rows.
     pub fn stored(&self) -> Stored {
         let scales = match &self.scaling {
             SliceScaling::Unscaled => Scales::Unscaled,
@@ -83,7 +83,7 @@ impl WeightSlice {
         self.dtype.elements(self.bytes.len()).checked_div(self.rows).unwrap_or(0)
     }
 
-    /// Bytes in the file, with the scales of rows or blocks.
+    /// Bytes in the file, including row scales or block scales.
     pub fn stored_bytes(&self) -> u64 {
         let scales = match &self.scaling {
             SliceScaling::Unscaled | SliceScaling::Tensor(_) => 0,
@@ -106,7 +106,7 @@ impl WeightSlice {
         scaled && self.bytes.len() == self.dtype.bytes(rows * cols)
     }
 
-    /// Whether the bytes can be read in place as a tensor of this format, without a conversion or an aligned copy.
+    /// Whether the bytes can be read in place as a tensor of this format, without conversion or an aligned copy.
     pub fn is_readable_as(&self, to: Stored) -> bool {
         let in_order = match &self.scaling {
             SliceScaling::Blocks16 { layout, .. } => *layout == Nvfp4Layout::COMFY,
@@ -124,7 +124,7 @@ impl WeightSlice {
     /// Decodes a row: elements times their scales.
     ///
     /// # Panics
-    /// If there is no such row, or if it has another length.
+    /// If there is no such row, or if `to` has the wrong length.
     pub fn decode(&self, row: usize, to: &mut [f32]) {
         let bytes = self.row(row);
         match &self.scaling {
@@ -140,8 +140,8 @@ impl WeightSlice {
         }
     }
 
-    /// Calls `f` with the elements of each block of an NVFP4 row, the even column in the high nibble, with the code of their
-    /// scale and with their places in `to`.
+    /// Calls `f` for each block of an NVFP4 row, with its elements (the even column in the high nibble), the code of its scale,
+    /// and its slice of `to`.
     fn each_block<T>(&self, row: usize, to: &mut [T], f: impl Fn(&[u8], u8, &mut [T])) {
         let SliceScaling::Blocks16 { scales, layout, .. } = &self.scaling else { return };
         let (bytes, tiles) = (self.row(row), nvfp4::tiles_along(to.len()));
@@ -156,7 +156,7 @@ impl WeightSlice {
         }
     }
 
-    /// How NVFP4 rows are stored as e4m3 with one scale. `None` for rows in another format, and where such a scale is beyond f32.
+    /// The format of NVFP4 rows re-encoded as e4m3 with one scale. `None` for rows in another format, or if the scale is beyond f32.
     pub fn as_fp8(&self) -> Option<Stored> {
         let SliceScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return None };
         let largest = match layout.tiled {
@@ -166,8 +166,8 @@ impl WeightSlice {
         reencoded_scale(*tensor, largest).map(Stored::fp8)
     }
 
-    /// Whether [`WeightSlice::convert`] can make rows of this format: plain elements of any, and of NVFP4 e4m3 with one scale, if
-    /// its ratio to that of the tensor is a power of two.
+    /// Whether [`WeightSlice::convert`] can make rows of this format. It makes plain elements from any format, and from NVFP4
+    /// also e4m3 with one scale, if the ratio of that scale to the tensor scale is a power of two.
     pub fn converts_to(&self, to: Stored) -> bool {
         match (&self.scaling, to) {
             (_, Stored { dtype, scales: Scales::Unscaled }) => !dtype.is_quantized(),
@@ -181,7 +181,7 @@ impl WeightSlice {
     /// Rounds a row to elements of another format, or copies it.
     ///
     /// # Panics
-    /// As [`WeightSlice::decode`] does, or if it cannot be [converted](WeightSlice::converts_to).
+    /// As [`WeightSlice::decode`] does, or if [`WeightSlice::converts_to`] is false.
     pub fn convert(&self, row: usize, to: Stored, out: &mut [u8]) {
         match (&self.scaling, to.scales) {
             (SliceScaling::Unscaled, Scales::Unscaled) => self.dtype.convert(self.row(row), to.dtype, out),
@@ -203,8 +203,8 @@ impl WeightSlice {
         to.iter_mut().for_each(|v| *v *= scale);
     }
 
-    /// The same values in the layout of a [`Tensor`](super::Tensor): NVFP4 with the even column in the high nibble and tiled
-    /// scales.
+    /// Converts NVFP4 to the layout of a [`Tensor`](super::Tensor): the even column in the high nibble, and tiled scales. The
+    /// values stay the same.
     pub fn in_tensor_layout(&self) -> Self {
         let SliceScaling::Blocks16 { scales, tensor, layout } = &self.scaling else { return self.clone() };
         let bytes = match layout.high_first {
@@ -221,14 +221,14 @@ fn owned(bytes: Vec<u8>) -> Bytes {
     Bytes::new(Arc::new(bytes))
 }
 
-/// Up to `N` bytes with their nibbles exchanged.
+/// Up to `N` bytes with their nibbles swapped.
 fn swapped<const N: usize>(codes: &[u8]) -> [u8; N] {
     let mut swapped = [0; N];
     swapped.iter_mut().zip(codes).for_each(|(to, code)| *to = code.rotate_left(4));
     swapped
 }
 
-/// Row-major block scales in tiles.
+/// Converts row-major block scales to tiles.
 fn tiled(scales: &[u8], rows: usize, cols: usize) -> Vec<u8> {
     let (blocks, tiles) = (cols.div_ceil(nvfp4::BLOCK), nvfp4::tiles_along(cols));
     let mut tiled = vec![0; nvfp4::scale_bytes(rows, cols)];

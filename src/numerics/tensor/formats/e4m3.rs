@@ -1,4 +1,4 @@
-//! FP8 with four exponent and three mantissa bits (e4m3): no infinities, at most 448. Weights have one scale or one of each row.
+//! FP8 with four exponent and three mantissa bits (e4m3): no infinities, at most 448. Weights have one scale or one per row.
 
 use super::minifloat::Minifloat;
 use super::{Format, Scale, ScaleKind, Target};
@@ -15,17 +15,17 @@ pub(super) static FORMAT: Format = Format {
     is_quantized: true,
     is_expanded: false,
     target: Some(Target {
-        file_help: "One byte a weight: e4m3 with one scale a layer, for diffusers one a row",
-        load_help: "e4m3, with a scale for each row and, in the transformer, inputs in e4m3: half the memory",
-        // Fifteen octaves have one precision, so a scale only has to keep the largest value in range, and may leave several octaves of
-        // room: norms and attention stay far below 448, and the results of SwiGLU, of which FLUX.2's largest are about 160, below 3584.
-        // What is beyond is counted and reported.
+        file_help: "One byte per weight: e4m3 with one scale per layer, or per row for diffusers",
+        load_help: "e4m3 with one scale per row and, in the transformer, e4m3 inputs: half the memory",
+        // Precision is the same over fifteen octaves, so a scale only has to keep the largest value in range, and may leave
+        // several octaves of headroom. Norms and attention stay far below 448, and SwiGLU results below 3584: FLUX.2's largest
+        // are about 160. Values beyond the range are counted and reported.
         input_scales: Some([Scale::ONE, Scale::power_of_two(3)]),
     }),
     holds_results: true,
     mantissa: Some(3),
     largest: E4M3_MAX,
-    // Halfway to what would be the next element.
+    // Halfway to the value that would come next.
     saturates_at: Some(464.0),
     nan: Some(E4M3_NAN),
     decode: |bytes, to| to.iter_mut().zip(bytes).for_each(|(t, &b)| *t = e4m3(b)),
@@ -34,7 +34,7 @@ pub(super) static FORMAT: Format = Format {
 
 type E4m3 = Minifloat<4, 3>;
 
-/// The code of NaN, whose sign may be set. Kernels that expand codes would take it for a number.
+/// The NaN code without its sign. Kernels that expand codes would take it for a number.
 pub const E4M3_NAN: u8 = 0x7f;
 const LARGEST: u8 = 0x7e;
 

@@ -1,4 +1,4 @@
-//! FP8 with five exponent and two mantissa bits (e5m2). Weights have one scale or one of each row, and are expanded when they are loaded.
+//! FP8 with five exponent and two mantissa bits (e5m2). Weights have one scale or one per row, and are expanded at load.
 
 use super::minifloat::Minifloat;
 use super::{Format, ScaleKind};

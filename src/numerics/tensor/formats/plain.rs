@@ -1,10 +1,10 @@
-//! Plain elements: values as they are or rounded, without scales.
+//! Plain elements: exact or rounded values, without scales.
 
 use super::{CHUNK, Format, ScaleKind};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-/// What plain elements of so many bytes have in common.
+/// The format of plain elements of `block_bytes` bytes.
 const fn plain(name: &'static str, stored_as: &'static str, block_bytes: usize) -> Format {
     Format {
         name,
@@ -43,7 +43,7 @@ fn encode_f32(values: &[f32], to: &mut [u8]) {
 }
 
 fn decode_f16(bytes: &[u8], to: &mut [f32]) {
-    // The processor converts eight at a time, but only what lies aligned.
+    // The processor converts eight at a time, but only from aligned memory.
     let mut block = [f16::ZERO; CHUNK];
     for (to, bytes) in to.chunks_mut(CHUNK).zip(bytes.chunks(2 * CHUNK)) {
         let block = &mut block[..to.len()];
@@ -64,21 +64,20 @@ fn encode_u8(values: &[f32], to: &mut [u8]) {
     to.iter_mut().zip(values).for_each(|(t, v)| *t = v.round_ties_even() as u8);
 }
 
-/// Decodes bfloat16. It is inlined, so that it is compiled for the instructions that its caller may use.
+/// Decodes bfloat16. It is inlined, so it is compiled for the instructions that its caller may use.
 #[inline(always)]
 pub fn decode_bf16(bytes: &[u8], to: &mut [f32]) {
     let pairs = to.iter_mut().zip(bytes.as_chunks().0);
     pairs.for_each(|(t, b)| *t = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16));
 }
 
-/// Rounds to bfloat16, inlined likewise.
+/// Rounds to bfloat16. It is inlined for the same reason as [`decode_bf16`].
 #[inline(always)]
 pub fn encode_bf16(values: &[f32], to: &mut [u8]) {
     to.as_chunks_mut().0.iter_mut().zip(values).for_each(|(t, &v)| *t = round_bf16(v).to_le_bytes());
 }
 
-/// The bits of the nearest bfloat16, ties to even. There are no branches, so that the loop around it is vectorized; NaN stays
-/// NaN.
+/// The bits of the nearest bfloat16, ties to even. NaN stays NaN. Without branches, the loop around it is vectorized.
 #[inline(always)]
 fn round_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
