@@ -132,7 +132,7 @@ impl PeerTensor {
         let [rows, cols, stride] = [self.rows, self.cols, self.stride].map(|n| n as usize);
         let scaling = match (dtype.is_quantized(), Scale::new(self.scale)) {
             (true, Some(scale)) => Scaling::Tensor(scale),
-            (true, None) => return Err(wrong(format!("{} is no factor of an {} tensor", self.scale, dtype.name()))),
+            (true, None) => return Err(wrong(format!("{} cannot be the factor of an {} tensor", self.scale, dtype.name()))),
             (false, _) => Scaling::Unscaled,
         };
         Ok(Some(Tensor { region: Region::Arena, dtype, offset: self.address, rows, cols, stride, scaling }))
@@ -267,7 +267,7 @@ fn with_op<R>(name: &str, tensors: &[PeerTensor], numbers: &[f64], then: impl Fn
         "non_finite" => then(Op::NonFinite { count: t(0)?, x: t(1)? }),
         "largest_magnitude" => then(Op::LargestMagnitude { largest: t(0)?, x: t(1)? }),
         "pixels" => then(Op::Pixels { out: t(0)?, x: t(1)? }),
-        other => Err(wrong(format!("`{other}` is listed and not made"))),
+        other => Err(wrong(format!("`{other}` is listed but not implemented"))),
     }
 }
 

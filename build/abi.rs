@@ -64,7 +64,7 @@ fn generate(file: &Path) -> Result<String> {
         .rustfmt_configuration_file(Some(std::path::absolute("rustfmt.toml").map_err(|e| e.to_string())?))
         .generate()
         .map_err(|e| format!("kernels/abi.h: {e}"))?;
-    let text = with_short_layouts(&bindings.to_string()).ok_or("bindgen has another form of assertions about layouts")?;
+    let text = with_short_layouts(&bindings.to_string()).ok_or("bindgen's layout assertions have an unknown form")?;
     write(file, &text)?;
     Ok(text)
 }

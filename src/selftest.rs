@@ -149,7 +149,7 @@ fn product_checks(extent: &Extent<'_>) -> Vec<Check> {
     checks
 }
 
-/// Runs checks in order and reports each line as soon as it is known. Everything that the GPU holds is lost.
+/// Runs checks in order and reports each line at once. Everything that the GPU holds is lost.
 fn make(cuda: &mut Cuda, checks: Vec<Check>, report: &mut dyn FnMut(&Line) -> Result<()>) -> Result<Vec<Line>> {
     let (mut lines, mut lost) = (Vec::new(), false);
     for (name, run) in checks {

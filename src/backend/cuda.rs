@@ -232,7 +232,7 @@ impl Cuda {
     /// Waits for the ops issued before a read was begun, but for no later ones, and returns the values of this tensor.
     pub(crate) fn finish_read(&mut self, from: Tensor, place: usize) -> Result<Vec<f32>> {
         let Some(scale) = transferred_scale(from) else {
-            return Err(Error::Op { op: "read", what: format!("{from:?} in the background") });
+            return Err(Error::Op { op: "read", what: format!("{from:?} cannot be read in the background") });
         };
         let (mut bytes, mut values) = (vec![0; from.dtype.bytes(from.len())], vec![0.0; from.len()]);
         self.transfers.finish_read(place, self.rows(from, "read")?, &mut bytes)?;
@@ -410,7 +410,7 @@ impl Backend for Cuda {
         let _span = trace::span_of("upload", || format!("{to:?}"));
         let addresses = (self.rows(to, "upload")?.address, self.context.memory.scales(to));
         if !to.region.is_read_only() || to.stride != to.cols {
-            return Err(Error::Op { op: "upload", what: format!("{to:?} is no place for a weight") });
+            return Err(Error::Op { op: "upload", what: format!("a weight cannot be uploaded to {to:?}") });
         }
         let staging = match &mut self.staging {
             Some(staging) => staging,

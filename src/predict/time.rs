@@ -162,7 +162,7 @@ impl Predictor {
             (Arch::Sm90, DType::Bf16) => 1.0 / h200::GEMM_SM90,
             (Arch::Sm90, _) => 1.0 / h200::GEMM_FP8_SM90,
             (_, DType::Bf16) => self.clocks(h200::GEMM, self.tile_speed()),
-            // The same bytes are copied and loaded for twice the FLOP. A partial sum of 128 products is 256 FLOP.
+            // Twice the FLOP need as many bytes to be copied and loaded. A partial sum of 128 products is 256 FLOP.
             _ => 1.0 / self.e4m3 + besides(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K),
         }
     }
@@ -233,8 +233,7 @@ impl Predictor {
     }
 }
 
-/// Overhead cycles: clocks of an SM for one FLOP, without those of the tensor cores, of a portable kernel that reached `measured` on an
-/// H200.
+/// Overhead cycles of an SM for one FLOP, in which tensor cores wait, of a portable kernel that reached `measured` on an H200.
 fn besides(measured: f64) -> f64 {
     1.0 / measured - 1.0 / h200::MMA_SYNC
 }

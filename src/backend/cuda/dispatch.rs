@@ -41,7 +41,7 @@ pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
 fn check_operands(op: &Op<'_>) -> Result<()> {
     let mut usable = Ok(());
     let mut refuse = |t: Tensor, why: &str| {
-        usable = Err(Error::Op { op: op.name(), what: format!("{t:?} cannot be used so on the GPU: {why}") });
+        usable = Err(Error::Op { op: op.name(), what: format!("{t:?} cannot be used like this on the GPU: {why}") });
     };
     op.operands(&mut |t, access| {
         // Adapters may be merged into weights that were just uploaded, and copied to their region, before any op that reads either.

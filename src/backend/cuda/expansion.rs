@@ -32,7 +32,7 @@ fn expanded_places(cx: &OpContext, stream: &[KlGemmStream]) -> Result<Places> {
         }
     }
     if end - begin > room {
-        return Err(Error::Op { op: "linear", what: format!("{} bytes of weights cannot be expanded", end - begin) });
+        return Err(Error::Op { op: "linear", what: format!("no room to expand weights to {} bytes", end - begin) });
     }
     Ok(places)
 }
@@ -71,7 +71,7 @@ pub fn expansion(cx: &OpContext, stream: &[KlGemmStream], tile: Tile, wave: u32)
     let tiles: u32 = stream.iter().flat_map(|s| &s.part).map(|part| part.tiles).sum();
     let needed = 4 * u64::from(abi::KL_EXPANSION_COUNTERS + tiles * groups);
     if needed > cx.memory.expansion_counter_bytes() {
-        return Err(Error::Op { op: "linear", what: format!("{tiles} column tiles of weights cannot be expanded") });
+        return Err(Error::Op { op: "linear", what: format!("weights of {tiles} column tiles are too large to expand") });
     }
     expansion.counters = cx.memory.expansion_counters();
     expansion.units = tiles * groups * 2 * (block_n / 2).div_ceil(abi::KL_EXPANSION_ROWS);

@@ -49,7 +49,7 @@ pub fn reduce<'a>(cx: &OpContext, op: &'static str, layers: impl Iterator<Item =
     let sizes = layers.iter().map(|(x, lora)| lora.map_or(0, |lora| lora.down_out_bytes(*x)));
     let (needed, (begin, room)) = (sizes.sum::<u64>(), cx.memory.op_scratch());
     if needed > room {
-        return Err(Error::Op { op, what: format!("{needed} bytes of products of low rank") });
+        return Err(Error::Op { op, what: format!("no room for {needed} bytes of LoRA products") });
     }
     let mut next = begin + room - needed;
     let (mut loras, mut reductions) = (Vec::with_capacity(layers.len()), Vec::new());

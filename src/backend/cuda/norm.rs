@@ -98,7 +98,7 @@ pub const fn rope_code(style: RopeStyle) -> u32 {
 pub fn qk_norm_rope(cx: &OpContext, op: &'static str, parts: &[QkHeads]) -> Result<()> {
     let Some(&QkHeads { head_dim, style, eps, .. }) = parts.first() else { return Ok(()) };
     if parts.iter().any(|part| (part.head_dim, part.style, part.eps) != (head_dim, style, eps)) {
-        return Err(Error::Op { op, what: "streams with other heads, rotations or epsilons".into() });
+        return Err(Error::Op { op, what: "streams differ in heads, rotations or epsilon".into() });
     }
     const ABSENT: abi::KlQkHeads = abi::KlQkHeads { x: NONE, weight: NONE, table: NONE, scale: 1.0, unused: 0 };
     let mut p = abi::KlQkNormRope {

@@ -453,7 +453,7 @@ impl Driver for System {
             DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             // Elements are copied without conversion. Outside of a matrix nothing but zero is read as a number.
             DType::U8 | DType::E4m3 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            other => return Err(Error::Op { op: "tensor map", what: format!("of {}", other.name()) }),
+            other => return Err(Error::Op { op: "tensor map", what: format!("no map of {} elements", other.name()) }),
         };
         let swizzle = match spec.swizzle {
             Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,

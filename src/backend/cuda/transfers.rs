@@ -81,7 +81,7 @@ impl Transfers {
     /// Waits until the device reaches the place of the read, then copies the rows to the host.
     pub fn finish_read(&mut self, place: usize, from: Rows, to: &mut [u8]) -> Result<()> {
         let reads = self.reads.as_ref().and_then(|reads| Some((reads.stream.1, reads.places.get(place)?.1)));
-        let (stream, event) = reads.ok_or_else(|| Error::Op { op: "read", what: "it was never begun".into() })?;
+        let (stream, event) = reads.ok_or_else(|| Error::Op { op: "read", what: "the read was never begun".into() })?;
         self.driver.wait_event(stream, event)?;
         self.driver.copy_out(stream, from, to)
     }
