@@ -12,8 +12,8 @@ struct e4m3 {
 // The magnitude from which on a value would be rounded beyond the largest code, 448.
 constexpr float kE4m3Overflow = 464.0f;
 
-// The value of a code. The bits of an f32 have room for those of the code, with an exponent that is 120 too small; for a subnormal code
-// that makes a subnormal f32, so the product is exact for all codes.
+// The value of a code. The code's bits are moved to their places in an f32, whose exponent is then 120 too small. A subnormal code becomes
+// a subnormal f32, so the product is exact for all codes.
 __device__ __forceinline__ float decode_e4m3(uint32_t code) {
   const uint32_t sign = (code & 0x80u) << 24, magnitude = code & 0x7fu;
   return magnitude == 0x7f ? __uint_as_float(0x7fc00000u) : __uint_as_float(sign | magnitude << 20) * 0x1p120f;
@@ -21,8 +21,8 @@ __device__ __forceinline__ float decode_e4m3(uint32_t code) {
 
 // The code of a value as cvt_e4m3x2 rounds it, for GPUs that do not have the instruction.
 __device__ __forceinline__ uint32_t encode_e4m3(float v) {
-  constexpr uint32_t kDropped = 20;     // bits of an f32 mantissa that a code has no place for
-  constexpr float kApart = 0x1p14f;     // f32 above it are as far apart as subnormal codes: a sum with it is rounded to one of them
+  constexpr uint32_t kDropped = 20;     // bits of an f32 mantissa that a code drops
+  constexpr float kApart = 0x1p14f;     // f32 above it are as far apart as subnormal codes, so adding it rounds to one of them
   constexpr float kNormal = 0x1p-6f;    // the smallest normal value; the largest of the subnormal ones may be rounded up to it
   constexpr uint32_t kBias = 120 << 3;  // the difference of the exponents' biases, in codes
   const float magnitude = fminf(fabsf(v), 448.0f);
@@ -51,13 +51,13 @@ __device__ __forceinline__ uint32_t saturated_of(const float* v) {
   return count;
 }
 
-// Adds to the count at this address. There is hardly ever anything to add.
+// Adds to the count at this address. The number is almost always zero.
 __device__ __forceinline__ void add_saturated(uint64_t saturated, uint32_t count) {
   if (count) atomicAdd(reinterpret_cast<unsigned long long*>(saturated), static_cast<unsigned long long>(count));
 }
 
-// Counts and adds the values of a thread that do not fit. As long as their sum of squares tells that all do, at one FMA for each, nothing
-// is counted.
+// Counts a thread's values that do not fit, and adds them to the count. If the sum of squares, at one FMA a value, shows that all fit,
+// nothing is counted.
 template <int kCount>
 __device__ __forceinline__ void count_saturated(uint64_t saturated, const float* v) {
   float squares = 0.0f;

@@ -1,4 +1,4 @@
-// What mma.sync multiplies, as a policy of the kernels that are made for several types: the type of both operands, and the instruction.
+// The operands of mma.sync as a policy, for kernels that are made for several types: the operand type and the instruction.
 #pragma once
 
 #include <common/types.cuh>

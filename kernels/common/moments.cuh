@@ -27,5 +27,5 @@ struct alignas(kAlignment) Moments {
   }
 };
 
-// Aligned so that a load or store takes one instruction. Registers that are merged take the other form: the compiler would copy the gap.
+// Moments in memory, aligned for loads and stores of one instruction. Registers use the other struct: the compiler would copy the gap.
 using StoredMoments = Moments<float, 16>;

@@ -32,14 +32,14 @@ __device__ __forceinline__ float quad_max(float v) {
   return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-// Reduces the bits of magnitudes across a quad. NaN is the largest of them.
+// The largest of the quad's magnitudes, as bits. NaN is the largest.
 __device__ __forceinline__ uint32_t quad_max_bits(uint32_t v) {
   v = max(v, __shfl_xor_sync(0xffffffffu, v, 1));
   return max(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-// Transposes 4x4 words among the four lanes of a quad: lane i ends with the i-th word of each lane, which are 16 contiguous bytes of a
-// row where each lane had every fourth word.
+// Transposes 4x4 words among the four lanes of a quad: lane i ends with the i-th word of each lane. If each lane had every fourth word of a
+// row, these are 16 contiguous bytes of the row.
 __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
   const bool odd = lane() % 2, high = lane() / 2 % 2;
   const auto swap = [](bool second, uint32_t a, uint32_t b, uint32_t with) {
@@ -51,14 +51,14 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&v)[4]) {
   return make_uint4(x.x, y.x, x.y, y.y);
 }
 
-// Transposes 4x4 halves of words in the same way: of four halves, two in each word, lane i ends with the i-th of each lane, which are
-// eight contiguous bytes.
+// Transposes 4x4 half words among the lanes of a quad. Each lane has four, two in each word; lane i ends with the i-th of each lane, which
+// are eight contiguous bytes.
 __device__ __forceinline__ uint2 transpose_quad_halves(uint32_t front, uint32_t back) {
   const bool odd = lane() % 2, high = lane() / 2 % 2;
   // Halves 0 and 1 go to the first two lanes, 2 and 3 to the others.
   const uint32_t theirs = __shfl_xor_sync(0xffffffffu, high ? front : back, 2);
-  const uint32_t a = high ? theirs : front, b = high ? back : theirs;  // of the lower and of the upper lane of the two
-  // Then even ones to even lanes. Selectors pick the lower or the upper half of both words.
+  const uint32_t a = high ? theirs : front, b = high ? back : theirs;  // from the lower and the upper lane of the two
+  // Then even halves go to even lanes. Selectors pick the lower or the upper half of both words.
   constexpr uint32_t kLower = 0x5410, kUpper = 0x7632;
   const uint32_t mine = __byte_perm(a, b, odd ? kUpper : kLower), other = __shfl_xor_sync(0xffffffffu, __byte_perm(a, b, odd ? kLower : kUpper), 1);
   const uint32_t even_lanes = odd ? other : mine, odd_lanes = odd ? mine : other;

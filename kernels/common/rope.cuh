@@ -4,7 +4,7 @@
 
 #include <ptx/sm80.cuh>
 
-// What every element of a head is multiplied by, besides its weight: the reciprocal of the head's root mean square, times `scale`.
+// The factor of every element of a head, next to its weight: the reciprocal of the head's root mean square, times `scale`.
 __device__ __forceinline__ float qk_norm_scale(float sum_of_squares, float head_dim, float eps, float scale) {
   return scale * rsqrtf(sum_of_squares / head_dim + eps);
 }

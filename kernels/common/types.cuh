@@ -20,7 +20,7 @@ struct Type {
   using type = T;
 };
 
-// The type of operands whose dtype is looked up with every access.
+// An operand type whose dtype is looked up with every access.
 struct Any {};
 
 // Calls f with the dtype of a matrix as a C++ type. Activations are f32 or bf16; weights may also be f16.
@@ -70,7 +70,7 @@ __device__ __forceinline__ float load(const KlMat& m, uint64_t row, uint64_t col
   return to_float(row_of<const T>(m, row)[col]);
 }
 
-// Loads and stores of single plain values, for callers where a specialization per dtype would not pay.
+// Loads and stores of single plain values, for callers that would not gain from a specialization per dtype.
 __device__ __forceinline__ float load_any(const KlMat& m, uint64_t row, uint64_t col) {
   if (m.dtype == KL_BF16) return load<bf16>(m, row, col);
   if (m.dtype == KL_F16) return load<f16>(m, row, col);
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_any(const KlMat& m, uint64_t row, uint64_t
   }
 }
 
-// Loads an element of an operand that may also be of e4m3.
+// Loads an element of an operand that may also be e4m3.
 template <>
 __device__ __forceinline__ float load<Any>(const KlMat& m, uint64_t row, uint64_t col) {
   return m.dtype == KL_E4M3 ? load<e4m3>(m, row, col) * m.scale : load_any(m, row, col);

@@ -1,11 +1,11 @@
 // The portable 3x3 convolution over the mainloop of gemm/mma_tile.cuh: the body of entry/conv_bf16_sm80.cu.
 //
 // M is the pixels, N the output channels, K the filter taps by the input channels; im2col happens in the cp.async addresses. Upsampling
-// makes four phases, each with filters of its own: a tile has pixels of one, which are every second pixel of every second row. The
-// residual may be `out` itself: every value is read by the thread that stores it, or before a barrier that its store is behind.
+// makes four phases, each with filters of its own. A tile has pixels of one phase: every second pixel of every second row. The residual may
+// be `out` itself: every value is read by the thread that stores it, or before a barrier that precedes its store.
 //
-// Statistics are those of the rounded outputs. Each thread computes count, mean and M2 (the sum of squared deviations, as in Welford's
-// algorithm) of its few values; these moments are merged across lanes and warps by the pairwise formula of Chan et al. 1979, and then
+// Statistics are computed from rounded outputs. Each thread computes count, mean and M2 (the sum of squared deviations, as in Welford's
+// algorithm) of its few values. These moments are merged across lanes and warps by the pairwise formula of Chan et al. 1979, and then
 // across tiles, always in the same order. Nothing cancels where the mean is far from zero.
 #pragma once
 
@@ -18,7 +18,7 @@ KL_DYNAMIC_SHARED(128);
 namespace kl::conv::portable {
 using namespace gemm::portable;
 
-// Where the moments of a span of 2 to 8 columns by a warp's rows are stored, behind the staged output tile.
+// The moments of a span of 2 to 8 columns by a warp's rows, stored behind the staged output tile.
 template <class Tile>
 __device__ __forceinline__ StoredMoments* moments_at(uint32_t warp_row, uint32_t span) {
   static_assert(Tile::kBlockM * Tile::kOutPitch + Tile::kThreads / 64 * (Tile::kBlockN / 2) * 16 <= Tile::kSharedBytes,
@@ -72,7 +72,7 @@ __device__ __forceinline__ void store_moments(const KlConv& p, uint32_t row_tile
   to[threadIdx.x] = StoredMoments{group.mean, group.squares, group.count};
 }
 
-// Adds bias and residual, stores the tile, and computes the statistics of what it stores.
+// Adds bias and residual, stores the tile, and computes the statistics of the stored values.
 template <class Tile>
 __device__ __forceinline__ void finish_tile(const KlConv& p, Tile& tile, uint32_t row_tile, uint32_t col0) {
   const uint32_t phases = conv_phases(p.sampling), phase = row_tile % phases, pixel0 = row_tile / phases * Tile::kBlockM;
@@ -123,9 +123,9 @@ __device__ __forceinline__ void conv(const KlConv& p) {
   const uint32_t col0 = blockIdx.x % col_tiles * Tile::kBlockN, phases = conv_phases(p.sampling), phase = row_tile % phases;
   const uint32_t pixel0 = row_tile / phases * Tile::kBlockM, pixels = p.out.rows / phases, width = conv_phase_width(p);
   const uint32_t channels = p.x.cols, stride = p.x.stride, k_size = conv_taps(p.sampling) * channels, chunk = Tile::copy_chunk() * 8;
-  // For each pixel that the thread copies: the offset of the element under the filter's corner, and a byte of bits for the filter rows
-  // (0 to 2) and columns (3 to 5) that lie inside the image. Offsets outside of the image wrap around, and pixels beyond the last have no
-  // bits set.
+  // For each pixel that the thread copies: the offset of the element under the filter's corner, and a byte of bits for the filter rows (0
+  // to 2) and columns (3 to 5) that lie inside the image. Offsets outside of the image wrap around. Pixels past the last one have no bits
+  // set.
   uint32_t corner[Tile::kACopies], taps_inside[ceil_div(Tile::kACopies, 4)] = {};
 #pragma unroll
   for (int i = 0; i < Tile::kACopies; i++) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void conv(const KlConv& p) {
         valid = valid && bits >> dy & bits >> (3 + dx) & 1;
         return image + (valid ? corner[i] + (dy * p.width + dx) * stride + channel : 0);
       },
-      // Filters beyond the last one repeat it; their results are not stored.
+      // Filters past the last one repeat it; their results are not stored.
       [&](int i, uint32_t k, bool&) {
         return filters + (min(filter + i * Tile::kRowsPerCopy * static_cast<uint32_t>(p.w.stride), last_filter) + k);
       });

@@ -1,10 +1,10 @@
 // The policies of a 3x3 convolution as an implicit GEMM on the persistent main loop: pixels for rows of A, filters for rows of B.
 //
-// A tile is a box of KL_CONV_TILE_WIDTH columns by as many lines of pixels as make its rows. A k-block is up to 64 channels of one filter
-// tap: the box of the image that the tap has shifted. The boxes of all taps are a window of two more columns and lines, which is loaded once:
-// since a line of the tile is a group of rows to wgmma, and groups may begin at any row and have any distance, im2col (Chetlur et al. 2014, "cuDNN:
-// Efficient Primitives for Deep Learning") is a matter of descriptors. TMA fills what lies outside of the image with zeros, which is the
-// padding. From L2 a tile of 128x256 so loads 167 KB for 64 channels instead of 288, one of 256x128 115 instead of 360.
+// A tile is a box of pixels: KL_CONV_TILE_WIDTH columns by as many lines as make its rows. A k-block is up to 64 channels of one filter
+// tap: the image box, shifted by the tap. The boxes of all taps are one window with two more columns and lines, which is loaded once. To
+// wgmma a line of the tile is a group of rows, and groups may begin at any row and have any distance. So im2col (Chetlur et al. 2014,
+// "cuDNN: Efficient Primitives for Deep Learning") is a matter of descriptors. TMA fills what lies outside of the image with zeros, which
+// is the padding. Loads from L2 for 64 channels are 167 KB instead of 288 for a tile of 128x256, and 115 instead of 360 for one of 256x128.
 #pragma once
 
 #include <common/moments.cuh>
@@ -14,22 +14,22 @@
 namespace kl::conv {
 using namespace gemm;
 
-// The most groups of channels that a tile has.
+// The most channel groups that a tile has.
 constexpr uint32_t kMostGroups = KL_CONV_TILE_GROUPS;
 
-// KlConvSm90, with the fields of the GEMM as its own.
+// KlConvSm90 as a struct that inherits the GEMM's fields.
 struct ConvParams : KlGemmTma {
   KlConvImage image;
 };
 static_assert(sizeof(ConvParams) == sizeof(KlConvSm90) && sizeof(ConvParams) % 128 == 0, "the layout is that of abi.h, without a gap");
 
-// Where the pixels of a warpgroup or of a warp begin.
+// The first pixel of a warpgroup or of a warp.
 template <class Config>
 struct PixelOrigin {
   static constexpr uint32_t kWidth = KL_CONV_TILE_WIDTH, kTileLines = Config::kBlockM / kWidth;
   int32_t column, line;
 
-  // The pixels from row `first` of a tile on.
+  // Begins at row `first` of a tile.
   __device__ __forceinline__ PixelOrigin(const ConvParams& p, const TileCoord<Config>& at, uint32_t first) {
     const uint32_t down = at.row_tile / p.image.tiles_across;
     column = (at.row_tile - down * p.image.tiles_across) * kWidth, line = down * kTileLines + first / kWidth;
@@ -53,10 +53,10 @@ struct TapCursor {
       : image(p.image), k(k), block(k / p.image.taps), tap(k - k / p.image.taps * p.image.taps) {}
   __device__ __forceinline__ operator uint32_t() const { return k; }
 
-  // Whether the k-block is of the taps, and not of the shortcut.
+  // Whether the k-block belongs to a tap. Otherwise it belongs to the shortcut.
   __device__ __forceinline__ bool is_tap() const { return k < image.tap_blocks; }
   __device__ __forceinline__ bool begins_window() const { return !is_tap() || image.window_starts >> tap & 1; }
-  // The first channel of a k-block of the shortcut.
+  // The first channel of a shortcut k-block.
   template <class Config>
   __device__ __forceinline__ uint32_t shortcut_channel() const {
     return (k - image.tap_blocks) * Config::kBlockK;
@@ -73,7 +73,7 @@ struct WindowsA {
   using Cursor = TapCursor;
   static constexpr int kWindows = 2;
   static constexpr uint32_t kWidth = KL_CONV_WINDOW_WIDTH, kLineBytes = kWidth * kSwizzleRowBytes;
-  // The row of a window where the pixels of the tile itself begin.
+  // The window row where the tile's own pixels begin.
   static constexpr uint32_t kCenter = kWidth + 1;
   static constexpr uint32_t window_bytes(uint32_t rows) { return (rows / KL_CONV_TILE_WIDTH + 2) * kLineBytes; }
   static constexpr uint32_t scale_bytes(uint32_t) { return 0; }
@@ -100,7 +100,7 @@ struct WindowsA {
     }
   };
 
-  // The k-blocks as consumers go through them.
+  // The consumers' position in the k-blocks.
   template <class Config>
   struct Reader : TapCursor {
     uint32_t phase_row;
@@ -108,20 +108,20 @@ struct WindowsA {
     __device__ __forceinline__ Reader(const ConvParams& p, const TileCoord<Config>& at, uint32_t k)
         : TapCursor(p, k), phase_row(at.part / 2 * kWidth + at.part % 2) {}
 
-    // Where the rows of the k-block begin in the window.
+    // The offset of the k-block's rows in the window.
     __device__ __forceinline__ uint32_t offset() const {
       const uint32_t row = static_cast<uint32_t>(image.tap_rows >> 6 * tap) & 63;
       return (is_tap() ? row + phase_row : kCenter) * kSwizzleRowBytes;
     }
 
-    // Whether only the first half of a k-block is multiplied, because the rest is zeros. Images for the narrowest tile have 96 channels,
-    // so that the last block of a tap's channels is half empty.
+    // Whether only the first half of a k-block is multiplied, because the rest is zeros. The 96-column tile is for images with 96 channels:
+    // the last channel block of a tap is half empty.
     __device__ __forceinline__ bool is_half() const { return Config::kBlockN == 96 && k < image.half_blocks && block % 2 == 1; }
   };
 };
 
 // B is filters: rows of output channels, whose columns are taps by input channels. The CTAs of a cluster load one half each and multicast
-// it. A last block of channels that is not whole meets zeros of A.
+// it. Columns past the end of a partial channel block are multiplied by zeros of A.
 struct FiltersB : CopiedB {
   template <class Config>
   struct Loader : CopiedB::Loader<Config> {
@@ -140,7 +140,7 @@ struct FiltersB : CopiedB {
   };
 };
 
-// The output is an image, of which the sixteen rows of a warp are pieces of two lines.
+// The output is an image. The sixteen rows of a warp are pieces of two lines.
 struct StoreBf16Pixels : StoreBf16Rows {
   template <class Config>
   using Origin = PixelOrigin<Config>;
@@ -148,16 +148,16 @@ struct StoreBf16Pixels : StoreBf16Rows {
 
 // Bias, residual, and the moments of groups of channels for the group norm that follows.
 //
-// Moments are those of rounded values. A thread sums the differences of its values from a pivot, the first pixel's of the warp, and their
-// squares: two columns at a time, since no group divides them. Nothing cancels, and nothing is divided. Then lanes of different pixels add
-// up what they have by recursive halving (Rabenseifner 2004), after which each lane has one pair of columns out of 64; pairs that are of one
-// group, then the warps of a warpgroup, merge their moments.
+// Moments are computed from rounded values. A thread sums the differences of its values from a pivot, the first pixel's value in the warp,
+// and their squares: two columns at a time, since no group divides them. Nothing cancels, and nothing is divided. Lanes of different pixels
+// then add up their sums by recursive halving (Rabenseifner 2004), after which each lane has one pair of columns out of 64. Pairs of one
+// group merge their moments, then the warps of a warpgroup do.
 template <class Config>
 struct ConvEpilogue : GemmEpilogue<Config> {
   using Base = GemmEpilogue<Config>;
   using Base::acc, Base::lane, Base::origin, Base::p, Base::part, Base::thread;
   static constexpr int kMmaM = Config::kMmaM, kBlockN = Config::kBlockN;
-  // Columns whose sums are halved together: as many pairs as a warp has lanes.
+  // Columns whose sums are halved together: one pair for each lane of a warp.
   static constexpr int kSpan = 64, kSpans = kBlockN / kSpan, kSpanFragments = kSpan / 8;
   static constexpr bool kHasMoments = Config::kHasMoments;
   const TileCoord<Config>& at;
@@ -170,15 +170,15 @@ struct ConvEpilogue : GemmEpilogue<Config> {
   __device__ __forceinline__ uint32_t group() const { return thread / kWarpgroupThreads - 1; }
   __device__ __forceinline__ uint32_t warp() const { return thread / 32 % kWarpgroupWarps; }
 
-  // Lines of the image that a warp has of a wgmma tile, and that the tile has.
+  // Image lines that a warp and the tile have in a wgmma tile.
   static constexpr int kWarpLines = kWarpRows / KL_CONV_TILE_WIDTH, kTileLines = kWgmmaRows / KL_CONV_TILE_WIDTH;
 
-  // Whether line i of what a warp of this warpgroup has of wgmma tile m is there.
+  // Whether line i of wgmma tile m of warp `of_warp` of this warpgroup is inside the image.
   __device__ __forceinline__ bool has_line(int m, int i, int of_warp) const {
     return origin.line + m * kTileLines + i + (of_warp - static_cast<int>(warp())) * kWarpLines < static_cast<int>(p.image.height);
   }
 
-  // Lines of the image that a warp of this warpgroup has, and columns that the tile has: those that are there.
+  // Lines of a warp of this warpgroup, and columns of the tile, that are inside the image.
   __device__ __forceinline__ uint32_t lines(int of_warp) const {
     uint32_t count = 0;
 #pragma unroll
@@ -213,14 +213,14 @@ struct ConvEpilogue : GemmEpilogue<Config> {
     }
   }
 
-  // The value of fragment n of the warp's first pixel, in the first column of the lane's pair. Lanes exchange it in bf16, which it fits: where
-  // they exchange accumulators as they are, ptxas waits after every wgmma (C7520).
+  // The value of fragment n of the warp's first pixel, in the first column of the lane's pair. Lanes exchange it in bf16, which holds it
+  // exactly. If they exchanged accumulators, ptxas would wait after every wgmma (C7520).
   __device__ __forceinline__ float pivot(int n) const {
     return unpack_pair(__shfl_sync(0xffffffffu, pack_bf16(acc[0][4 * n], acc[0][4 * n + 1]), lane() % 4)).x;
   }
 
-  // Mean and M2 of the lane's pair of the columns of a span over all of the warp's pixels, which are so many values. At an edge of the image
-  // some of the pixels are not there.
+  // Mean and M2 of the lane's pair of a span's columns, over the `values` values of all of the warp's pixels. At an edge of the image some
+  // of the pixels are not there.
   template <bool kEdge>
   __device__ __forceinline__ float2 pair_moments(int span, float values) const {
     float sum[2][kSpanFragments];  // of differences, of squares
@@ -240,7 +240,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
         }
       }
     }
-    // The lane keeps the fragments that its upper bits count.
+    // The lane keeps the fragments that the upper bits of its index select.
     int count = kSpanFragments;
 #pragma unroll
     for (int mask = 16; mask >= 4; mask /= 2) {
@@ -257,7 +257,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
       }
     }
     const float inverse = values > 0.0f ? 1.0f / values : 0.0f;
-    // Each lane asks for the pivot of its own fragment.
+    // Each lane takes the pivot of its own fragment.
     float from = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSpanFragments; i++) {
@@ -267,14 +267,14 @@ struct ConvEpilogue : GemmEpilogue<Config> {
     return make_float2(from + sum[0][0] * inverse, fmaxf(sum[1][0] - sum[0][0] * sum[0][0] * inverse, 0.0f));
   }
 
-  // Where a warp leaves the moments of group i to the one that is `half` before it. No two of the three pairs that do so share a place, so
-  // that the barrier of each step also keeps the next tile from writing what is still to be read.
+  // The address where a warp leaves the moments of group i for the warp `half` before it. The three pairs of warps that do so use different
+  // addresses, so the barrier of each step also keeps the next tile from overwriting what is still to be read.
   __device__ __forceinline__ uint32_t slot(uint32_t half, uint32_t i) const {
     return moments + ((kWarpgroupWarps - 2 * half + warp() % half) * kMostGroups + i) * sizeof(float2);
   }
 
   __device__ __forceinline__ void store_moments() {
-    const uint32_t width = part.out.cols / p.image.groups;  // of a group, a power of two
+    const uint32_t width = part.out.cols / p.image.groups;  // columns of a group, a power of two
     const uint32_t lanes = width / 2, groups_in_span = kSpan / width;
     float2 own[kSpans];  // mean and M2
     float count = static_cast<float>(2 * columns() * lines(warp()));
@@ -285,7 +285,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
 #pragma unroll
       for (int i = 0; i < kSpans; i++) own[i] = pair_moments<true>(i, count);
     }
-    // Both have as many values, so that nothing needs to be divided.
+    // Both lanes have the same number of values, so nothing needs to be divided.
     for (uint32_t mask = 1; mask < lanes; mask *= 2, count *= 2.0f) {
 #pragma unroll
       for (int i = 0; i < kSpans; i++) {
@@ -294,7 +294,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
         own[i] = make_float2(0.5f * (own[i].x + mean), own[i].y + squares + delta * delta * (0.5f * count));
       }
     }
-    // The warps of the upper half, then the second of the remaining two, leave theirs to those of the lower half.
+    // First the two warps of the upper half, then the second of the remaining two, pass their moments to the lower half.
     const bool owner = lane() % lanes == 0;
 #pragma unroll
     for (uint32_t half = kWarpgroupWarps / 2; half > 0; half /= 2) {
@@ -307,7 +307,7 @@ struct ConvEpilogue : GemmEpilogue<Config> {
       }
       warpgroup_sync(kWarpgroupBarrier + group());
       if (owner && warp() < half) {
-        // What the other warp has merged with before counts as well.
+        // Moments that the other warp has merged before count as well.
         uint32_t lines_there = 0;
         for (uint32_t other = warp() + half; other < kWarpgroupWarps; other += 2 * half) lines_there += lines(other);
         const float others = static_cast<float>(columns() * lines_there * width);
@@ -345,8 +345,8 @@ struct ConvEpilogue : GemmEpilogue<Config> {
   }
 };
 
-// `kHasMoments` says whether the kernel can compute moments. Tiles whose columns are no power of two cannot: neither are the groups of the
-// images that they are for.
+// `kHasMoments` says whether the kernel can compute moments. Tiles cannot if their column count is no power of two, like the group sizes of
+// the images they are for.
 template <bool kHasMoments_>
 struct ConvPolicies {
   using Params = ConvParams;

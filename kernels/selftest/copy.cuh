@@ -1,7 +1,7 @@
-// A copy through shared memory in the ways that GEMMs load their operands, for the GPUs that have TMA.
+// Copies through shared memory in the ways that GEMMs load their operands, for GPUs that have TMA.
 //
-// Each CTA copies a tile of 64 rows: TMA loads it as a box with a swizzle and zero-fills what lies beyond the edge, or bulk copies load it row
-// by row. It waits for the previous kernel and lets the next one start early.
+// Each CTA copies a tile of 64 rows. TMA loads it as a swizzled box and zero-fills what lies past the edge, or bulk copies load it row by
+// row. The CTA waits for the previous kernel and lets the next one start early.
 #pragma once
 
 #include <common/swizzle.cuh>
@@ -12,7 +12,7 @@ constexpr uint32_t kTestRows = KL_SELFTEST_TILE, kTestRowBytes = 128;
 static_assert(sizeof(KlTensorMap) == 128 && alignof(KlTensorMap) == 128, "what the driver calls CUtensorMap");
 static_assert(sizeof(KlTestCopy) == 256, "the host states the same");
 
-// Stores a tile of rows of kRowBytes at (row0, col0) of the output. load(i) returns the i-th value of the tile as it lies in shared memory.
+// Stores a tile with rows of kRowBytes at (row0, col0) of the output. load(i) returns the i-th value of the tile in shared memory order.
 template <uint32_t kRowBytes, bool kSwizzled, class Load>
 __device__ __forceinline__ void store_test_tile(const KlMat& out, uint64_t row0, uint64_t col0, Load load) {
   constexpr uint32_t kCols = kRowBytes / sizeof(bf16);

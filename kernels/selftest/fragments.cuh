@@ -1,4 +1,4 @@
-// One MMA per warp, on fragments as they lie in memory. With a one in one place of a fragment the result shows where the instruction has it.
+// One MMA per warp, on fragments stored in memory. A one in one place of a fragment shows which element the instruction has there.
 #pragma once
 
 #include <stdint.h>
