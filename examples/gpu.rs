@@ -31,7 +31,7 @@ fn main() -> kiln::Result<()> {
         }
         Err(error) => return Err(error),
     };
-    // All jobs are submitted before the first image is there; each ticket waits for its own.
+    // Submits all jobs before the first image is ready; each ticket waits for its own image.
     let jobs = prompts.iter().zip(7..).map(|(prompt, seed)| Job::new(prompt, seed, &defaults, variant));
     let tickets = jobs.map(|job| Ok(service.submit(job?, Arc::new(Silent)))).collect::<kiln::Result<Vec<_>>>()?;
     for (i, (ticket, prompt)) in tickets.into_iter().zip(prompts).enumerate() {

@@ -13,7 +13,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     if let [_, width, height] = &args[..] {
         job.size = Pixels::new(width.parse()?, height.parse()?)?;
     }
-    // On a Hopper GPU, which multiplies FP8 as it is stored.
+    // On a Hopper GPU, which multiplies FP8 weights as stored.
     let plan = estimate(model.estimate_request(LoadOptions::default(), gemm_formats((9, 0))), &job)?;
     println!("{}, {}x{}, {} steps", model.name, job.size.width(), job.size.height(), job.steps);
     println!("{} text tokens and {} image tokens", plan.text_tokens, plan.canvas_tokens);

@@ -31,18 +31,18 @@ pub fn mu(steps: usize, tokens: usize) -> f64 {
     slope * steps as f64 + (at_200 - 200.0 * slope)
 }
 
-/// Noise levels before each step, which the shift of a schedule is applied to in place of even ones.
+/// Noise levels before each step. A schedule shifts them in place of evenly spaced ones.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Sigmas(Vec<f64>);
 
 impl Sigmas {
-    /// Those that the Turbo adapter of FLUX.2 \[dev\] was trained for, as its publisher has them.
+    /// The noise levels that the Turbo adapter of FLUX.2 \[dev\] was trained for, as its publisher states them.
     pub const TURBO: [f64; 8] = [1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495, 0.00031];
 
-    /// The most that a list may have.
+    /// The maximum number of levels.
     const MOST: usize = 1000;
 
-    /// A list of levels within 0..=1, each below the one before it and the last above zero.
+    /// Makes a list of levels within 0..=1. Each is below the one before it, and the last is above zero.
     pub fn new(levels: &[f64]) -> Result<Self> {
         let falls = levels.windows(2).all(|pair| pair[0] > pair[1]);
         let within = levels.iter().all(|level| *level > 0.0 && *level <= 1.0);
@@ -90,7 +90,7 @@ impl Schedule {
         Self::shifted(steps, tokens, (0..steps).map(|i| 1.0 - i as f64 / steps as f64))
     }
 
-    /// The schedule with these levels in place of even ones.
+    /// The schedule with these levels in place of evenly spaced ones.
     pub fn of(sigmas: &Sigmas, tokens: usize) -> Self {
         Self::shifted(sigmas.steps(), tokens, sigmas.0.iter().copied())
     }

@@ -19,7 +19,7 @@ const MIN_SIDE: usize = 64;
 /// Longest side of a canvas, in pixels. No square this large fits [`MAX_TOKENS`]; a narrow strip does.
 const MAX_SIDE: usize = 16_384;
 
-/// Side of the largest square that fits [`MAX_TOKENS`] together with a prompt: 226 x 226 tokens and 512 tokens of text.
+/// Side of the largest square that fits [`MAX_TOKENS`] with a prompt: 226 x 226 tokens and 512 tokens of text.
 const LARGEST_SQUARE: usize = 226 * PATCH;
 
 /// Distance on the `t` axis between the canvas and the first reference, and from one reference to the next.
@@ -37,7 +37,7 @@ impl Pixels {
     pub fn new(width: usize, height: usize) -> Result<Self> {
         let mut nearest = (nearest_side(width), nearest_side(height));
         if nearest != (width, height) {
-            // The advice must be valid: two sides that are legal on their own can exceed the token limit together.
+            // The advised size must be valid: two sides that are legal on their own can exceed the token limit together.
             if nearest.0 * nearest.1 > LARGEST_SQUARE * LARGEST_SQUARE {
                 nearest = (LARGEST_SQUARE, LARGEST_SQUARE);
             }
@@ -63,14 +63,14 @@ impl Pixels {
     }
 }
 
-/// The legal side that is closest to `side`; the smaller one if two are equally close.
+/// The nearest legal side; the smaller one in a tie.
 fn nearest_side(side: usize) -> usize {
     let side = side.clamp(MIN_SIDE, MAX_SIDE);
     let below = side - side % PATCH;
     if side - below > PATCH / 2 { below + PATCH } else { below }
 }
 
-/// The size of an image in tokens, one for each patch of 16 x 16 pixels.
+/// An image size in tokens, one for each patch of 16 x 16 pixels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grid {
     /// Tokens in a row.
@@ -80,7 +80,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// Number of tokens of the image. It saturates, so that an unchecked size exceeds every limit instead of wrapping around.
+    /// Number of tokens of the image. It saturates, so an unchecked size exceeds every limit instead of wrapping around.
     pub const fn tokens(self) -> usize {
         self.width.saturating_mul(self.height)
     }
@@ -185,7 +185,7 @@ impl SequenceLayout {
 /// cosines, then as many sines. This is the whole table of a text encoder, where pair `k` rotates elements `k` and
 /// `k + head_dim / 2` of a head.
 ///
-/// Angles are computed in f64: in f32 the rounding error of a large angle would exceed that of its cosine.
+/// Angles are computed in f64: in f32 a large angle's rounding error would exceed its cosine's.
 pub fn rope_table_1d(tokens: usize, head_dim: usize, theta: f64) -> Vec<f32> {
     let half = head_dim / 2;
     let omega: Vec<f64> = (0..half).map(|k| theta.powf(-(k as f64) / half as f64)).collect();
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn rope_frequencies() {
-        // For small positions sin(omega) is omega, so compare the angles through atan2 of position 1.
+        // For small positions sin(omega) is omega, so this compares angles with atan2 at position 1.
         let want = [
             1.0, 0.62184998, 0.38669740, 0.24046777, 0.14953488, 0.09298826, 0.05782475, 0.03595832, 0.02236068, 0.01390499,
             0.00864682, 0.00537702, 0.00334370, 0.00207928, 0.00129300, 0.00080405,

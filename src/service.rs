@@ -1,8 +1,8 @@
-//! One engine for many callers. A thread of its own builds the [`Engine`] and keeps it, because a backend may not move between
-//! threads; jobs wait for it in a queue, and each caller gets the images of its own job back through a [`Ticket`].
+//! One engine for many callers. A dedicated thread builds the [`Engine`] and keeps it, because a backend may not move between threads.
+//! Jobs wait in a queue, and each caller receives its own job's images through a [`Ticket`].
 //!
-//! A job that is canceled or fails leaves the engine ready for the next one. A panic ends the service: every job that waits, and
-//! every later one, gets an error.
+//! A canceled or failed job leaves the engine ready for the next one. A panic ends the service: every waiting job and every later one
+//! gets an error.
 
 use crate::error::{Error, Result};
 use crate::pipeline::{Engine, GeneratedImage, Job};
@@ -16,16 +16,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Images of one job that wait for the caller, at most; the engine waits when there are more.
+/// The most images of one job that wait for the caller. The engine waits before it adds more.
 const WAITING_IMAGES: usize = 2;
 
-/// How long the engine rests before it looks again whether a caller has room for an image.
+/// The pause before the engine checks again whether a caller has room for an image.
 const PATIENCE: Duration = Duration::from_millis(1);
 
 /// Receives the progress of a job, on the thread of the engine.
 pub type JobProgress = Arc<dyn Progress + Send + Sync>;
 
-/// What comes back from a job.
+/// A result of a job.
 #[derive(Debug)]
 pub enum Event {
     /// An image is done.
@@ -34,26 +34,26 @@ pub enum Event {
     Done(Result<()>),
 }
 
-/// An engine on a thread of its own. Dropping it cancels all its jobs and waits for the thread to end.
+/// An engine on a dedicated thread. Dropping the service cancels all its jobs and waits for the thread to end.
 pub struct Service {
     queue: Option<Sender<Task>>,
     state: Arc<State>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What callers and the engine's thread share.
+/// State shared by callers and the engine's thread.
 #[derive(Default)]
 struct State {
     /// Set when the service is dropped.
     closing: AtomicBool,
-    /// The flag that cancels the job that is running.
+    /// The flag that cancels the running job.
     running: Mutex<Option<Arc<AtomicBool>>>,
     /// The message of the panic that ended the thread.
     panic: Mutex<Option<String>>,
 }
 
 impl State {
-    /// Why there will be no further event.
+    /// The reason why no further event comes.
     fn ended(&self) -> Error {
         match &*locked(&self.panic) {
             Some(message) => Error::Op { op: "service", what: format!("the engine's thread panicked: {message}") },
@@ -78,8 +78,7 @@ pub struct Ticket {
 }
 
 impl Service {
-    /// Starts the thread, which builds the engine, and waits for that. `build` also returns what the caller needs to know of the
-    /// engine.
+    /// Starts the thread and waits until it has built the engine. `build` also returns what the caller needs to know about the engine.
     pub fn start<T: Send + 'static>(build: impl FnOnce() -> Result<(Engine, T)> + Send + 'static) -> Result<(Self, T)> {
         let (queue, tasks) = channel();
         let (ready, built) = sync_channel(1);
@@ -93,7 +92,7 @@ impl Service {
                 }
                 Err(error) => drop(ready.send(Err(error))),
             }));
-            // Before `ready` is dropped, which is what the caller notices.
+            // This comes before `ready` is dropped, which the caller notices.
             if let Err(payload) = served {
                 *locked(&own.panic) = Some(message(payload.as_ref()));
             }
@@ -113,7 +112,7 @@ impl Service {
         let cancel = Arc::<AtomicBool>::default();
         let task = Task { job, cancel: cancel.clone(), progress, events };
         if let Some(queue) = &self.queue {
-            // A task that nobody takes is dropped, and the ticket says why.
+            // If nobody takes the task, it is dropped, and the ticket says why.
             let _ = queue.send(task);
         }
         Ticket { events: receiver, cancel, state: self.state.clone() }
@@ -128,19 +127,19 @@ impl Drop for Service {
         }
         self.queue = None;
         if let Some(thread) = self.thread.take() {
-            // Its panic was caught.
+            // The thread's panic was already caught.
             let _ = thread.join();
         }
     }
 }
 
 impl Ticket {
-    /// Waits for the next event. After [`Event::Done`] there is none, and this returns an error for ever.
+    /// Waits for the next event. After [`Event::Done`] this always returns an error.
     pub fn next(&self) -> Event {
         self.events.recv().unwrap_or_else(|_| Event::Done(Err(self.state.ended())))
     }
 
-    /// Waits for the job, and returns all its images.
+    /// Waits for the job and returns all its images.
     pub fn wait(self) -> Result<Vec<GeneratedImage>> {
         let mut images = Vec::new();
         loop {
@@ -151,7 +150,7 @@ impl Ticket {
         }
     }
 
-    /// Cancels the job, which ends with [`Error::Interrupted`] unless it is done before it notices.
+    /// Cancels the job. It ends with [`Error::Interrupted`] unless it finishes first.
     pub fn cancel(&self) {
         self.cancel.store(true, Ordering::Relaxed);
     }
@@ -163,11 +162,11 @@ impl Drop for Ticket {
     }
 }
 
-/// Runs jobs one after the other, until there are no callers any more.
+/// Runs jobs one after the other until there are no callers.
 fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
     for Task { job, cancel, progress, events } in tasks {
         *locked(&state.running) = Some(cancel.clone());
-        // Looked at after the flag was made known, so that a service that is dropped now finds it or is found.
+        // Checked after the flag is published: a service that is dropped now either finds the flag or is noticed here.
         if state.closing.load(Ordering::Relaxed) {
             cancel.store(true, Ordering::Relaxed);
         }
@@ -184,8 +183,8 @@ fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
         let result = match catch_unwind(AssertUnwindSafe(&mut work)) {
             Ok(result) => result,
             Err(payload) => {
-                // Known before the channels are closed, which is what other callers notice. What the engine holds is no longer
-                // known.
+                // The message is stored before the channels close, which other callers notice. The engine's state is unknown, so it is
+                // not used again.
                 *locked(&state.panic) = Some(message(payload.as_ref()));
                 let _ = events.send(Event::Done(Err(state.ended())));
                 return;
@@ -199,8 +198,8 @@ fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
     }
 }
 
-/// Hands an event to the caller, who may take long to ask for it, while `check` allows that: a service that is dropped must not wait for
-/// one that never asks. A caller that has dropped its ticket has canceled the job.
+/// Sends an event to the caller, who may take long to receive it. It gives up when `check` fails: dropping a service must not wait for a
+/// caller that never receives. A caller that has dropped its ticket has canceled the job.
 fn deliver(events: &SyncSender<Event>, mut event: Event, check: &dyn Fn() -> Result<()>) -> Result<()> {
     loop {
         match events.try_send(event) {
@@ -219,7 +218,7 @@ fn message(payload: &(dyn Any + Send)) -> String {
     text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
 
-/// A value behind a lock. A panic while it was held leaves nothing half-done.
+/// Locks a value. A panic of another holder leaves no value half-changed.
 fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
     value.lock().unwrap_or_else(PoisonError::into_inner)
 }

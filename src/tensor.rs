@@ -1,5 +1,5 @@
-//! Tensors, as the crate of number formats describes them, and the allocation of working memory. An [`Arena`] only computes offsets, so a
-//! dry run and the real run yield the same ones.
+//! Tensors, from the crate of number formats, and the allocation of working memory. An [`Arena`] only computes offsets, so a dry run and
+//! the real run give the same ones.
 
 pub use kiln_numerics::tensor::*;
 
@@ -18,8 +18,8 @@ pub struct Arena {
 /// Alignment of every allocation, which suffices for vector loads, shared-memory swizzles and TMA tensor maps.
 pub const ALIGN: u64 = 1024;
 
-// Sizes come from files and flags and are checked for overflow here, so that [`Tensor`] can do unchecked arithmetic on the sizes
-// of whatever was allocated.
+// Sizes come from files and flags. Overflow is checked here, so that [`Tensor`] can do unchecked arithmetic on the sizes of allocated
+// tensors.
 #[deny(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 impl Arena {
     /// An empty arena over one region.
@@ -37,7 +37,7 @@ impl Arena {
         self.alloc_stored(rows, cols, Stored::plain(dtype))
     }
 
-    /// Allocates a contiguous matrix and the scales that its format has.
+    /// Allocates a contiguous matrix and its format's scales.
     pub fn alloc_stored(&mut self, rows: usize, cols: usize, stored: Stored) -> Result<Tensor> {
         let Format { block, block_bytes, .. } = stored.dtype.format();
         let bits = (rows as u64).checked_mul(cols as u64).and_then(|n| {
@@ -59,8 +59,8 @@ impl Arena {
         Ok(Tensor { region: self.region, dtype: stored.dtype, offset, rows, cols, stride: cols, scaling })
     }
 
-    /// Allocates consecutive ranges of the rows of one matrix, which are stored in formats of their own. They are adjacent in
-    /// memory if their formats have one element type and no scales in memory.
+    /// Allocates consecutive row ranges of one matrix, each with its own format. The ranges are adjacent in memory if their formats share
+    /// an element type and have no scales in memory.
     pub fn alloc_ranges(&mut self, ranges: &[(usize, Stored)], cols: usize) -> Result<Vec<Tensor>> {
         let adjacent = |stored: &Stored| matches!(stored.scales, Scales::Unscaled | Scales::Tensor(_));
         let dtype = ranges.first().map(|(_, stored)| stored.dtype);
@@ -80,7 +80,7 @@ impl Arena {
         Ok(all)
     }
 
-    /// The offset of newly allocated bytes; `None` is more than can be counted.
+    /// Returns the offset of newly allocated bytes. `None` means more bytes than can be counted.
     fn take(&mut self, bytes: Option<u64>) -> Result<u64> {
         let end = bytes.and_then(|b| self.top.checked_add(b)).and_then(|e| e.checked_next_multiple_of(ALIGN));
         let end = end.ok_or(Error::Memory { need: u64::MAX })?;
@@ -90,7 +90,7 @@ impl Arena {
         Ok(offset)
     }
 
-    /// Moves the top to `mark`, if it is below that.
+    /// Raises the top to `mark` if it is lower.
     pub fn extend_to(&mut self, mark: u64) {
         self.top = self.top.max(mark);
         self.peak = self.peak.max(mark);
@@ -149,7 +149,7 @@ mod tests {
         Scale::new(value).unwrap()
     }
 
-    /// An arena that something was allocated in before.
+    /// An arena with an earlier allocation.
     fn used() -> Arena {
         Arena::starting_at(Region::Weights, 7 * ALIGN)
     }
@@ -220,7 +220,7 @@ mod tests {
         let part = blocks.rows(128..300).cols(64..240);
         assert_eq!((part.offset, part.stride), (blocks.offset + (128 * 320 + 64) / 2, 320));
         assert_eq!(part.extent(), part.offset..part.offset + (171 * 320 + 176) / 2);
-        // From the second tile of the second row of tiles to the fourth of the third, with what lies between.
+        // From the second tile of the second row of tiles to the fourth of the third, including the tiles in between.
         assert_eq!(part.scaling, Scaling::Blocks16 { scales: first + 6 * 512, tensor: scale(0.5) });
         assert_eq!(part.scale_extent(), first + 6 * 512..first + 14 * 512);
         assert_eq!(part.rows(128..172).cols(128..176), blocks.rows(256..300).cols(192..240));
@@ -234,7 +234,7 @@ mod tests {
         assert!(refused(|t| t.rows(1..128)) && refused(|t| t.rows(64..128)) && refused(|t| t.rows(127..256)));
         assert!(refused(|t| t.cols(16..64)) && refused(|t| t.cols(32..128)) && refused(|t| t.cols(2..64)));
         assert!(refused(|t| t.rows(128..257)) && refused(|t| t.cols(64..129)));
-        // The end may lie inside one.
+        // The end may lie inside a tile.
         assert!(!refused(|t| t.rows(128..129).cols(64..80)));
     }
 
@@ -258,7 +258,7 @@ mod tests {
         };
         let bytes: Vec<Tensor> = fp4.as_bytes().collect();
         assert_eq!(bytes, [plain(fp4.offset, 172, 88, 160), plain(scales.start, 2, 3 * 512, 5 * 512)]);
-        // The tiles end where the scales do.
+        // The tiles end at the end of the scales.
         assert_eq!(bytes[1].extent(), scales);
     }
 
@@ -271,7 +271,7 @@ mod tests {
         assert!(!fp4.cols(0..64).overlaps(fp4.cols(64..256)) && fp4.cols(0..66).overlaps(fp4.cols(64..256)));
         assert!(!fp4.rows(0..128).overlaps(fp4.rows(128..256)) && fp4.rows(0..129).overlaps(fp4.rows(128..256)));
         assert!(!fp8.cols(0..3).overlaps(fp8.cols(3..128)) && fp8.cols(0..4).overlaps(fp8.cols(3..128)));
-        // The same bytes as elements of another size: rows are as long, so columns can be compared.
+        // Views the same bytes as elements of another size: row lengths are equal, so columns can be compared.
         let same = Tensor { dtype: DType::U8, cols: 64, stride: 128, scaling: Scaling::Unscaled, ..fp4 };
         assert!(same.overlaps(fp4.cols(64..128)) && !same.overlaps(fp4.cols(128..256)));
     }
@@ -281,7 +281,7 @@ mod tests {
         let rows = |tensors: &[Tensor]| tensors.iter().map(|tensor| (tensor.offset, tensor.rows)).collect::<Vec<_>>();
         let (fp8, other, bf16) = (Stored::fp8(scale(0.5)), Stored::fp8(scale(0.25)), Stored::plain(DType::Bf16));
 
-        // One type, and scales of their own: one matrix, whose rows are not aligned one by one.
+        // One dtype, but separate scales: one matrix, whose rows are not aligned one by one.
         let mut arena = used();
         let ranges = arena.alloc_ranges(&[(3, fp8), (0, other), (5, other), (2, Stored::plain(DType::E4m3))], 100).unwrap();
         let start = 7 * ALIGN;
@@ -293,7 +293,7 @@ mod tests {
         let whole = used().alloc(8, 100, DType::Bf16).unwrap();
         assert_eq!(plain, [whole.rows(0..3), whole.rows(3..8)]);
 
-        // Types of different sizes, and scales in memory: as if they were allocated one after the other.
+        // Dtypes of different sizes, and scales in memory: ranges are allocated one after the other.
         let fp4 = Stored::nvfp4(Scale::ONE);
         for formats in [[fp8, bf16], [fp4, fp4], [fp4, fp8], [bf16, Stored { dtype: DType::E4m3, scales: Scales::Rows }]] {
             let (mut arena, mut single) = (used(), used());

@@ -1,14 +1,14 @@
-//! Text for display: escaping of untrusted text, and formatting of numbers.
+//! Text for display: escapes untrusted text and formats numbers.
 
 use std::path::Path;
 
-/// Number of characters of a name that are shown: a tensor, a key, a layer.
+/// The maximum number of characters shown of a name: a tensor, a key, a layer.
 const NAME: usize = 128;
 
-/// Number of characters of longer texts that are shown: a path, the error message of a library.
+/// The maximum number of characters shown of longer texts: a path, a library's error message.
 const SENTENCE: usize = 1024;
 
-/// Number of characters of a whole line that are shown.
+/// The maximum number of characters shown of a whole line.
 const LINE: usize = 8192;
 
 /// A name from a file, for display: at most `NAME` characters, with control characters escaped.
@@ -31,8 +31,8 @@ pub fn shown_line(line: &str) -> String {
     escaped(line, LINE)
 }
 
-/// The one function that all untrusted text goes through before it is displayed: characters that control a terminal are escaped,
-/// and the text is truncated after `limit` characters.
+/// Escapes all untrusted text before it is displayed: characters that control a terminal are escaped, and the text is truncated
+/// after `limit` characters.
 fn escaped(text: &str, limit: usize) -> String {
     let mut out = String::with_capacity(text.len().min(limit));
     for (count, c) in text.chars().enumerate() {
@@ -46,7 +46,7 @@ fn escaped(text: &str, limit: usize) -> String {
 }
 
 /// Whether a character is a control character, a line or paragraph separator, or a bidirectional control, which reverses the text
-/// that follows. `escape_debug` writes each of them as ASCII.
+/// after it. `escape_debug` writes each of them as ASCII.
 fn is_control_like(c: char) -> bool {
     c.is_control() || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
@@ -77,22 +77,22 @@ pub fn amount(bytes: u64) -> String {
     }
 }
 
-/// The number of near names that a message lists.
+/// The number of similar names that a message lists.
 const NEAR: usize = 3;
 
-/// The names that are spelled most like this one, nearest first.
+/// The most similar names, nearest first.
 pub fn nearest<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let mut names: Vec<(usize, &str)> = names.map(|other| (distance(name, other), other)).collect();
     names.sort();
     names.into_iter().take(NEAR).map(|(_, name)| name).collect()
 }
 
-/// The name that a misspelled one is most likely for.
+/// The name that a misspelled one most likely means.
 pub fn misspelled<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     nearest(name, names).into_iter().next().filter(|near| distance(name, near) <= 2.min(name.chars().count() / 2))
 }
 
-/// The number of characters that have to be inserted, removed or replaced to make one text the other.
+/// The number of characters to insert, remove or replace to turn one text into the other.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();

@@ -1,9 +1,9 @@
 //! The threads of the program: one rayon pool for all parallel work, created once and before its first use.
 //!
-//! Parallel code never names a pool: it runs in rayon's current pool, which by default is the global one. Left to itself, rayon
-//! creates the global pool at its first use, with a number of threads from the environment, and panics if a thread cannot be
-//! created. So the program creates it explicitly. The calling thread is one of the workers: with one worker it is the only
-//! one, and if the system refuses further threads, it does all the work.
+//! Parallel code never names a pool: it runs in rayon's current pool, by default the global one. Left to itself, rayon creates the
+//! global pool at its first use, takes the number of threads from the environment, and panics if a thread cannot be created. So the
+//! program creates it explicitly. The calling thread is one of the workers: if there is one worker, or if the system refuses more
+//! threads, it does all the work.
 
 use crate::error::{Error, Result};
 use crate::memory;
@@ -13,16 +13,16 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// Stack size of a worker in bytes. It is explicit, because otherwise the environment would set it.
+/// Stack size of a worker in bytes. It is explicit because the environment would set it otherwise.
 pub const STACK: usize = 2 << 20;
 
-/// Number of threads that can run at once, on this machine or within the CPU limits of this process.
+/// Number of threads that can run at once on this machine, within this process's CPU limits.
 pub fn cores() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Number of worker threads for a request, where 0 means one per core. It is at most the number of cores, because more threads
-/// would only wait for each other.
+/// Number of worker threads for a request; 0 means one per core. It is at most the number of cores, because more threads would only
+/// wait for each other.
 fn worker_count(asked: usize, cores: usize) -> usize {
     if asked == 0 { cores } else { asked.min(cores) }
 }
@@ -30,8 +30,8 @@ fn worker_count(asked: usize, cores: usize) -> usize {
 /// Creates the global pool, with the calling thread as one of `asked` workers (0: one per core). Returns the number of workers:
 /// at most one per core, and fewer if the system refuses threads. A global pool that already exists is left unchanged.
 ///
-/// Since the calling thread is a worker, parallel work that another thread starts may have to wait for it. So this function is
-/// for programs that do not start such threads.
+/// The calling thread is a worker, so parallel work that another thread starts may have to wait for it. This function is for
+/// programs without such threads.
 pub fn start(asked: usize) -> usize {
     let (sender, receiver) = channel::<rayon::ThreadBuilder>();
     let receiver = Arc::new(Mutex::new(receiver));
@@ -42,13 +42,13 @@ pub fn start(asked: usize) -> usize {
         .use_current_thread()
         .spawn_handler(|worker| sender.send(worker).map_err(|_| ErrorKind::BrokenPipe.into()))
         .build_global();
-    // If there is a global pool already, it is used instead, and the threads started above end without a worker to run.
+    // An existing global pool is used instead. The threads started above then end without a worker to run.
     drop(built);
     rayon::current_num_threads()
 }
 
-/// Creates the global pool with workers that are all threads of its own, for programs in which several threads start parallel work.
-/// Fails if the system refuses even one worker.
+/// Creates the global pool from new threads only, for programs in which several threads start parallel work. Fails if the system
+/// refuses even one worker.
 pub fn start_shared(asked: usize) -> Result<usize> {
     let count = worker_count(asked, cores());
     let count = affordable(count).max(1);
@@ -57,8 +57,8 @@ pub fn start_shared(asked: usize) -> Result<usize> {
     Ok(count)
 }
 
-/// How many of `count` threads there is memory for: for their stacks, and for the allocations at the start of a thread, whose
-/// failure aborts the process.
+/// How many of `count` threads have enough memory: for their stacks, and for the allocations at a thread's start, whose failure
+/// aborts the process.
 pub fn affordable(count: usize) -> usize {
     let bytes = |count: usize| count * (STACK + (64 << 10)) + (4 << 20);
     (1..=count).rev().find(|&count| memory::can_allocate(bytes(count))).unwrap_or(0)
@@ -72,7 +72,7 @@ pub fn join<A, B: Send>(here: impl FnOnce() -> A, there: impl FnOnce() -> B + Se
         scope.spawn(|_| second = Some(there()));
         here()
     });
-    // The scope returns only after the spawned task has run, so the value is there.
+    // The scope returns only after the spawned task has run, so there is a value.
     (first, second.unwrap_or_else(|| unreachable!()))
 }
 
@@ -80,7 +80,7 @@ pub fn join<A, B: Send>(here: impl FnOnce() -> A, there: impl FnOnce() -> B + Se
 fn spawn(receiver: &Arc<Mutex<Receiver<rayon::ThreadBuilder>>>) -> bool {
     let receiver = receiver.clone();
     let work = move || {
-        // This is a separate statement because the lock must not be held while the worker runs.
+        // This is a separate statement, so that the lock is released before the worker runs.
         let worker = receiver.lock().unwrap_or_else(PoisonError::into_inner).recv();
         if let Ok(worker) = worker {
             worker.run();

@@ -1,8 +1,8 @@
-//! A trace of this process in the Trace Event Format, which Perfetto and Chrome show: what each thread did when, and what a GPU ran.
+//! Traces this process in the Trace Event Format, which Perfetto and Chrome show: what each thread did when, and what a GPU ran.
 //!
-//! There is one recorder, for the whole process. While it is off, a span costs one relaxed atomic load and allocates nothing; so spans
-//! can stand wherever time is spent, in any thread. While it is on, a span takes a lock when it ends. Memory is bounded: after
-//! [`MAX_EVENTS`] events further ones are counted and dropped.
+//! The whole process has one recorder. While it is off, a span costs one relaxed atomic load and allocates nothing, so spans can be
+//! used anywhere, in any thread. While it is on, a span takes a lock when it ends. Memory is bounded: after [`MAX_EVENTS`] events
+//! further ones are counted and dropped.
 
 use serde::Serialize;
 use std::cmp::Reverse;
@@ -13,25 +13,25 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-/// Events that are kept: hundreds of images on a GPU. They take about 50 MB, and the file twice that.
+/// The maximum number of events: hundreds of images on a GPU. They take about 50 MB, and the file twice that.
 pub const MAX_EVENTS: usize = 1 << 19;
 
-/// Whether a trace is being recorded. Everything but this is behind the lock.
+/// Whether a trace is being recorded. The lock protects all other state.
 static ON: AtomicBool = AtomicBool::new(false);
 static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
 
 struct Recorder {
     origin: Instant,
     events: Vec<Recorded>,
-    /// Events that were not kept because there were too many.
+    /// Events dropped because there were too many.
     dropped: u64,
-    /// Kernel launches whose times could not be told.
+    /// Kernel launches whose times are unknown.
     untimed: u64,
     tracks: Vec<Named>,
     threads: HashMap<ThreadId, usize>,
 }
 
-/// A row of the display, and the group that it is in.
+/// A row of the display, and its group.
 struct Named {
     device: Option<String>,
     name: String,
@@ -45,7 +45,7 @@ struct Recorded {
     length: Duration,
 }
 
-/// What an event says besides its name.
+/// Details of an event in addition to its name.
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Detail {
@@ -68,7 +68,7 @@ impl Recorder {
             self.dropped += 1;
             return;
         }
-        // What began before the trace is not of this trace.
+        // Skips events that began before the trace.
         if let Some(start) = start.checked_duration_since(self.origin) {
             self.events.push(Recorded { name, detail, track, start, length });
         }
@@ -85,11 +85,11 @@ impl Recorder {
     }
 }
 
-/// A stretch of time on the calling thread, which ends when this is dropped.
+/// A time span on the calling thread. It ends when it is dropped.
 #[must_use = "a span ends when it is dropped"]
 pub struct Span {
     open: Option<(Instant, &'static str, Option<Detail>)>,
-    /// It belongs to the thread that it was begun on.
+    /// Ties the span to the thread that began it.
     thread: PhantomData<*const ()>,
 }
 
@@ -99,7 +99,7 @@ pub fn span(name: &'static str) -> Span {
     Span { open, thread: PhantomData }
 }
 
-/// Begins a span of which there is more to say than its name, such as the file that it is about.
+/// Begins a span with a detail in addition to its name, such as a file.
 pub fn span_of(name: &'static str, what: impl FnOnce() -> String) -> Span {
     let open = is_on().then(|| (Instant::now(), name, Some(Detail::What(what().into()))));
     Span { open, thread: PhantomData }
@@ -121,11 +121,11 @@ impl Drop for Span {
     }
 }
 
-/// A track of what a device does, whose times its user finds out.
+/// A track for a device's work. Its user supplies the times.
 pub(crate) struct Track(usize);
 
 impl Track {
-    /// A new track; none if no trace is being recorded.
+    /// Makes a new track; `None` if no trace is being recorded.
     pub fn new(device: &str, name: &str) -> Option<Self> {
         let mut recorder = recorder();
         let tracks = &mut recorder.as_mut()?.tracks;
@@ -140,7 +140,7 @@ impl Track {
         }
     }
 
-    /// Counts kernels whose times could not be told.
+    /// Counts kernels whose times are unknown.
     pub fn untimed(&self, count: u64) {
         if let Some(recorder) = recorder().as_mut() {
             recorder.untimed += count;
@@ -148,23 +148,23 @@ impl Track {
     }
 }
 
-/// The trace that is being recorded. Dropped without [`Trace::finish`], it is lost.
+/// The current recording. Dropping it without [`Trace::finish`] discards the trace.
 pub struct Trace(());
 
-/// A trace as a file, and how much is in it.
+/// A finished trace as a file, with its statistics.
 pub struct Finished {
     /// The JSON.
     pub bytes: Vec<u8>,
-    /// Events in it.
+    /// Events in the trace.
     pub events: usize,
     /// Events that were dropped because there were too many.
     pub dropped: u64,
-    /// Kernels whose times could not be told, as after a fault of the GPU.
+    /// Kernels whose times are unknown, for example after a GPU fault.
     pub untimed: u64,
 }
 
 impl Trace {
-    /// Starts recording; none if a trace is being recorded already.
+    /// Starts recording; `None` if a recording is already running.
     pub fn start() -> Option<Self> {
         let mut recorder = recorder();
         if recorder.is_some() {
@@ -182,13 +182,13 @@ impl Trace {
         Some(Self(()))
     }
 
-    /// Stops recording. Spans that are still open are not in the trace. `command` is what the process is called in it.
+    /// Stops recording. Spans that are still open are not in the trace. `command` names the process in it.
     pub fn finish(self, command: &str) -> Finished {
         ON.store(false, Ordering::Relaxed);
         let recorded = recorder().take();
-        // Nothing is left for `drop`, which would stop a trace that was started since.
+        // Skips `drop`, which would stop a trace started since.
         std::mem::forget(self);
-        // Only this function and `drop` take it.
+        // Only this function and `drop` take the recorder.
         let mut recorder = recorded.unwrap_or_else(|| unreachable!());
         // A span comes before those inside it.
         recorder.events.sort_by_key(|event| (event.track, event.start, Reverse(event.length)));
@@ -205,7 +205,7 @@ impl Drop for Trace {
     }
 }
 
-/// An event as the format has it; times are in microseconds.
+/// An event in the trace format; times are in microseconds.
 #[derive(Serialize)]
 struct Event<'a> {
     name: &'a str,
@@ -228,7 +228,7 @@ enum Args<'a> {
 }
 
 impl Recorder {
-    /// The host is process 1, and each device is another one. A thread is numbered by its track, from 1 on.
+    /// The host is process 1, and each device is a further process. A thread's number is its track's, starting at 1.
     fn json(&self, command: &str) -> Vec<u8> {
         let mut devices: Vec<&str> = Vec::new();
         for device in self.tracks.iter().filter_map(|track| track.device.as_deref()) {

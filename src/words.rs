@@ -2,16 +2,16 @@
 
 use std::collections::HashSet;
 
-/// The words of a prompt that are not among the known ones, each once, as it was written first. Case and punctuation are ignored.
-/// `known` lists words in lower case, separated by spaces.
+/// The unknown words of a prompt, each once, as first written. Ignores case and punctuation. `known` lists words in lower case,
+/// separated by spaces.
 pub fn unknown<'a>(prompt: &'a str, known: &str) -> Vec<&'a str> {
     let mut seen: HashSet<String> = known.split_whitespace().map(str::to_owned).collect();
     let words = prompt.split(is_between).map(|word| word.trim_matches(is_apostrophe));
     words.filter(|word| !word.is_empty() && seen.insert(word.to_lowercase())).collect()
 }
 
-/// Whether a character separates words. All others are part of a word, including symbols and emoji: a model that does not know
-/// the word "fox" does not know its emoji either.
+/// Whether a character separates words. All others belong to words, including symbols and emoji: a model that does not know the
+/// word "fox" does not know its emoji either.
 fn is_between(c: char) -> bool {
     // Punctuation of Latin, Arabic, Indic and East Asian scripts, by Unicode block.
     let punctuation = c.is_ascii_punctuation()

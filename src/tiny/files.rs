@@ -1,4 +1,4 @@
-//! Writes the tiny model to a folder, in the layouts in which real models are published.
+//! Writes the tiny model to a folder in the layouts of real models.
 
 use super::{TOKENIZER, TinyModel, model};
 use crate::config::{Configs, HEAD_DIM, TextConfig, TransformerConfig, VaeConfig};
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Writes a complete model or nothing: a diffusers folder, or single files in the original layout. Ends with
+/// Writes a complete model or nothing: a diffusers folder, or single files in the original layout. Returns
 /// [`Error::Interrupted`] once `stop` is set.
 pub fn write_to(folder: &Path, layout: Layout, dtype: DType, stop: &AtomicBool) -> Result<()> {
     let check = || if stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
@@ -22,7 +22,7 @@ pub fn write_to(folder: &Path, layout: Layout, dtype: DType, stop: &AtomicBool) 
     })
 }
 
-/// The files of the model's folder, by their paths in it.
+/// The files of the model's folder, by path.
 pub fn contents(layout: Layout, dtype: DType) -> Result<Vec<(&'static str, Bytes)>> {
     let TinyModel { transformer, text_encoder, vae: decoder } = model(layout, dtype)?;
     let tokenizer = Bytes::new(Arc::new(TOKENIZER));
@@ -72,7 +72,7 @@ fn index() -> Value {
     })
 }
 
-// Epsilons are literals, because the f32 of the configuration, converted to a double of the file, would not be exactly 1e-6.
+// Epsilons are literals, because the configuration's f32, converted to the file's double, would not be exactly 1e-6.
 fn transformer_config(config: &TransformerConfig) -> Value {
     json!({
         "_class_name": "Flux2Transformer2DModel",
