@@ -1,8 +1,8 @@
-//! The results of the emulator against those of a GPU. `gpu outputs FILE` records them there; then, anywhere:
+//! Compares the emulator's results with a GPU's. `gpu outputs FILE` records the GPU's results; then, on any machine:
 //!
 //!     KILN_GPU_OUTPUTS=FILE cargo test --release --test emulated agreement -- --ignored --nocapture
 //!
-//! The emulated GPU has as many SMs as the real one, because schedules depend on it and with them the order of additions.
+//! The emulated GPU has as many SMs as the real one, because the number of SMs decides the schedules and so the order of additions.
 
 use crate::driver::Gpu;
 use crate::runner::Runner;
@@ -11,36 +11,36 @@ use kiln::internals::backend::cuda::Kernel;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Ops whose every result is one rounding of a few values: any difference is an error.
+/// Ops whose results are each one rounding of a few values: any difference is an error.
 const EXACT: [&str; 7] = ["copy", "euler", "guidance", "blend", "non_finite", "largest_magnitude", "pixels"];
 
-/// Largest difference of other results, in steps of bf16.
+/// The largest difference of other results, in bf16 steps.
 const STEPS: f64 = 1.0;
 
-/// The same for results in e4m3, which has four binary places less: where both are next to a tie they may take different sides.
+/// The largest difference of e4m3 results, in bf16 steps. e4m3 has four binary places less, and next to a tie both sides may differ.
 const STEPS_E4M3: f64 = 16.0;
 
-/// How far below the largest result the smallest step is taken: the error of a sum is relative to its terms, and not to what is left of
+/// The smallest step is taken this far below the largest result. The error of a sum is relative to its terms, and not to what is left of
 /// them where they cancel.
 const CANCELED: f32 = 256.0;
 
-/// The same for attention, which rounds probabilities to bf16. The hardware's exp2 is an approximation that is not published to the bit,
-/// so one in some thousand probabilities is rounded to its neighbor, which moves the result by a step of bf16 of that key's value. How
-/// much is left of the values after they were averaged does not matter: the step is that of the largest result.
+/// The smallest step of attention, which rounds probabilities to bf16. The hardware's exp2 is an approximation that is not published to the
+/// bit, so one in some thousand probabilities is rounded to its neighbor. That moves the result by a bf16 step of that key's value, however
+/// much is left of the values after averaging. So the step of the largest result counts.
 const CANCELED_ATTENTION: f32 = 1.0;
 
-/// Cases of one kernel.
+/// The cases of one kernel.
 #[derive(Default)]
 struct Row {
     cases: usize,
     equal: usize,
     values: usize,
     equal_values: usize,
-    /// In steps of bf16.
+    /// In bf16 steps.
     largest: f64,
 }
 
-/// The largest difference in steps of bf16. A step is at least that of a value `canceled` times smaller than the largest one.
+/// The largest difference, in bf16 steps. The smallest step belongs to a value `canceled` times smaller than the largest one.
 fn steps(got: &[f32], want: &[f32], canceled: f32) -> f64 {
     let largest = want.iter().fold(0.0_f32, |most, v| most.max(v.abs()));
     let step = |v: f32| f64::from(f32::from_bits(v.abs().max(largest / canceled).to_bits() & 0x7f80_0000)) / 128.0;
@@ -48,7 +48,7 @@ fn steps(got: &[f32], want: &[f32], canceled: f32) -> f64 {
     got.iter().zip(want).map(difference).fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { most.max(d) })
 }
 
-/// A file compared with what the emulator computes: a row for each kernel, and the cases that differ too much.
+/// Compares a file with the emulator's results. Returns a row for each kernel, and the cases that differ too much.
 fn compare(recorded: &Recorded) -> (BTreeMap<&'static str, Row>, Vec<String>) {
     let capability = (recorded.number("major"), recorded.number("minor"));
     let mut runner =
@@ -61,7 +61,7 @@ fn compare(recorded: &Recorded) -> (BTreeMap<&'static str, Row>, Vec<String>) {
         let want = results(&tensors, choice, &case);
         let shapes = |results: &[Vec<f32>]| results.iter().map(Vec::len).collect::<Vec<_>>();
         assert_eq!(shapes(&got), shapes(&want), "{} with {choice:?} was not recorded like this", case.name);
-        // A case counts for the first of its kernels in the table.
+        // A case counts for the first kernel in the table that it launches.
         let launched = runner.cuda.launched().zip(before).find(|((_, now), (_, then))| now > then).map(|((kernel, _), _)| kernel);
         let row = rows.entry(launched.map_or("none", Kernel::symbol)).or_default();
         let canceled = if case.name.starts_with("attention") { CANCELED_ATTENTION } else { CANCELED };
@@ -100,7 +100,7 @@ fn agreement_with_a_gpu() {
     assert!(wrong.is_empty(), "{} cases differ from {}:\n{}", wrong.len(), recorded.property("name"), wrong.join("\n"));
 }
 
-/// The emulator agrees with itself, with other seeds than those of the recording, and a single wrong value is noticed.
+/// The emulator agrees with itself for other seeds than the recording's, and a single wrong value is noticed.
 #[test]
 fn results_are_recorded_and_compared() {
     needs_emulator!();

@@ -1,5 +1,5 @@
-// The block-scaled MMAs of the emulator beside those of ptx/block_scaled_mma.cuh, which stand in for the instructions on GPUs that do not
-// have them. block_scaled.rs compares what they compute.
+// Runs the emulator's block-scaled MMAs and the software of ptx/block_scaled_mma.cuh, which replaces them on GPUs that lack the
+// instructions. block_scaled.rs compares the results.
 #include <abi.h>
 #include <ptx/sm120.cuh>
 
@@ -18,7 +18,7 @@ struct Fragment {
   float d[4];
 };
 
-// Calls f(operands, instruction's results, software's) for each MMA, of which a lane has four results.
+// Calls f(operands, instruction's results, software's results) for each MMA. A lane has four results of an MMA.
 template <int kResults, class F>
 void for_each_mma(const FragmentParams& p, F f) {
   for (uint64_t i = 0; i < p.count; i++) {
@@ -40,7 +40,7 @@ void multiply_nvf4(const Fragment& of, float* by_instruction, float* in_software
   if constexpr (kSelectors > 0) multiply_nvf4<kSelectors - 1>(of, by_instruction, in_software);
 }
 
-// With every pair of selectors.
+// Multiplies with every pair of selectors.
 KL_ENTRY(both_nvf4, FragmentParams, 32) { for_each_mma</*results*/ 8>(p, multiply_nvf4<7>); }
 
 KL_ENTRY(both_e4m3, FragmentParams, 32) {

@@ -1,5 +1,5 @@
-//! The software that stands in for block-scaled MMAs on other GPUs (`kernels/ptx/block_scaled_mma.cuh`) computes the bits that
-//! the emulator's instructions do.
+//! Checks that the software that replaces block-scaled MMAs on other GPUs (`kernels/ptx/block_scaled_mma.cuh`) computes the same bits as
+//! the emulator's instructions.
 
 use common::random::Random;
 use kiln_emulator::{DeviceMemory, Launch, entry, finish, launch};
@@ -10,11 +10,11 @@ const LANES: usize = 32;
 const WORDS: usize = 12;
 const SHAPE: Launch = Launch { grid: [1, 1, 1], threads: LANES as u32, shared: 0, cluster: 1, overlap: 0, capability: 120 };
 
-/// How operands are drawn: the codes of scales, and the exponents of accumulators as f32 has them.
+/// How operands are drawn: the range of scale codes, and the range of the accumulators' f32 exponents.
 struct Kind {
     scales: RangeInclusive<u64>,
     exponents: RangeInclusive<u64>,
-    /// One in so many scales, elements of e4m3 and accumulators is NaN, or infinite.
+    /// If set, one in this many scales, e4m3 elements and accumulators is NaN or infinite.
     special: Option<u64>,
 }
 
@@ -24,7 +24,7 @@ const KINDS: [Kind; 6] = [
     // Subnormal scales and accumulators.
     Kind { scales: 0x00..=0x07, exponents: 0..=1, special: None },
     Kind { scales: 0x00..=0x07, exponents: 100..=120, special: None },
-    // Accumulators next to which products are nothing.
+    // Accumulators so large that products do not change them.
     Kind { scales: 0x40..=0x7e, exponents: 150..=254, special: None },
     Kind { scales: 0x00..=0x7e, exponents: 110..=145, special: Some(40) },
 ];
@@ -43,7 +43,7 @@ impl Operands<'_> {
         self.kind.special.is_some_and(|one_in| self.random.next().is_multiple_of(one_in))
     }
 
-    /// Four bytes of e4m3 in this range, either sign of which is there if the range has both.
+    /// Four e4m3 bytes in this range, of either sign if the range has both.
     fn bytes(&mut self, codes: &RangeInclusive<u64>) -> u32 {
         let byte = |_| if self.is_special() { 0x7f } else { self.within(codes) as u8 };
         u32::from_le_bytes([0; 4].map(byte))
@@ -57,7 +57,7 @@ impl Operands<'_> {
         }
     }
 
-    /// A lane's words. Elements are any codes of e2m1, or of e4m3 without NaN, which is special.
+    /// The words of a lane. Elements are any e2m1 codes, or e4m3 codes. An e4m3 NaN counts as special.
     fn lane(&mut self, e4m3: bool) -> [u32; WORDS] {
         let mut words = [0; WORDS];
         for word in &mut words[..6] {
@@ -71,7 +71,7 @@ impl Operands<'_> {
     }
 }
 
-/// Runs a kernel on so many MMAs of each kind, which has `results` fragments of each, and compares.
+/// Runs a kernel on `count` MMAs of each kind, with `results` fragments per MMA, and compares both results.
 fn compare(kernel: &str, e4m3: bool, count: usize, results: usize) {
     let (memory, mut random) = (DeviceMemory::default(), Random::new(1));
     for kind in &KINDS {
@@ -92,7 +92,7 @@ fn compare(kernel: &str, e4m3: bool, count: usize, results: usize) {
             let (lane, register) = (i / (4 * results) % LANES, i % 4);
             assert_eq!(a.to_bits(), b.to_bits(), "{kernel}, lane {lane}, register {register}: {a:e} and {b:e}");
         }
-        // The operands show something: sums that are not the accumulator alone, and what is special where it was asked for.
+        // The operands are a real test: some sums differ from the accumulator, and special values appear if and only if they are drawn.
         let has = |what: fn(f32) -> bool| instruction.iter().any(|&v| what(v));
         assert_eq!([has(f32::is_nan), has(f32::is_infinite)], [kind.special.is_some(); 2], "{kernel}");
         assert!(has(|v| v != 0.0 && v.is_finite()));

@@ -1,4 +1,4 @@
-//! The op cases at small sizes, with every kernel and every tile.
+//! Runs the op cases at small sizes, with every kernel and every tile.
 
 use crate::driver::Gpu;
 use crate::runner::{Runner, run_seed};
@@ -9,7 +9,7 @@ use kiln::internals::backend::cuda::{Arch, Kernel, KernelChoice};
 use std::collections::BTreeSet;
 use std::thread;
 
-/// The cases that run every time on Hopper, with every tile. With the cases of [`FP8_ATTENTION`] they launch every kernel.
+/// The cases of every run on Hopper, with every tile. Together with [`FP8_ATTENTION`] they launch every kernel.
 const EVERY_TIME: &[&str] = &[
     "copy 7x113 bf16 whole",
     "copy 113x128 from f32 to bf16 bf16 slice",
@@ -114,7 +114,7 @@ const EVERY_TIME: &[&str] = &[
     "attention_causal 130 queries [130] keys 4:1 heads of 128 bf16 whole",
 ];
 
-/// The cases that run every time with one tile, which the seed chooses: with all tiles they would take twice as long as all the above.
+/// The cases of every run with one tile, which the seed draws. With all tiles they would take twice as long as all the above.
 const WITH_ONE_TILE: &[&str] = &[
     "linear_swiglu 130x168, rows of 520 bf16 whole",
     "linear w8a16 67 rows of 528 to 424, e4m3, bf16, e4m3 by rows, bias true bf16 whole",
@@ -137,8 +137,8 @@ const WITH_ONE_TILE: &[&str] = &[
     "linear w4a4 130 rows of 640 to 168, rank 48, bias true bf16 whole",
 ];
 
-/// The cases that run every time where queries and keys of e4m3 are for the portable kernels: with and without a maximum, with scales of
-/// their own in every segment, and into several formats.
+/// The cases of every run where portable kernels take e4m3 queries and keys: with and without a maximum, with different scales per segment,
+/// and into several formats.
 const FP8_ATTENTION: &[&str] = &[
     "attention of e4m3 bounded 130 queries [129, 0, 7] keys 3:3 heads of 128 bf16 whole",
     "attention of e4m3 huge 130 queries [129, 0, 7] keys 3:3 heads of 128 bf16 whole",
@@ -147,16 +147,16 @@ const FP8_ATTENTION: &[&str] = &[
     "attention of e4m3 into e4m3 and nvfp4, 2:1 heads of 128 bf16 slice",
 ];
 
-/// A GPU and the kernels that are chosen on it.
+/// A GPU and the kernels to run on it.
 struct Plan {
     gpu: Gpu,
     choices: Vec<KernelChoice>,
     /// Whether a case is worth running with a choice.
     wanted: fn(KernelChoice, &str) -> bool,
-    /// The cases that run every time: with every choice, and with one that the seed draws.
+    /// The cases of every run: those with every choice, and those with one choice that the seed draws.
     every_time: &'static [&'static str],
     with_one_choice: &'static [&'static str],
-    /// How many of the other cases a run takes, which its seed chooses.
+    /// How many of the other cases a run takes. The seed chooses them.
     drawn: usize,
 }
 
@@ -171,7 +171,7 @@ fn plans() -> Vec<Plan> {
             (tiles::runs_with as fn(KernelChoice, &str) -> bool, EVERY_TIME, WITH_ONE_TILE);
         Plan { gpu: Gpu::HOPPER, choices, wanted, every_time, with_one_choice, drawn: 4 }
     };
-    // Only the kernels of matrix ops are selected by the GPU, and for operands of FP8 only from 8.9 on there are any.
+    // The GPU selects only the kernels of matrix ops. Kernels for FP8 operands exist only from 8.9 on.
     let selected = |gpu: Gpu| {
         const BF16: fn(KernelChoice, &str) -> bool = |_, name| {
             let portable = [Kernel::GemmBf16Sm80_128x128, Kernel::ConvBf16Sm80_128x128, Kernel::AttentionBf16Sm80_4warps];
@@ -188,11 +188,11 @@ fn plans() -> Vec<Plan> {
     [on_hopper(portable), on_hopper(hopper), native].into_iter().chain(others).collect()
 }
 
-/// What a thread found.
+/// The findings of a thread.
 #[derive(Default)]
 struct Outcome {
     faults: Vec<String>,
-    /// The kernels that cases launch which do not depend on the seed.
+    /// The kernels that the cases of every run have launched.
     launched: BTreeSet<&'static str>,
 }
 
@@ -219,10 +219,10 @@ impl Plan {
     }
 }
 
-/// The cases of a plan, or those with all of these words in their names.
+/// The cases of a plan, or only those whose names contain all of these words.
 fn pairs_of(plan: &Plan, only: Option<&str>) -> Vec<(KernelChoice, Case)> {
     let words: Vec<&str> = only.unwrap_or_default().split(' ').collect();
-    // The widths of the real models take as long as all the rest.
+    // The widths of the real models take as long as all other cases together.
     let wanted =
         |name: &str| words.iter().all(|word| name.contains(word)) && (long() || only.is_some() || !name.contains(" klein"));
     let choices = plan.choices.iter().copied();
@@ -238,7 +238,7 @@ fn check_all(seed: u64, only: Option<&str>) {
     });
     let faults: Vec<String> = outcomes.iter().flat_map(|outcome| outcome.faults.clone()).collect();
     assert!(faults.is_empty(), "{} cases fail:\n{}", faults.len(), faults.join("\n"));
-    // The kernels of the self-test have tests of their own.
+    // The self-test's kernels have their own tests.
     let of_ops = Kernel::ALL.iter().filter(|kernel| !kernel.file().starts_with("selftest"));
     let missed: Vec<_> = of_ops.filter(|k| !outcomes.iter().any(|o| o.launched.contains(k.symbol()))).collect();
     assert!(missed.is_empty() || only.is_some(), "the cases of every time never launch {missed:?}");

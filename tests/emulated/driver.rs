@@ -1,7 +1,7 @@
 //! A CUDA driver whose device is the emulator: device memory is host memory, and kernels run on the CPU.
 //!
-//! What is queued is done in the order of the calls, which is one of the orders that streams and events allow; `tests/engine/runtime.rs` checks
-//! that events order everything that has to be ordered. A kernel with programmatic dependent launch overlaps with the one before it.
+//! Queued work is done in the order of the calls, which is one of the orders that streams and events allow. `tests/engine/runtime.rs`
+//! checks that events order everything that needs an order. A kernel with programmatic dependent launch overlaps with the preceding one.
 
 use kiln::error::{Error, Result};
 use kiln::internals::backend::cuda::driver::{
@@ -21,9 +21,9 @@ pub struct Gpu {
     pub capability: (u32, u32),
     /// Number of SMs.
     pub sms: u32,
-    /// Most bytes of shared memory that a CTA may have.
+    /// The most bytes of shared memory that a CTA may have.
     pub shared: u32,
-    /// Whether kernels that need a self-test are taken.
+    /// Whether the backend uses kernels that need a self-test.
     pub native: bool,
 }
 
@@ -32,23 +32,23 @@ impl Gpu {
     pub const HOPPER: Self = Self { capability: (9, 0), sms: 4, shared: DeviceInfo::SM90_SHARED, native: false };
     /// A GPU of the first generation that is supported.
     pub const AMPERE: Self = Self { capability: (8, 0), sms: 3, shared: 166_912, native: false };
-    /// One that has no room for the largest tiles, and multiplies FP8 with sums of thirteen places.
+    /// An Ada GPU. It has no room for the largest tiles, and FP8 sums keep thirteen places.
     pub const ADA: Self = Self { capability: (8, 9), sms: 2, shared: 101_376, native: false };
-    /// A consumer GPU of the Blackwell generation, whose sums of FP8 have all places, with the portable kernels.
+    /// A consumer GPU of the Blackwell generation with the portable kernels. FP8 sums keep all places.
     pub const BLACKWELL: Self = Self { capability: (12, 0), sms: 2, shared: DeviceInfo::SM120_SHARED, native: false };
-    /// The same with its own kernels.
+    /// A consumer Blackwell GPU with its own kernels.
     pub const NATIVE_BLACKWELL: Self = Self { native: true, ..Self::BLACKWELL };
 }
 
-/// Changes what the host asks for, as a bug in it would.
+/// Changes what the host passes to the driver, as a host bug would.
 pub enum Sabotage {
-    /// Of a tensor map.
+    /// Changes a tensor map.
     Map(fn(&mut MapSpec)),
-    /// Of a launch or the kernel's parameter.
+    /// Changes a launch or the kernel's parameter.
     Launch(fn(&mut Launch, &mut Vec<u8>)),
 }
 
-/// Queued work that a graph repeats.
+/// Queued work that a graph replays.
 #[derive(Clone)]
 enum Node {
     Launch(Launch, Vec<u8>),
@@ -58,7 +58,7 @@ enum Node {
 struct Kernel {
     entry: Entry,
     symbol: String,
-    /// Dynamic shared memory that it may have.
+    /// The most dynamic shared memory that it may have.
     shared: u32,
 }
 
@@ -67,18 +67,18 @@ pub struct Emulated {
     info: DeviceInfo,
     memory: DeviceMemory,
     pinned: RefCell<HashMap<usize, Box<[u8]>>>,
-    /// The names by which the kernels of each loaded module are looked up, in this order.
+    /// The names under which each loaded module's kernels are looked up, in this order.
     modules: RefCell<BTreeMap<u64, Vec<String>>>,
     kernels: RefCell<Vec<Kernel>>,
     capture: RefCell<Option<Vec<Node>>>,
     graphs: RefCell<BTreeMap<u64, Vec<Node>>>,
     next_handle: Cell<u64>,
-    /// The seed of the case that runs, and its launches so far.
+    /// The seed of the running case, and its launches so far.
     seed: Cell<(u64, u64)>,
     sabotage: RefCell<Option<Sabotage>>,
 }
 
-/// Turns what the emulator reports into the error of a device.
+/// Turns a report of the emulator into a device error.
 fn check<T>(call: &'static str, outcome: std::result::Result<T, String>) -> Result<T> {
     outcome.map_err(|status| Error::Device { call, status })
 }
@@ -102,7 +102,7 @@ impl Emulated {
         })
     }
 
-    /// From now on the order of what hardware leaves open is drawn from this seed.
+    /// Sets the seed from which the emulator draws the order of what hardware leaves open.
     pub fn set_seed(&self, seed: u64) {
         self.seed.set((seed, 0));
     }
@@ -112,7 +112,7 @@ impl Emulated {
         self.seed.get().1
     }
 
-    /// Plants a bug of the host.
+    /// Plants a host bug, or removes it.
     pub fn set_sabotage(&self, sabotage: Option<Sabotage>) {
         *self.sabotage.borrow_mut() = sabotage;
     }
@@ -121,7 +121,7 @@ impl Emulated {
         self.next_handle.replace(self.next_handle.get() + 1)
     }
 
-    /// Keeps work for the graph that is being captured, or does it at once.
+    /// Keeps work for the graph being captured, or does it now.
     fn queue(&self, node: Node) -> Result<()> {
         match self.capture.borrow_mut().as_mut() {
             Some(nodes) => nodes.push(node),
@@ -145,7 +145,7 @@ impl Emulated {
                 let Launch { grid, threads, cluster, .. } = launch;
                 let fits = threads <= entry.max_threads && launch.shared <= *shared && grid[0].is_multiple_of(cluster);
                 if !fits {
-                    let status = format!("{symbol} cannot be launched so: {launch:?}");
+                    let status = format!("invalid launch of {symbol}: {launch:?}");
                     return Err(Error::Device { call: "launch", status });
                 }
                 let (seed, launches) = self.seed.get();
@@ -165,7 +165,7 @@ impl Emulated {
         }
     }
 
-    /// Everything that was queued is done, as the host requires before it copies.
+    /// Runs all queued work, as the host requires before it copies.
     fn settle(&self, call: &'static str) -> Result<()> {
         self.refuse_in_capture(call)?;
         check(call, emulator::finish())
@@ -174,12 +174,12 @@ impl Emulated {
 
 impl Drop for Emulated {
     fn drop(&mut self) {
-        // What is still queued would run on memory that is freed. Its errors were reported, or nobody asked for its results.
+        // Queued work would run on freed memory. Its errors were reported, or nobody has asked for its results.
         let _ = emulator::finish();
     }
 }
 
-/// The addresses of rows, one after the other.
+/// The addresses of the rows, in order.
 fn addresses(rows: Rows) -> impl Iterator<Item = u64> {
     (0..).map(move |row| rows.address + row * rows.pitch)
 }
@@ -198,7 +198,7 @@ impl Driver for Emulated {
     }
 
     fn free(&self, address: u64) {
-        // An error belongs to a kernel whose results nobody has asked for.
+        // An error would belong to a kernel whose results nobody has asked for.
         let _ = emulator::finish();
         self.memory.free(address);
     }
@@ -214,7 +214,7 @@ impl Driver for Emulated {
         self.pinned.borrow_mut().remove(&memory.addr().get()).expect("freed twice, or never allocated");
     }
 
-    /// An image is a list of names: the first module that has a kernel provides it.
+    /// An image is a list of module names. The first module that has a kernel provides it.
     fn load(&self, image: &[u8]) -> Result<Module> {
         let names = String::from_utf8_lossy(image).split(' ').map(String::from).collect();
         let handle = self.handle();
@@ -261,7 +261,7 @@ impl Driver for Emulated {
         self.event()
     }
 
-    /// The emulator has no time.
+    /// The emulator does not measure time.
     fn elapsed(&self, _from: Event, _to: Event) -> Result<Duration> {
         Ok(Duration::ZERO)
     }

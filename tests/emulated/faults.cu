@@ -1,5 +1,5 @@
-// One kernel for each rule that the emulator checks in memory, warps and barriers: it keeps the rule, unless it is told to break it.
-// faults.rs has the error that each of them must end with.
+// One kernel for each rule that the emulator checks in memory, warps and barriers. A kernel keeps its rule unless `faulty` is set.
+// faults.rs lists the error that each kernel must end with.
 #include <faults.cuh>
 
 // ------------------------------------------------------------------------------------------------------------------ alignment
@@ -200,7 +200,7 @@ KL_FAULT(barrier_without_a_warp) {
   if (!p.faulty || threadIdx.x >= kLanes) named_barrier_sync(1);
 }
 
-// The CTA has no more than its threads.
+// Waits for more threads than the CTA has.
 KL_FAULT(barrier_of_a_larger_cta) {
   if (p.faulty) {
     named_barrier_sync(1);

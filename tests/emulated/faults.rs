@@ -1,26 +1,26 @@
-//! Every rule that the emulator checks is broken once: a kernel of `faults.cu` or `faults_sm90.cu` keeps it or breaks it, as its
-//! parameter says.
+//! Breaks every rule that the emulator checks: a kernel of `faults.cu` or `faults_sm90.cu` keeps its rule or breaks it, as its parameter
+//! says.
 
 use kiln_emulator::{DeviceMemory, Launch, TensorMap, entry, finish, launch, tensor_map};
 
-/// Seeds with which a kernel that keeps the rule must pass, and within which one that breaks it must show each of its errors.
+/// How many seeds a kernel that keeps its rule must pass, and within how many a kernel that breaks it must show each of its errors.
 const SOUND_SEEDS: u64 = 10;
 const FAULTY_SEEDS: u64 = 40;
 
-/// As in `faults.cuh`: the allocation that kernels use, and the word of it that is not zero.
+/// As in `faults.cuh`: the size of the kernels' allocation, and the index of its only word that is not zero.
 const DATA_BYTES: u64 = 64 << 10;
 const SET_WORD: u64 = 64;
 
 const SHAPE: Launch = Launch { grid: [2, 1, 1], threads: 256, shared: 48 << 10, cluster: 2, overlap: 1, capability: 90 };
 
-/// A rule, and how it is broken.
+/// A rule, and a way to break it.
 struct Fault {
     kernel: &'static str,
-    /// What `faulty` is, from 1 on.
+    /// The value of `faulty`, from 1 on.
     value: u32,
-    /// Threads of a CTA.
+    /// Threads per CTA.
     threads: u32,
-    /// What errors contain. Which of them it is may depend on the order of events.
+    /// Texts that errors contain. The order of events may decide which one appears.
     errors: &'static [&'static str],
 }
 
@@ -184,7 +184,7 @@ impl Device {
         Self { memory, data }
     }
 
-    /// Runs a kernel, after one that it may overlap with.
+    /// Runs a kernel after another one that it may overlap with.
     fn run(&self, kernel: &str, faulty: u32, shape: &Launch, seed: u64) -> Result<(), String> {
         self.memory.fill(self.data, 0, DATA_BYTES)?;
         self.memory.write(self.data + 4 * SET_WORD, &7_u32.to_ne_bytes())?;
@@ -199,7 +199,7 @@ impl Device {
         finish()
     }
 
-    /// What is wrong with the emulator's reports on a rule.
+    /// Describes what is wrong with the emulator's reports on a rule.
     fn check(&self, fault: &Fault) -> Option<String> {
         let Fault { kernel, value, threads, errors } = *fault;
         let shape = Launch { threads, ..SHAPE };
@@ -236,7 +236,7 @@ fn every_rule_is_enforced() {
     }
 }
 
-/// What the CUDA driver refuses, and what the emulator cannot do.
+/// Launches that the CUDA driver refuses, or that the emulator cannot run.
 #[test]
 fn a_launch_that_is_not_possible_is_refused() {
     needs_emulator!();

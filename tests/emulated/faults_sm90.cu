@@ -1,7 +1,7 @@
-// As faults.cu, for the instructions of sm_90: mbarriers, TMA, clusters, registers and wgmma.
+// Like faults.cu, for sm_90 instructions: mbarriers, TMA, clusters, registers and wgmma.
 #include <faults.cuh>
 
-// Shared memory: an mbarrier, a box, operands of wgmma.
+// Shared memory: an mbarrier, a box, wgmma operands.
 constexpr uint32_t kBoxOffset = 1024, kBoxBytes = 1024, kAOffset = 8192, kBOffset = 16384, kOperandBytes = 8192;
 constexpr uint32_t kOnes = 0x3f803f80;  // two bf16 values
 
@@ -92,7 +92,7 @@ KL_FAULT(mbarrier_parity) {
 
 // -------------------------------------------------------------------------------------------------------------------------- TMA
 
-// Loads a box; the rule is how.
+// Loads a box in the way under test.
 template <class Load>
 void load_box(Load load) {
   const uint32_t barrier = open_barrier();
@@ -173,7 +173,7 @@ KL_FAULT(tma_load_onto_another) {
   mbarrier_wait(barrier, 0);
 }
 
-// Writes a box; true for the warp that did.
+// Writes a box. True for the warp that wrote it.
 inline bool write_box(bool fence = true) {
   if (threadIdx.x >= kLanes) return false;
   for (uint32_t at = threadIdx.x * 4; at < kBoxBytes; at += kLanes * 4) store_shared(box_address() + at, 0);
@@ -291,7 +291,7 @@ KL_FAULT(registers_in_other_units) {
 
 // ------------------------------------------------------------------------------------------------------------------------ wgmma
 
-// Writes both operands; true for the warpgroup that multiplies.
+// Writes both operands. True for the warpgroup that multiplies.
 inline bool write_operands(bool fence = true) {
   for (uint32_t at = threadIdx.x * 4; at < kOperandBytes; at += blockDim.x * 4) {
     store_shared(barrier_address() + kAOffset + at, kOnes), store_shared(barrier_address() + kBOffset + at, kOnes);
@@ -318,7 +318,7 @@ KL_FAULT(accumulator_used_in_flight) {
   volatile float* element = &acc[5];
   if (p.faulty < 2) *element;
   if (p.faulty == 0 || p.faulty == 2) *element = 0.0f;
-  // What other instructions write to registers is seen when the MMA has been waited for.
+  // Writes to registers by other instructions show when the MMA has been waited for.
   const uint32_t a[4] = {};
   if (p.faulty == 0 || p.faulty == 3) mma(*reinterpret_cast<float(*)[4]>(&acc[4]), a, 0, 0);
   wait_for_wgmma();
@@ -346,7 +346,7 @@ KL_FAULT(wgmma_not_fenced) {
   wait_for_wgmma();
 }
 
-// The accumulators are in flight, but the thread could have changed its part of A.
+// The accumulators are in flight, but the thread could have changed its own part of A.
 KL_FAULT(wgmma_of_registers_not_fenced) {
   if (!write_operands()) return;
   float acc[2][64] = {};
@@ -401,7 +401,7 @@ KL_FAULT(wgmma_without_a_warp) {
   wait_for_wgmma();
 }
 
-// The last warp of a CTA of five.
+// If faulty, only the last warp of a CTA of five warps issues the MMA.
 KL_FAULT(wgmma_of_a_part_of_a_warpgroup) {
   if (write_operands() == (p.faulty != 0)) return;
   float acc[32];
@@ -438,7 +438,7 @@ KL_FAULT(operand_written_in_flight) {
   wait_for_wgmma();
 }
 
-// What each kind of wrong descriptor differs in from a right one.
+// The bits in which each wrong descriptor differs from a right one.
 KL_FAULT(wgmma_descriptor_of_b) {
   if (!write_operands()) return;
   const uint64_t differences[] = {0,        uint64_t{1} << 62, uint64_t{1} << 52, uint64_t{1} << 49, uint64_t{1} << 32,
@@ -449,7 +449,7 @@ KL_FAULT(wgmma_descriptor_of_b) {
   wait_for_wgmma();
 }
 
-// The same for an operand whose rows are K: it starts within a row, or it or its second slab does not begin where the swizzle does.
+// An operand whose rows are K. It starts within a row, or it or its second slab does not begin where the swizzle does.
 KL_FAULT(wgmma_descriptor_of_rows_of_k) {
   if (!write_operands()) return;
   const uint64_t differences[] = {0, 32 >> 4, uint64_t{16 >> 4} << 16, 128 >> 4, uint64_t{1} << 32};

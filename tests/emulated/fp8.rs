@@ -1,4 +1,4 @@
-//! What the op cases do not show of FP8 on the CUDA backend: how sums are accumulated, and which weights are refused.
+//! FP8 on the CUDA backend beyond the op cases: how sums are accumulated, and which weights are refused.
 
 use crate::driver::{Emulated, Gpu};
 use crate::runner::cuda_with;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 const ROWS: usize = 16;
 const ONE_AND_AN_EIGHTH: u8 = 0x39;
 
-/// Places a weight of e4m3 with these codes.
+/// Uploads an e4m3 weight with these codes.
 fn upload(cuda: &mut Cuda, codes: Vec<u8>) -> Result<Tensor, Error> {
     let mut weights = Arena::new(Region::Weights);
     let w = weights.alloc_stored(ROWS, codes.len() / ROWS, Stored::fp8(Scale::ONE))?;
@@ -24,7 +24,7 @@ fn upload(cuda: &mut Cuda, codes: Vec<u8>) -> Result<Tensor, Error> {
     Ok(w)
 }
 
-/// The sums of `k` products of factors that are all 1.125.
+/// Sums of `k` products whose factors are all 1.125.
 fn sums(gpu: Gpu, accumulate: Fp8Accumulate, choice: KernelChoice, k: usize) -> Result<Vec<f32>, Error> {
     sums_with(cuda_with(&Emulated::new(gpu), None)?, accumulate, choice, k)
 }
@@ -44,12 +44,12 @@ fn sums_with(mut cuda: Cuda, accumulate: Fp8Accumulate, choice: KernelChoice, k:
     Ok(values)
 }
 
-/// Tensor cores alone get long sums of one sign wrong.
+/// Checks long sums of one sign, which tensor cores alone get wrong.
 #[test]
 fn sums_are_exact_where_they_are_to_be() {
     use Fp8Accumulate::{Auto, Exact, Fast};
     needs_emulator!();
-    // The most that may be missing under `Auto`, and of all sums that are not exact.
+    // The largest missing share: under `Auto`, and of all sums that are not exact.
     for (k, total, auto) in [(4096, 5184.0, 0.07), (6144, 7776.0, 0.11), (12288, 15552.0, 0.016)] {
         let missing = [(Exact, 0.0), (Fast, 0.2), (Auto, auto)];
         for (accumulate, most) in missing {
@@ -68,7 +68,7 @@ fn sums_are_exact_where_they_are_to_be() {
         };
         assert!(sums.iter().all(|sum| (*sum == 15552.0) == exact && 15552.0 - sum <= most), "{tile:?}: {}", sums[0]);
     }
-    // The portable kernel promotes, whatever is asked for. Ada would lose as much as Hopper does, and Blackwell nothing.
+    // The portable kernel promotes, even with `Fast`. Without promotion Ada would lose as much as Hopper does, and Blackwell nothing.
     let bugs: Vec<&str> = BUGS.iter().filter(|bug| matches!(bug.expect, Expect::Sums)).map(|bug| bug.name).collect();
     assert!(!bugs.is_empty());
     for gpu in [Gpu::ADA, Gpu::BLACKWELL] {
@@ -82,7 +82,7 @@ fn sums_are_exact_where_they_are_to_be() {
     }
 }
 
-/// A code of NaN would be a number where codes are expanded.
+/// Where codes are expanded, a NaN code would become a number.
 #[test]
 fn weights_with_nan_are_refused() {
     needs_emulator!();

@@ -1,4 +1,4 @@
-//! Mistakes of the host: a parameter, a launch or a tensor map that is not what the kernel expects.
+//! Host mistakes: a parameter, launch or tensor map that the kernel does not expect.
 
 use crate::driver::{Emulated, Gpu, Sabotage};
 use crate::runner::Runner;
@@ -6,20 +6,20 @@ use common::ops::cases;
 use kiln::internals::backend::cuda::driver::{Driver, Launch, MapSpec, Swizzle};
 use kiln::internals::backend::cuda::{Kernel, KernelChoice};
 
-/// A GEMM that the host may get wrong.
+/// A GEMM that the host calls with a mistake.
 struct Target {
     gpu: Gpu,
     kernel: Kernel,
     case: &'static str,
 }
 
-/// Tensor maps of activations, weights, results and a residual.
+/// Its tensor maps describe activations, weights, results and a residual.
 const HOPPER: Target = Target {
     gpu: Gpu::HOPPER,
     kernel: Kernel::GemmBf16Sm90_128x192,
     case: "linear_gate_residual 66x64, rows of 584 gate true bias true bf16 whole",
 };
-/// Of activations and weights, two elements of which are one of the map.
+/// Its tensor maps describe activations and weights. Two elements of these are one element of a map.
 const NVFP4: Target = Target {
     gpu: Gpu::NATIVE_BLACKWELL,
     kernel: Kernel::GemmNvfp4Sm120_256x128,
@@ -27,7 +27,7 @@ const NVFP4: Target = Target {
 };
 
 impl Target {
-    /// Runs the case with a mistake, and returns what is reported.
+    /// Runs the case with a mistake and returns the report.
     fn with(&self, sabotage: Option<Sabotage>) -> Result<(), String> {
         let case = cases::all().into_iter().find(|case| case.name == self.case).expect("the case is in the table");
         let mut runner = Runner::new(self.gpu);
@@ -35,7 +35,7 @@ impl Target {
         runner.run(KernelChoice::Only(self.kernel), &case, 1, true).map(drop)
     }
 
-    /// Runs the case with each mistake, and checks that it is found and what is said of it.
+    /// Runs the case with each mistake and checks that the report contains its message.
     fn check<T>(&self, mistakes: &[(&str, T, &str)], sabotage: impl Fn(&T) -> Sabotage) {
         self.with(None).unwrap();
         for (mistake, change, message) in mistakes {
@@ -77,15 +77,15 @@ fn a_wrong_launch_is_found() {
     let mistakes: &[(&str, Change, &str)] = &[
         ("less shared memory than the template computes", |launch, _| launch.shared /= 2, "its template computes 384 and"),
         ("a warpgroup less", |launch, _| launch.threads -= 128, ""),
-        ("more threads than the launch bounds", |launch, _| launch.threads += 128, "cannot be launched so"),
+        ("more threads than the launch bounds", |launch, _| launch.threads += 128, "invalid launch of"),
         ("a cluster less", |launch, _| launch.grid[0] -= launch.cluster, ""),
-        ("a cluster that is cut", |launch, _| launch.grid[0] -= 1, "cannot be launched so"),
+        ("a cluster that is cut", |launch, _| launch.grid[0] -= 1, "invalid launch of"),
         ("a tensor map that is not there", |_, params| params[..128].fill(0), "are not an encoded tensor map"),
     ];
     HOPPER.check(mistakes, |change| Sabotage::Launch(*change));
 }
 
-/// As the real driver does, when kernels are loaded.
+/// The real driver does the same when it loads kernels.
 #[test]
 fn a_parameter_of_another_size_is_refused() {
     needs_emulator!();

@@ -1,4 +1,4 @@
-//! The tiny model makes an image on an emulated GPU.
+//! Generates images with the tiny model on an emulated GPU.
 
 use crate::driver::{Emulated, Gpu};
 use crate::runner::{cuda_with, run_seed};
@@ -25,7 +25,7 @@ fn hopper() -> (Rc<Emulated>, Cuda) {
     (driver, cuda)
 }
 
-/// Every op of an image is within rounding of what the CPU backend computes.
+/// Every op of an image is within rounding of the CPU backend's result.
 #[test]
 fn an_image_equals_that_of_the_cpu_op_by_op() {
     needs_emulator!();
@@ -37,8 +37,8 @@ fn an_image_equals_that_of_the_cpu_op_by_op() {
     assert!(driver.launches() > 100, "only {} kernels were launched", driver.launches());
 }
 
-/// The same with the text encoder of \[dev\], of which a few layers are enough: heads without norms, and a row of padding that attends to
-/// nothing.
+/// Checks the text encoder of \[dev\] as well: heads without norms, and a row of padding that attends to nothing. A few of its layers are
+/// enough.
 #[test]
 fn an_image_of_dev_equals_that_of_the_cpu_op_by_op() {
     needs_emulator!();
@@ -49,7 +49,7 @@ fn an_image_of_dev_equals_that_of_the_cpu_op_by_op() {
         .unwrap_or_else(|e| panic!("{e}\n  again with KILN_TEST_SEED={}", run_seed()));
 }
 
-/// The observer of a calibration keeps its values behind the working memory of the stages, and finds there what the CPU finds.
+/// The calibration observer keeps its values behind the working memory of the stages, and finds what it finds on the CPU.
 #[test]
 fn calibration_equals_that_of_the_cpu_op_by_op() {
     if !crate::available() || !long() {
@@ -65,7 +65,7 @@ fn calibration_equals_that_of_the_cpu_op_by_op() {
     assert_eq!(in_lockstep, found(Box::new(cpu())));
 }
 
-/// The third step is a replay of the second, which was captured; neither that nor the order of what hardware leaves open changes a bit.
+/// The third step replays the second, which was captured. Neither that nor the order of what hardware leaves open changes a bit.
 #[test]
 fn neither_graphs_nor_seeds_change_an_image() {
     if !crate::available() || !long() {

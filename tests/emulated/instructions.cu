@@ -1,12 +1,12 @@
-// Kernels that try the instructions of the emulator whose results no kernel of the product shows by itself. instructions.rs compares what
-// they store with loops.
+// Kernels that try emulator instructions whose results no product kernel shows by itself. instructions.rs compares what they store with
+// loops.
 #include <abi.h>
 #include <common/e4m3.cuh>
 #include <common/nvfp4.cuh>
 #include <ptx/sm90.cuh>
 
 constexpr uint32_t kThreads = 64, kCtas = 2;
-// Shared memory: an mbarrier, then a box that begins where every swizzle does.
+// Shared memory: an mbarrier, then a box at an address where every swizzle begins.
 constexpr uint32_t kBoxOffset = 1024;
 
 struct CopyParams {
@@ -36,7 +36,7 @@ uint32_t open_barrier(uint32_t arrivals) {
   return barrier;
 }
 
-// The box as it lies in shared memory, chunk by chunk.
+// Stores the box in the order of shared memory, chunk by chunk.
 void store_box(uint32_t barrier, uint64_t out, uint32_t bytes) {
   mbarrier_wait(barrier, 0);
   const uint32_t box = shared_address(dynamic_shared) + kBoxOffset;
@@ -54,7 +54,7 @@ KL_ENTRY(load_3d, CopyParams, kThreads) {
   store_box(barrier, p.out, p.bytes);
 }
 
-// The last CTA of a cluster loads for all.
+// The last CTA of a cluster loads for all CTAs.
 KL_ENTRY(load_3d_multicast, CopyParams, kThreads) {
   const uint32_t barrier = open_barrier(1), rank = cluster_rank();
   if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, p.bytes);
@@ -75,7 +75,7 @@ KL_ENTRY(load_bulk, CopyParams, kThreads) {
   store_box(barrier, p.out, p.bytes);
 }
 
-// Each thread sends its index and rank to the same place in the other CTA, and adds a value that it reads there.
+// Each thread sends its index and rank to the same place in the other CTA, and adds a value that it reads from there.
 KL_ENTRY(exchange, ExchangeParams, kThreads) {
   KL_SHARED(uint16_t, squares, [kThreads]);
   const uint32_t rank = cluster_rank(), peer = kCtas - 1 - rank, thread = threadIdx.x;
@@ -92,7 +92,7 @@ KL_ENTRY(exchange, ExchangeParams, kThreads) {
   cluster_sync();
 }
 
-// Values as codes of e4m3, by the instruction and in software, two to a thread of the instruction; and codes as values.
+// Converts values to e4m3 codes, by the instruction (two per thread) and in software, and converts codes to values.
 KL_ENTRY(convert_e4m3, ConvertParams, kThreads) {
   const float* values = reinterpret_cast<const float*>(p.values);
   for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) {
@@ -103,7 +103,7 @@ KL_ENTRY(convert_e4m3, ConvertParams, kThreads) {
   for (uint32_t code = threadIdx.x; code < 256; code += kThreads) reinterpret_cast<float*>(p.decoded)[code] = decode_e4m3(code);
 }
 
-// The same for e2m1, of which two codes are a byte.
+// Converts values to e2m1 codes, two per byte, and converts codes to values.
 KL_ENTRY(convert_e2m1, ConvertParams, kThreads) {
   const float* values = reinterpret_cast<const float*>(p.values);
   for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) {
@@ -113,7 +113,7 @@ KL_ENTRY(convert_e2m1, ConvertParams, kThreads) {
   for (uint32_t code = threadIdx.x; code < 16; code += kThreads) reinterpret_cast<float*>(p.decoded)[code] = decode_e2m1(code);
 }
 
-// In round r the predicate is true for thread r alone, in the last one for none.
+// In round r the predicate is true only for thread r, and in the last round for none.
 KL_ENTRY(any_thread, ExchangeParams, kThreads) {
   for (uint32_t round = 0; round <= kThreads; round++) {
     const int any = __syncthreads_or(threadIdx.x == round);
@@ -121,7 +121,7 @@ KL_ENTRY(any_thread, ExchangeParams, kThreads) {
   }
 }
 
-// None of these has an end. The emulator sees the first access memory and the second meet at barriers, but nothing of the third.
+// None of these kernels ends. The emulator sees memory accesses of the first and barriers of the second, but nothing of the third.
 KL_ENTRY(endless_accesses, ExchangeParams, kThreads) {
   for (volatile uint32_t* word = reinterpret_cast<uint32_t*>(p.out);; *word = *word + 1) {
   }

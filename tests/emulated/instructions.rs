@@ -1,5 +1,4 @@
-//! Instructions of the emulator whose results no kernel of the product shows by itself, the rules of tensor maps, and launches without
-//! an end.
+//! Emulator instructions whose results no product kernel shows by itself, the rules of tensor maps, and launches that never end.
 
 use common::ops::formats::Codes;
 use common::random::Random;
@@ -31,7 +30,7 @@ fn read(memory: &DeviceMemory, address: u64, bytes: usize) -> Vec<u8> {
     data
 }
 
-/// A tensor of three dimensions with different bytes everywhere, and boxes of it.
+/// A three-dimensional tensor with different bytes everywhere, and boxes of it.
 struct Tensor {
     memory: DeviceMemory,
     bytes: Vec<u8>,
@@ -40,7 +39,7 @@ struct Tensor {
 }
 
 impl Tensor {
-    /// Elements of 2 bytes; rows and planes are farther apart than they are long.
+    /// Elements have 2 bytes. Rows and planes are farther apart than they are long.
     fn new(tile: [u32; 3], swizzle: u32) -> Self {
         let memory = DeviceMemory::default();
         let (size, pitch) = ([70, 9, 5], [160, 160 * 10]);
@@ -55,7 +54,7 @@ impl Tensor {
         self.map.tile.iter().product::<u32>() as usize * 2
     }
 
-    /// The box at these coordinates as it lies in shared memory, byte by byte.
+    /// The box at these coordinates in the order of shared memory, byte by byte.
     fn expected(&self, origin: [i32; 3]) -> Vec<u8> {
         let [width, height, depth] = self.map.tile.map(|side| side as usize);
         let chunks = (self.map.swizzle as usize / 16).max(1);
@@ -68,7 +67,7 @@ impl Tensor {
             let from = (tz * self.map.pitch[1] + ty * self.map.pitch[0] + 2 * tx) as usize;
             let linear = ((z * height + y) * width + x) * 2;
             let (line, chunk) = (linear / 128, linear / 16 % 8);
-            // Chunks of 16 bytes are permuted within the width of the swizzle, in another way in each line of 128 bytes.
+            // 16-byte chunks are permuted within the width of the swizzle, differently in each line of 128 bytes.
             let to = line * 128 + (chunk ^ (line % chunks)) * 16 + linear % 16;
             expected[to..to + 2].copy_from_slice(&self.bytes[from..from + 2]);
         }
@@ -95,7 +94,7 @@ fn boxes_of_three_dimensions_are_copied_with_every_swizzle() {
     needs_emulator!();
     for (swizzle, width) in [(0, 8), (0, 64), (32, 16), (64, 32), (128, 64)] {
         let tensor = Tensor::new([width, 4, 3], swizzle);
-        // Inside; before the first and behind the last element of every dimension; nothing of it inside.
+        // Boxes inside the tensor; before the first and after the last element of every dimension; entirely outside.
         for origin in [[0, 0, 0], [3, 2, 1], [-5, -1, -2], [66, 7, 4], [-5, 8, -1], [0, -4, 0], [200, 0, 0]] {
             tensor.check("load_3d", &SHAPE, origin);
         }
@@ -150,8 +149,8 @@ fn a_barrier_tells_whether_any_predicate_is_true() {
     }
 }
 
-/// Values to convert to a format with so many magnitudes: every one of these, all that lie in the middle between two, their
-/// neighbors, what is out of range, and some at random with exponents of f32 in this range; all of them with both signs.
+/// Values to convert to a format with this many magnitudes: every magnitude, all midpoints between two, their neighbors, values out of
+/// range, and random values with f32 exponents in this range. All have both signs.
 fn converted_values(codes: &Codes, magnitudes: u8, exponents: Range<u32>) -> Vec<f32> {
     let magnitudes: Vec<f32> = (0..magnitudes).map(|code| codes.decode(code) as f32).collect();
     let middles = magnitudes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
@@ -166,7 +165,7 @@ fn converted_values(codes: &Codes, magnitudes: u8, exponents: Range<u32>) -> Vec
     values
 }
 
-/// Every code as a value, and values as codes. The instruction and the software that stands in for it on older GPUs agree with a
+/// Converts every code to a value, and values to codes. The instruction and the software that replaces it on older GPUs agree with a
 /// search.
 #[test]
 fn e4m3_is_converted_to_the_nearest_code() {
@@ -200,7 +199,7 @@ fn e4m3_is_converted_to_the_nearest_code() {
     }
 }
 
-/// The same for e2m1, and the CPU's codes. NaN becomes the largest value, without a sign.
+/// Converts e2m1 in the same ways and compares it with the CPU's codes, too. NaN becomes the largest value, without a sign.
 #[test]
 fn e2m1_is_converted_to_the_nearest_code() {
     needs_emulator!();
@@ -260,7 +259,7 @@ fn a_tensor_map_that_the_hardware_refuses_is_refused() {
     }
 }
 
-/// The emulator gives up, and what is launched afterwards runs as if nothing had happened.
+/// The emulator gives up on the kernel. Later launches run as if nothing had happened.
 #[test]
 fn a_kernel_that_does_not_end_is_an_error() {
     needs_emulator!();
@@ -276,13 +275,13 @@ fn a_kernel_that_does_not_end_is_an_error() {
     }
 }
 
-/// A loop in which the emulator has no part can only be ended with the process: the test runs itself in another one.
+/// The emulator cannot interrupt a loop that does not call it, so it ends the process. The test runs itself in another process.
 #[test]
 fn a_loop_without_memory_ends_the_process() {
     const CHILD: &str = "KILN_TEST_ENDLESS";
     needs_emulator!();
     if std::env::var_os(CHILD).is_some() {
-        // The loop has no end, so any patience will do.
+        // The loop never ends, so any patience will do.
         set_patience(Duration::from_millis(50));
         run("endless_registers", &SHAPE, &[0], 82).unwrap();
     }

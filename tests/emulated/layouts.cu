@@ -1,5 +1,5 @@
-// Kernels that store where the layout functions of the kernels put things: swizzles, tiles of block scales, exchanges among the lanes of
-// a quad, and what a warp of the NVFP4 GEMM loads and stores. layouts.rs holds them against tables and checks that they are bijections.
+// Kernels that store the results of the kernels' layout functions: swizzles, scale tiles, exchanges among the lanes of a quad, and the
+// loads and stores of a warp in the NVFP4 GEMM. layouts.rs compares them with tables and checks that they are bijections.
 #include <common/nvfp4.cuh>
 #include <common/reduce.cuh>
 #include <common/swizzle.cuh>
@@ -42,11 +42,11 @@ KL_ENTRY(layouts, LayoutParams, 32) {
 using Config = GemmConfig<Sm120Policies<WarpMmaNvfp4, BlockScaledA, BlockScaledB>, 256, 128, 128, 2, 3, ClusterMode::kSingle>;
 
 struct TileParams : KlGemmTma {
-  uint64_t offsets;  // [warp][lane][3]: of the scales of A, and of those of both halves of B, behind the operands of a stage
+  uint64_t offsets;  // [warp][lane][3]: scales of A, and of both halves of B, from where A's and B's scales begin in a stage
   uint32_t bit;
 };
 
-// Where the consumers' lanes load scales in the first tile.
+// Stores where the consumers' lanes load scales in the first tile.
 KL_ENTRY(scales_of_lanes, TileParams, Config::kThreads) {
   if (threadIdx.x < kWarpgroupThreads) return;
   const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;
@@ -57,8 +57,8 @@ KL_ENTRY(scales_of_lanes, TileParams, Config::kThreads) {
   for (int half = 0; half < 2; half++) to[1 + half] = scales.b_offset[half] - Config::kABytes - Config::kBBytes - Config::kAScaleBytes;
 }
 
-// Stores results whose signs are a bit of their index in the output, and whose blocks have scales that are one or two by a bit of theirs.
-// An accumulator's row and column are those of the MMA's fragments.
+// Stores results whose signs are a bit of their index in the output. Scales of blocks are one or two, by a bit of the block's index. An
+// accumulator has the row and column of the MMA's fragments.
 KL_ENTRY(store_signs, TileParams, Config::kThreads) {
   if (threadIdx.x < kWarpgroupThreads) return;
   typename Config::Acc acc;

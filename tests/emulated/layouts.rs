@@ -1,5 +1,5 @@
-//! Where the kernels put things (`layouts.cu`): every layout is a bijection, and has the places that tensor cores, TMA and files
-//! expect. Those of fragments are in the self-test, which asks the instructions themselves.
+//! Checks the kernels' layouts (`layouts.cu`): each is a bijection, and has the places that tensor cores, TMA and files expect. The
+//! self-test checks fragment layouts, because it asks the instructions themselves.
 
 use crate::policies::abi::{KL_SWIGLU, KlGemmRows, KlGemmStream, KlGemmTma, KlMat, KlOutputRange};
 use kiln::internals::tensor::nvfp4;
@@ -25,7 +25,7 @@ fn words(memory: &DeviceMemory, address: u64, count: usize) -> Vec<usize> {
     read(memory, address, 4 * count).as_chunks().0.iter().map(|&bytes| u32::from_le_bytes(bytes) as usize).collect()
 }
 
-/// Each of the places 0, step, 2 step, ... once.
+/// Whether the places are 0, step, 2 step, ..., each once.
 fn is_bijection(places: &[usize], step: usize) -> bool {
     places.iter().copied().collect::<BTreeSet<_>>().into_iter().eq((0..places.len()).map(|i| i * step))
 }
@@ -39,7 +39,7 @@ fn layouts_are_bijections_with_known_places() {
     run("layouts", &SHAPE, &addresses.map(u64::to_le_bytes).concat());
     let [by_32, by_64, by_128, scales, halves, whole] = [0, 1, 2, 3, 4, 5].map(|i| words(&memory, addresses[i], sizes[i]));
 
-    // Swizzles: chunks of 16 bytes stay in their rows, and the same chunk of eight rows is in different banks.
+    // Swizzles: 16-byte chunks stay in their rows, and the same chunk of eight rows is in different banks.
     for (places, chunks) in [(&by_32, 2), (&by_64, 4), (&by_128, 8)] {
         assert!(is_bijection(places, 16));
         assert!(places.iter().enumerate().all(|(i, place)| place / 16 / chunks == i / chunks), "{places:?}");
@@ -61,7 +61,7 @@ fn layouts_are_bijections_with_known_places() {
         [[0, 1, 2, 3, 4, 5, 6, 7], [1, 0, 3, 2, 5, 4, 7, 6], [6, 7, 4, 5, 2, 3, 0, 1], [1, 0, 3, 2, 5, 4, 7, 6]]
     );
 
-    // Scales of blocks: two tiles along K come before the next 128 rows. The host has the same places, and their inverse.
+    // Block scales: two tiles along K come before the next 128 rows. The host has the same places, and their inverse.
     assert!(is_bijection(&scales, 1));
     let scale = |row: usize, block: usize| scales[row * 8 + block];
     for (i, &place) in scales.iter().enumerate() {
@@ -71,7 +71,7 @@ fn layouts_are_bijections_with_known_places() {
     assert_eq!([scale(0, 0), scale(0, 3), scale(1, 0), scale(32, 0), scale(96, 1), scale(127, 3)], [0, 3, 16, 4, 13, 511]);
     assert_eq!([scale(0, 4), scale(33, 6), scale(128, 0), scale(255, 7)], [512, 534, 1024, 2047]);
 
-    // Exchanges within a quad: lane i ends with item i of each of its lanes.
+    // Exchanges within a quad: lane i ends up with item i of each lane.
     for items in [&halves, &whole] {
         assert!(is_bijection(items, 1));
         for (i, &item) in items.iter().enumerate() {
@@ -82,14 +82,14 @@ fn layouts_are_bijections_with_known_places() {
     }
 }
 
-/// Rows and columns of the GEMM's tile, and of what SwiGLU leaves of it; bytes of two tiles of scales along K.
+/// Rows and columns of the GEMM's tile, and of its SwiGLU output; bytes of two scale tiles along K.
 const ROWS: usize = 256;
 const COLS: usize = 128;
 const SWIGLU_COLS: usize = 64;
 const SCALES: usize = 2 * nvfp4::TILE_BYTES;
 const TILE: Launch = Launch { threads: 384, ..SHAPE };
 
-/// The parameter of a single tile with this output. The weight's rows begin at `first`; with SwiGLU ups begin at the other one.
+/// The parameter of a single tile with this output. The weight's rows begin at `first[0]`; with SwiGLU, ups begin at `first[1]`.
 fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, bit: u32) -> Vec<u8> {
     let mut params = vec![0; entry("layouts", kernel).unwrap().param_bytes as usize];
     let mut put = |offset: usize, bytes: &[u8]| params[offset..][..bytes.len()].copy_from_slice(bytes);
@@ -123,15 +123,15 @@ fn tile(kernel: &str, out: KlMat, epilogue: u32, first: [u32; 2], offsets: u64, 
     params
 }
 
-/// A lane supplies an MMA with the scales of row lane / 4 + 8 (lane % 2) of A if lane % 4 / 2 is the selector, which is that of
-/// the tile of 64 rows, and with those of column lane / 4 of B if lane % 4 is the selector, which counts columns by eights.
+/// Lane `l` supplies an MMA with scales of A and B. For A, selector l % 4 / 2 chooses the 64-row tile, and the row is l / 4 + 8 (l % 2).
+/// For B, selector l % 4 counts columns by eights, and the column is l / 4.
 #[test]
 fn lanes_load_the_scales_that_they_supply() {
     needs_emulator!();
     let memory = DeviceMemory::default();
     let out = memory.allocate(4 * 3 * (8 * LANES) as u64).unwrap();
     let no_mat = KlMat { data: 0, scales: 0, stride: 0, rows: 0, cols: 0, dtype: 0, scale: 0.0 };
-    // Of a weight that begins with either half of a scale tile, and of gates and ups that begin with other ones.
+    // Weights that begin with either half of a scale tile, and gates and ups that begin with different halves.
     for (epilogue, first, starts) in
         [(0, [0; 2], [0, 64]), (0, [64; 2], [64, 128]), (KL_SWIGLU, [0, 192], [0, 192]), (KL_SWIGLU, [320, 128], [320, 128])]
     {
@@ -139,7 +139,7 @@ fn lanes_load_the_scales_that_they_supply() {
         let found = words(&memory, out, 3 * 8 * LANES);
         for warp in 0..8 {
             let of = |lane: usize| &found[3 * (warp * LANES + lane)..][..3];
-            // Each word of four scales of A that the warp needs, by selector and row of the fragment.
+            // Each word of four A scales that the warp needs, by selector and fragment row.
             for (selector, row) in (0..2).flat_map(|selector| (0..16).map(move |row| (selector, row))) {
                 let in_tile = warp / 4 * 128 + warp % 4 * 16 + selector * 64 + row;
                 let lane = row % 8 * 4 + selector * 2 + row / 8;
@@ -156,7 +156,7 @@ fn lanes_load_the_scales_that_they_supply() {
     }
 }
 
-/// What the accumulators of SwiGLU are as e2m1: each result in the nibble of its row and column, each scale in its place.
+/// Stores SwiGLU results as e2m1: each result goes to the nibble of its row and column, and each scale to its place.
 #[test]
 fn results_of_e2m1_are_stored_in_their_places() {
     needs_emulator!();
@@ -165,7 +165,7 @@ fn results_of_e2m1_are_stored_in_their_places() {
     let (data, scales) = (memory.allocate(count as u64 / 2).unwrap(), memory.allocate(blocks as u64).unwrap());
     let (rows, cols, dtype, scale) = (ROWS as u32, SWIGLU_COLS as u32, 0, 1.0);
     let out = KlMat { data, scales, stride: cols.into(), rows, cols, dtype, scale };
-    // The indices of what is stored at each place, bit by bit.
+    // The index of the result stored at each place, bit by bit.
     let (mut elements, mut of_blocks) = (vec![0; count], vec![0; blocks]);
     for bit in 0..count.ilog2() {
         run("store_signs", &TILE, &tile("store_signs", out, KL_SWIGLU, [0; 2], 0, bit));

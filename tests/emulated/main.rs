@@ -1,16 +1,16 @@
-//! Every kernel on an emulated GPU: the sources of `kernels/` compiled for the CPU, under the real CUDA backend. What hardware leaves
-//! open happens in a random order, and what it does not allow is an error. No GPU and no nvcc is needed, only a C++ compiler.
+//! Runs every kernel on an emulated GPU: the sources of `kernels/` compiled for the CPU, under the real CUDA backend. What hardware leaves
+//! open happens in a random order, and what hardware does not allow is an error. It needs no GPU and no nvcc, only a C++ compiler.
 //!
-//! Each case has a seed of its own, which follows from the seed of the run. A failure says how to repeat it:
+//! Each case has a seed of its own, derived from the seed of the run. A failure says how to repeat it:
 //!
 //!     KILN_TEST_SEED=1234 KILN_TEST_CASE="linear 64x64x64" cargo test --test emulated every_kernel
 //!
-//! A run takes the cases of a list, which launch every kernel, and a number of others that its seed chooses; with `KILN_TEST_LONG=1` it
-//! takes all. `KILN_TEST_SEEDS=50` runs them with fifty seeds, one after the other.
+//! A run takes a list of cases that launch every kernel, and some others that its seed chooses. With `KILN_TEST_LONG=1` it takes all cases.
+//! `KILN_TEST_SEEDS=50` runs them with fifty seeds, one after the other.
 
 #![allow(clippy::print_stdout)] // seeds, figures and why a test was skipped, with --nocapture
 
-/// Ends a test here if there is no emulator.
+/// Returns from a test if there is no emulator.
 macro_rules! needs_emulator {
     () => {
         if !crate::available() {

@@ -1,4 +1,4 @@
-//! Bugs planted in copies of the kernels: each has to be found, and named by what it does.
+//! Checks that every bug planted in copies of the kernels is found, and that the report names it.
 
 use crate::driver::Gpu;
 use crate::runner::Runner;
@@ -7,9 +7,9 @@ use common::random::long;
 use kiln::internals::backend::cuda::{Arch, Kernel, KernelChoice};
 use kiln_emulator::planted::{BUGS, Expect, Planted, WRONG};
 
-/// Seeds that are tried until a bug is found: some show only in a certain order of events.
+/// How many seeds are tried until a bug is found. Some bugs show only in a certain order of events.
 const SEEDS: u64 = 20;
-/// Seeds with which nothing may be found where there is no bug, in a short and in a long run. All cases run with other seeds, too.
+/// How many seeds must find nothing where there is no bug, in a short and in a long run. All cases run with other seeds, too.
 const SOUND_SEEDS: [u64; 2] = [1, 8];
 
 /// A bug that an op case finds.
@@ -17,7 +17,7 @@ struct Found {
     bug: &'static Planted,
     choice: KernelChoice,
     case: &'static str,
-    /// A part of what the emulator reports.
+    /// A part of the emulator's report.
     report: &'static str,
 }
 
@@ -38,12 +38,12 @@ impl Found {
         }
     }
 
-    /// The seeds for this case without its bug. What a wrong result shows does not depend on the order of events.
+    /// How many seeds to try without the bug. A wrong result does not depend on the order of events.
     fn sound_seeds(&self) -> u64 {
         if self.report == WRONG { 1 } else { SOUND_SEEDS[usize::from(long())] }
     }
 
-    /// The first report of the emulator on the case with one of so many seeds, if there is one.
+    /// Tries these many seeds. Returns the first one that makes the case fail, with the emulator's report.
     fn run(&self, bug: Option<&'static str>, seeds: u64) -> Option<(u64, String)> {
         let case = cases::all().into_iter().find(|case| case.name == self.case);
         let case = case.unwrap_or_else(|| panic!("no case is called {:?}", self.case));
@@ -52,13 +52,13 @@ impl Found {
     }
 }
 
-/// The others are found by the tests of FP8 sums and of the self-test.
+/// Checks the bugs that op cases find. The tests of FP8 sums and of the self-test find the others.
 #[test]
 fn every_planted_bug_is_found_and_named() {
     needs_emulator!();
     let bugs: Vec<Found> = BUGS.iter().filter_map(Found::of).collect();
     let mut wrong = Vec::new();
-    // Without a bug nothing is found.
+    // Without a bug nothing may be found.
     let mut sound: Vec<&Found> = Vec::new();
     for found in &bugs {
         match sound.iter_mut().find(|other| (other.choice, other.case) == (found.choice, found.case)) {

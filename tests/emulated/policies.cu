@@ -1,4 +1,4 @@
-// The Hopper GEMM with policies that no kernel of the product has yet, for tests of its main loop (policies.rs).
+// The Hopper GEMM with policies that no product kernel has yet, to test its main loop (policies.rs).
 //
 //   test_e4m3_*           FP8 with f32 results, with and without promotion
 #include <gemm/tma_mainloop.cuh>
@@ -8,19 +8,19 @@ using namespace kl::gemm;
 
 // ----------------------------------------------------------------------------------------------------------------- FP8
 
-// The output is rows of f32, so that tests see all bits of the accumulators.
+// Stores output rows in f32, so tests see all bits of the accumulators.
 struct StoreF32Rows {
   template <class Config>
   using Origin = RowOrigin<Config>;
   using Element = float;
   static constexpr bool kStoresE4m3 = false, kStoresE2m1 = false;
-  static constexpr int kMaxBoxCols = 32;  // the 128 bytes that the swizzle allows
+  static constexpr int kMaxBoxCols = 32;  // 128 bytes, the limit of the swizzle
 
   template <int kCols>
   static __device__ __forceinline__ void stage(const KlGemmTma&, uint32_t buffers, uint32_t offset, uint32_t lane, const float* v) {
 #pragma unroll
     for (int i = 0; i < kCols / 2; i++) {
-      // Accumulator i of a lane is in fragment i / 4, which has two rows of two columns for it.
+      // Accumulator i of a lane is in fragment i / 4, where the lane has two rows of two columns.
       const uint32_t row = lane / 4 + i / 2 % 2 * 8, col = i / 4 * 8 + lane % 4 * 2 + i % 2;
       const uint32_t to = swizzled<kCols * sizeof(Element)>(row, col / 4) + col % 4 * sizeof(Element);
       store_shared(buffers + offset + to, __float_as_uint(v[i]));

@@ -1,4 +1,4 @@
-//! The main loop of the Hopper GEMM with policies that no kernel of the product has yet (`policies.cu`), against f64 loops: FP8 with and
+//! Checks the main loop of the Hopper GEMM with policies that no product kernel has yet (`policies.cu`) against f64 loops: FP8 with and
 //! without promotion, with f32 results.
 
 #[path = "../../src/backend/cuda/abi.rs"]
@@ -10,10 +10,10 @@ use common::random::Random;
 use kiln_emulator::{self as emulator, DeviceMemory, Launch, TensorMap};
 use std::mem::offset_of;
 
-/// Seeds of a case, each of which is another order of events.
+/// The seeds of a case. Each seed gives another order of events.
 const SEEDS: u64 = 3;
 
-/// What the CTAs of a cluster share, as `ClusterMode` in `gemm/tma_config.cuh`.
+/// What the CTAs of a cluster share. Matches `ClusterMode` in `gemm/tma_config.cuh`.
 #[derive(Clone, Copy, PartialEq)]
 enum Cluster {
     MulticastA,
@@ -35,7 +35,7 @@ impl Kernel {
         if self.cluster == Cluster::MulticastA { self.block_m / abi::KL_SM90_CLUSTER } else { self.block_m }
     }
 
-    /// Columns of the boxes of the output, which may have at most `largest`.
+    /// Columns of the boxes of the output, at most `largest`.
     fn store_cols(&self, largest: u32) -> u32 {
         1 << (self.block_n | largest).trailing_zeros()
     }
@@ -52,12 +52,12 @@ impl Device {
         address
     }
 
-    /// Memory for results, which holds NaN.
+    /// Allocates memory for results, which holds NaN.
     fn allocate(&self, bytes: usize) -> u64 {
         self.0.allocate(bytes as u64).unwrap()
     }
 
-    /// Values of `N` bytes each, as `value` reads them.
+    /// Downloads values of `N` bytes each, decoded by `value`.
     fn download<const N: usize>(&self, address: u64, count: usize, value: fn([u8; N]) -> f32) -> Vec<f32> {
         let mut bytes = vec![0; count * N];
         self.0.read(address, &mut bytes).unwrap();
@@ -68,7 +68,7 @@ impl Device {
 /// An encoded tensor map.
 type Map = [u64; 16];
 
-/// The map of a row-major tensor, whose last dimension comes first here, with boxes that fill the rows of their swizzle.
+/// The map of a row-major tensor with boxes that fill the rows of their swizzle. Dimensions are passed last one first.
 fn swizzled_map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32]) -> Map {
     let swizzle = tile[0] * element_bytes;
     let (mut map_size, mut map_tile) = ([1; 3], [1; 3]);
@@ -81,7 +81,7 @@ fn swizzled_map(address: u64, element_bytes: u32, size: &[u32], tile: &[u32]) ->
     emulator::tensor_map(&TensorMap { address, element_bytes, rank, size, pitch, tile, swizzle }).unwrap()
 }
 
-/// What a kernel computes: `row_tiles` tiles by `cols` columns over `k_blocks` k-blocks.
+/// The work of a kernel: `row_tiles` tiles by `cols` columns over `k_blocks` k-blocks.
 struct Problem {
     kernel: Kernel,
     row_tiles: u32,
@@ -90,12 +90,12 @@ struct Problem {
     x: Map,
     w: Map,
     out: Map,
-    /// What accumulators are multiplied by.
+    /// The factor of the accumulators.
     alpha: f32,
 }
 
 impl Problem {
-    /// Two Stream-K workers share all tiles, or a single one takes them whole.
+    /// Runs the kernel with two Stream-K workers that share all tiles, or with one worker that takes whole tiles.
     fn run(&self, device: &Device, stream_k: bool, seed: u64) {
         let Kernel { symbol, block_m, block_n, cluster } = self.kernel;
         let entry = emulator::entry("policies", symbol).unwrap_or_else(|| panic!("no kernel is called {symbol}"));
@@ -143,7 +143,7 @@ impl Problem {
     }
 }
 
-/// Fails unless the root of the sum of squared differences, relative to that of the expected values, is below `limit`.
+/// Fails unless the relative L2 error of the results is below `limit`.
 fn check(kernel: Kernel, got: &[f32], expected: &[f64], limit: f64) {
     assert_eq!(got.len(), expected.len());
     let difference: f64 = got.iter().zip(expected).map(|(&a, &b)| (f64::from(a) - b).powi(2)).sum();
@@ -163,19 +163,19 @@ const UNPROMOTED: [Kernel; 2] = [
     Kernel { symbol: "test_e4m3_unpromoted_128x192", ..PROMOTED[1] },
 ];
 
-/// The value of a code of e4m3 that is not NaN.
+/// The value of an e4m3 code that is not NaN.
 fn e4m3(code: u8) -> f64 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7) / 8.0);
     let magnitude = if exponent == 0 { mantissa * 2f64.powi(-6) } else { (1.0 + mantissa) * 2f64.powi(exponent - 7) };
     if code & 0x80 != 0 { -magnitude } else { magnitude }
 }
 
-/// Codes of either sign within eight octaves, and subnormal ones.
+/// Codes of either sign in eight octaves, and subnormal codes.
 fn random_codes(random: &mut Random, count: usize) -> Vec<u8> {
     (0..count).map(|_| random.next() as u8 & 0x87 | (random.below(9) as u8) << 3).collect()
 }
 
-/// alpha x w^T, of codes of e4m3.
+/// alpha x w^T, for e4m3 codes.
 fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f32, stream_k: bool, seed: u64) -> Vec<f32> {
     let device = Device::default();
     let (x, w) = (device.upload(x), device.upload(w));
@@ -196,7 +196,7 @@ fn fp8_gemm(kernel: Kernel, [m, n, k]: [usize; 3], x: &[u8], w: &[u8], alpha: f3
     device.download(out, count, f32::from_ne_bytes)
 }
 
-/// All operands 1.125, and K 12288: sums of 15552, which tensor cores alone get wrong.
+/// Checks sums of 15552, which tensor cores alone get wrong: all operands are 1.125, and K is 12288.
 #[test]
 fn promotion_keeps_long_sums_exact() {
     needs_emulator!();
@@ -214,7 +214,7 @@ fn promotion_keeps_long_sums_exact() {
 #[test]
 fn fp8_gemms_agree_with_f64() {
     needs_emulator!();
-    // Ragged in every dimension; more k-blocks than the pipeline has stages.
+    // Ragged in every dimension, with more k-blocks than the pipeline has stages.
     let [m, n, k] = [145, 264, 784];
     let alpha = 0.375;
     for seed in 0..SEEDS {

@@ -1,5 +1,5 @@
-//! The built-in model makes an image on emulated GPUs, in every format of its weights: on those that have the portable kernels alone,
-//! and by the kernels of compute capability 12.x.
+//! Generates images with the built-in model on emulated GPUs, in every weight format: on GPUs with only the portable kernels, and with the
+//! kernels of compute capability 12.x.
 
 use crate::driver::{Emulated, Gpu};
 use crate::runner::{cuda_with, run_seed};
@@ -13,7 +13,7 @@ use kiln::progress::Silent;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/builtin");
 
-/// The kernels for quantized operands that one format takes on one GPU, or how their names begin.
+/// The kernels for quantized operands that a format takes on a GPU, or prefixes of their names.
 struct Path {
     gpu: Gpu,
     format: Option<DType>,
@@ -21,7 +21,7 @@ struct Path {
 }
 
 const EXPANDED: &[&str] = &["kl_expand"];
-/// Of the text encoder, whose inputs stay in bf16, weights are expanded all the same.
+/// FP8 kernels. The text encoder's inputs stay in bf16, so its weights are expanded even so.
 const FP8: &[&str] = &["kl_expand", "kl_gemm_fp8_sm89", "kl_attention_fp8_sm89"];
 const NATIVE_FP8: &[&str] = &["kl_expand", "kl_gemm_bf16_sm120", "kl_gemm_fp8_sm120", "kl_attention_fp8_sm120"];
 const NATIVE_NVFP4: &[&str] = &["kl_expand", "kl_gemm_bf16_sm120", "kl_gemm_nvfp4_sm120", "kl_attention_fp8_sm120"];
@@ -42,7 +42,7 @@ const PATHS: &[Path] = &[
 ];
 
 impl Path {
-    /// Every op of an image is within rounding of what the CPU backend computes.
+    /// Checks that every op of an image is within rounding of the CPU backend's result.
     fn check(&self) {
         let driver = Emulated::new(self.gpu);
         driver.set_seed(run_seed());

@@ -1,5 +1,5 @@
-//! Quantized tensors on the CUDA backend apart from kernels: weights that are uploaded as the file has them, e4m3 and NVFP4 that
-//! the host writes and reads, NaN in NVFP4, the count of values that did not fit, and what is refused.
+//! Quantized tensors on the CUDA backend, apart from kernels: weights uploaded as stored in the file, e4m3 and NVFP4 that the host writes
+//! and reads, NaN in NVFP4, the count of values out of range, and what is refused.
 
 use crate::driver::{Emulated, Gpu};
 use crate::runner::cuda_with;
@@ -33,7 +33,7 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
     cuda.reserve(Region::Weights, 1 << 20).unwrap();
     let bytes = |data: Vec<u8>| Bytes::new(Arc::new(data));
-    // All but NaN, which is refused.
+    // All codes except NaN, which is refused.
     let code = |i: usize| ((i * 7 % 251) as u8) & if i * 7 % 251 % 128 == 127 { 0x80 } else { 0xff };
     let codes = |rows: usize, first: usize| (0..rows * 48).map(|i| code(first + i)).collect::<Vec<u8>>();
     let part = |rows, first, scaling| WeightSlice { bytes: bytes(codes(rows, first)), dtype: DType::E4m3, rows, scaling };
@@ -43,7 +43,7 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
         read
     };
 
-    // Two parts with scales for their rows, which follow each other as the rows do.
+    // Two slices with row scales, which are placed one after the other like the rows.
     let by_rows = arena.alloc_stored(5, 48, Stored { dtype: DType::E4m3, scales: Scales::Rows }).unwrap();
     let scales: Vec<f32> = (0..5).map(|i| 0.5 + i as f32).collect();
     let stored = |range: std::ops::Range<usize>| bytes(scales[range].iter().flat_map(|v| v.to_le_bytes()).collect());
@@ -60,7 +60,7 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     cuda.upload(one, Role::Linear, &[part(3, 5, SliceScaling::Tensor(scale(0.25)))]).unwrap();
     assert_eq!(read(&mut cuda, one), codes(3, 5));
 
-    // Codes are not converted, so they have to have the scale that the tensor says.
+    // Codes are not converted, so they must have the tensor's scale.
     for scaling in [SliceScaling::Unscaled, SliceScaling::Tensor(scale(0.5)), SliceScaling::Rows(stored(0..3))] {
         let refused = what(cuda.upload(one, Role::Linear, &[part(3, 5, scaling)]));
         assert!(refused.contains("parts do not have the format of"), "{refused}");
@@ -70,11 +70,11 @@ fn weights_of_e4m3_are_uploaded_as_they_are() {
     assert!(what(cuda.upload(e5m2, Role::Linear, &[part])).contains("there are no kernels for"));
 }
 
-/// Rows are quantized in as many pieces as the staging buffer takes, and with the same bytes as all at once.
+/// Rows are quantized in pieces that fit the staging buffer, with the same bytes as all at once.
 #[test]
 fn plain_weights_are_quantized_on_the_way() {
     needs_emulator!();
-    // Rows so long that the buffer of 16 MiB takes 128 of e4m3, or 256 of e2m1.
+    // Rows so long that the 16 MiB buffer takes 128 of e4m3, or 256 of e2m1.
     let (rows, cols) = (300, 128 << 10);
     let (mut cuda, mut arena) = (cuda(), Arena::new(Region::Weights));
     let values = |i: usize| (((i * 31) % 4093) as f32 - 2000.0) / 1024.0 / (1 + i / cols % 7) as f32;
@@ -110,7 +110,7 @@ fn plain_weights_are_quantized_on_the_way() {
     assert!(what(cuda.upload(t, Role::Linear, &[infinite])).contains("values that are not finite"));
 }
 
-/// The bytes of a weight on the device, and those of its block scales.
+/// The bytes of a weight on the device, and the bytes of its block scales.
 fn held(cuda: &mut Cuda, t: Tensor) -> Vec<Vec<u8>> {
     let read = |view: Tensor| {
         let mut bytes = vec![0; view.len()];
@@ -134,7 +134,7 @@ fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
         rows,
         scaling: SliceScaling::Blocks16 { scales: bytes(scales), tensor, layout },
     };
-    // Scales of up to 126, which is no code of NaN. The padding of tiles is one.
+    // Scales of up to 126, which is not a NaN code. The padding of tiles is NaN.
     let codes: Vec<u8> = (0..131 * COLS / 2).map(|i| (i * 7 % 256) as u8).collect();
     let scales: Vec<u8> = (0..131 * COLS / 16).map(|i| (i * 5 % 127) as u8).collect();
     let tiles = |scales: &[u8], rows: usize| {
@@ -159,7 +159,7 @@ fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
         assert!(*held == codes && scales.iter().enumerate().all(right), "{layout:?}");
     }
 
-    // Two parts, of which the second begins at a tile.
+    // Two slices, the second of which begins at a tile.
     let half = |rows: std::ops::Range<usize>| {
         let (codes, scales) = (&codes[rows.start * COLS / 2..rows.end * COLS / 2], &scales[rows.start * 5..rows.end * 5]);
         part(rows.len(), codes.to_vec(), tiles(scales, rows.len()), Nvfp4Layout::COMFY)
@@ -170,7 +170,7 @@ fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
     let refused = what(cuda.upload(t, Role::Linear, &[half(0..127), half(127..131)]));
     assert!(refused.contains("begin at a tile of the block scales of"), "{refused}");
 
-    // Kernels would take a scale that is NaN or negative for another number, and a part with another scale would be wrong.
+    // Kernels would mistake a scale that is NaN or negative for another number. A slice with a different scale would be wrong.
     for wrong in [0x7f, 0x80, 0xff] {
         for at in [0, scales.len() - 1] {
             let mut scales = scales.clone();
@@ -185,7 +185,7 @@ fn weights_of_nvfp4_have_the_layout_of_tensors_on_the_device() {
     assert!(refused.contains("parts do not have the format of"), "{refused}");
 }
 
-/// A norm of eight values into e4m3, in which four of them do not fit.
+/// A norm of eight values into e4m3. Four of them are out of range.
 struct Clipped {
     out: Tensor,
     x: Tensor,
@@ -208,7 +208,7 @@ impl Clipped {
 
     fn place(&self, cuda: &mut Cuda, arena: &Arena) {
         cuda.reserve(Region::Arena, arena.peak()).unwrap();
-        // Of mean square nearly one: four are some 565 after the division by the scale, the others 28.
+        // The mean square is nearly one. Divided by the scale, four values are some 565, the others 28.
         cuda.write(self.x, &[1.4, -1.4, 0.07, -0.07, 0.07, 1.4, -0.07, 1.4]).unwrap();
     }
 
@@ -230,14 +230,14 @@ fn saturation_is_counted_until_it_is_taken() {
     assert_eq!(values[..2], [448.0 / 400.0, -448.0 / 400.0]);
     assert_eq!((cuda.take_saturated().unwrap(), cuda.take_saturated().unwrap()), (4, 0));
 
-    // Run op by op, captured and launched, and launched again; and then the working memory is another one.
+    // Run op by op, captured and launched, launched again. Then the working memory changes.
     for _ in 0..3 {
         cuda.step(StepKey("clipped"), &mut |be| clipped.run(be)).unwrap();
     }
     cuda.reserve(Region::Arena, 1 << 20).unwrap();
     assert_eq!((cuda.take_saturated().unwrap(), cuda.take_saturated().unwrap()), (12, 0));
 
-    // What the host writes is no result of an op.
+    // Values that the host writes are not results of an op.
     cuda.write(clipped.out, &[f32::MAX; 8]).unwrap();
     assert_eq!(cuda.take_saturated().unwrap(), 0);
 }
@@ -251,7 +251,7 @@ fn a_count_is_not_taken_inside_a_step() {
         clipped.run(be)?;
         be.take_saturated().map(drop)
     };
-    // The first time it is run op by op, the second it is captured.
+    // The first step runs op by op, and the second is captured.
     cuda.step(StepKey("taken"), &mut |be| body(be)).unwrap();
     let refused = what(cuda.step(StepKey("taken"), &mut |be| body(be)));
     assert!(refused.contains("take_saturated: a transfer inside a step"), "{refused}");
@@ -265,13 +265,13 @@ fn the_host_writes_and_reads_e4m3() {
     let part = whole.cols(5..25);
     cuda.reserve(Region::Arena, arena.peak()).unwrap();
     cuda.write(whole, &[1.0; 120]).unwrap();
-    // Rounded to a multiple of the scale, or to its largest multiple.
+    // Each value is rounded to a multiple of the scale, or to the largest multiple.
     let values: Vec<f32> = (0..60).map(|i| if i == 7 { 1e6 } else { -0.25 * (i % 16) as f32 - 0.01 }).collect();
     cuda.write(part, &values).unwrap();
     let mut read = vec![0.0; 60];
     cuda.read(part, &mut read).unwrap();
     let want: Vec<f32> = (0..60).map(|i| if i == 7 { 112.0 } else { -0.25 * (i % 16) as f32 }).collect();
-    // Next to zero codes are closer to each other.
+    // Codes next to zero are closer to each other.
     for (i, (got, want)) in read.iter().zip(&want).enumerate() {
         assert!(if i % 16 == 0 { (got + 0.01).abs() < 0.001 } else { got == want }, "{i}: {got}, not {want}");
     }
@@ -280,7 +280,7 @@ fn the_host_writes_and_reads_e4m3() {
     assert!(around.iter().enumerate().all(|(i, v)| (5..25).contains(&(i % 40)) || *v == 1.0));
 }
 
-/// The same bytes as those of the CPU backend, in parts of a matrix whose tiles of scales have rows and blocks beside them.
+/// The host writes the same bytes as the CPU backend, into slices of a matrix whose scale tiles contain further rows and blocks.
 #[test]
 fn the_host_writes_and_reads_nvfp4() {
     needs_emulator!();
@@ -292,7 +292,7 @@ fn the_host_writes_and_reads_nvfp4() {
     };
     for backend in [&mut cuda as &mut dyn Backend, &mut cpu] {
         backend.reserve(Region::Arena, arena.peak()).unwrap();
-        // The padding of tiles is part of what is compared.
+        // The padding of tiles is compared, too.
         whole.as_bytes().for_each(|view| backend.write(view, &vec![119.0; view.len()]).unwrap());
         backend.write(whole, &values(whole, 5)).unwrap();
         backend.write(part, &values(part, 17)).unwrap();
@@ -315,8 +315,8 @@ fn the_host_writes_and_reads_nvfp4() {
     assert!(what(cuda.read(part, &mut values.clone())).starts_with("read: 96 values from"));
 }
 
-/// Elements of NVFP4 cannot be NaN, so the scale of a block is if one of its values is: of that block alone, wherever in it the
-/// value stands and whichever kernel has stored it. An infinity becomes the largest value there is.
+/// NVFP4 elements cannot be NaN, so a NaN makes its block's scale NaN. Only that block is affected, wherever in it the value stands and
+/// whichever kernel has stored it. An infinity becomes the largest value of the format.
 #[test]
 fn nan_is_kept_by_the_scale_of_its_block() {
     needs_emulator!();
@@ -339,7 +339,7 @@ fn nan_is_kept_by_the_scale_of_its_block() {
             for (i, value) in read.into_iter().enumerate() {
                 let right = match odd.is_nan() {
                     true => value.is_nan() == (i % cols / 16 == at / 16),
-                    // Six times the largest scale of a block times that of the tensor.
+                    // Six times the largest block scale times the tensor's scale.
                     false => value.is_finite() && (i % cols != at || value == -6.0 * 448.0 * 0.25),
                 };
                 assert!(right, "{odd} in column {at}: [{}, {}] is {value}", i / cols, i % cols);
@@ -362,7 +362,7 @@ fn formats_without_kernels_are_refused() {
     };
     let values = attend(&mut cuda, out, v);
     assert!(values.contains("the values of attention are not quantized"), "{values}");
-    // A layer that multiplies inputs of NVFP4 has no other weights.
+    // A layer that multiplies NVFP4 inputs has only NVFP4 weights.
     let mut weights = Arena::new(Region::Weights);
     let weight = Weight::stack(&[weights.alloc_stored(8, 64, Stored::fp8(Scale::ONE)).unwrap()]).unwrap();
     cuda.reserve(Region::Weights, weights.peak()).unwrap();

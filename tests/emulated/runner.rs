@@ -1,4 +1,4 @@
-//! Runs op cases on an emulated GPU, each with a seed that a failure prints.
+//! Runs op cases on an emulated GPU. Each has a seed, which a failure prints.
 
 use crate::driver::{Emulated, Gpu};
 use common::fnv::fnv1a;
@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 
-/// Room for the weights of small cases.
+/// Weight memory for small cases.
 const WEIGHT_BYTES: u64 = 32 << 20;
 
 /// The seed of this run: `KILN_TEST_SEED`, or a new one.
@@ -20,13 +20,13 @@ pub fn run_seed() -> u64 {
     *SEED.get_or_init(|| seed(true))
 }
 
-/// The CUDA backend on an emulated GPU. `bug` is a module that has kernels with a planted bug.
+/// The CUDA backend on an emulated GPU. `bug` names a module whose kernels have a planted bug.
 pub fn cuda_with(driver: &Rc<Emulated>, bug: Option<&'static str>) -> Result<Cuda> {
     let image = |file: &'static str| Ok(Cow::Owned(bug.into_iter().chain([file]).collect::<Vec<_>>().join(" ").into_bytes()));
     Cuda::new(driver.clone(), &image, Arc::default())
 }
 
-/// A backend, and the weights that cases have placed so far.
+/// A backend, and the weights that its cases have placed so far.
 pub struct Runner {
     pub driver: Rc<Emulated>,
     pub cuda: Cuda,
@@ -45,7 +45,7 @@ impl Runner {
         Self { driver, cuda, weights: Weights::with_bytes(WEIGHT_BYTES) }
     }
 
-    /// Runs a case and returns its results, or what is wrong. `verify` compares them with the oracle.
+    /// Runs a case and returns its results, or a description of what is wrong. `verify` compares the results with the oracle.
     pub fn run(
         &mut self,
         choice: KernelChoice,
@@ -68,7 +68,7 @@ impl Runner {
         }
     }
 
-    /// Checks a case with the seed that it has in a run with this one. An error says how to repeat it.
+    /// Checks a case with a seed derived from the run's seed. An error says how to repeat it.
     pub fn check(&mut self, run_seed: u64, choice: KernelChoice, case: &Case) -> std::result::Result<(), String> {
         let name = fnv1a(format!("{choice:?} {}", case.name).bytes());
         let seed = Random::new(run_seed ^ name).next();

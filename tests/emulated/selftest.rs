@@ -1,4 +1,4 @@
-//! The checks of `kiln selftest` on emulated GPUs, with faults that single checks find and name, and the gate that they are.
+//! The checks of `kiln selftest` on emulated GPUs, with faults that single checks find and name, and the gate that depends on them.
 
 use crate::driver::{Emulated, Gpu, Sabotage};
 use crate::runner::cuda_with;
@@ -12,17 +12,17 @@ use kiln_program::cli::selftest::{SelftestArgs, test as selftest_on};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// As much as an emulator computes in a second.
+/// Sizes that an emulator computes in a second.
 const SMALL: Extent<'_> =
     Extent { shapes: &[Shape { rows: 40, cols: 128, k: 256 }], attention: Size { tokens: 40, heads: 2 }, burst: false };
-/// Nothing that depends on the size: instructions and copies.
+/// Only checks that do not depend on sizes: instructions and copies.
 const NONE: Extent<'_> = Extent { shapes: &[], attention: Size { tokens: 1, heads: 1 }, burst: false };
 
 fn run(cuda: &mut Cuda, extent: &Extent<'_>) -> Vec<Line> {
     selftest::run(cuda, extent, &mut |_| Ok(())).unwrap()
 }
 
-/// A GPU with all kernels that it has.
+/// A backend on a GPU with all of its kernels.
 fn open(gpu: Gpu, bug: Option<&'static str>) -> Cuda {
     let mut cuda = cuda_with(&Emulated::new(gpu), bug).unwrap();
     cuda.enable_gated(true);
@@ -33,13 +33,13 @@ fn failed(lines: &[Line]) -> Vec<String> {
     lines.iter().filter(|line| line.failed()).map(|line| format!("{}: {}", line.name, line.outcome)).collect()
 }
 
-/// The name of a check without the size.
+/// The name of a check, without the size.
 fn kind(line: &Line) -> &str {
     let end = if line.name.starts_with("GEMM ") { line.name.rfind(' ') } else { line.name.find(", 40 tokens") };
     &line.name[..end.unwrap_or(line.name.len())]
 }
 
-/// Every GPU has what its architecture has, and all of it is right.
+/// Every GPU has the checks of its architecture, and all of them pass.
 #[test]
 fn every_check_passes() {
     needs_emulator!();
@@ -47,14 +47,14 @@ fn every_check_passes() {
     let block_scaled = ["mma e4m3, block-scaled", "mma nvf4", "sums e4m3, block-scaled", "sums nvf4", "GEMM W4A4"];
     let fp8 = ["mma e4m3", "sums e4m3", "sums W8A8 GEMM", "GEMM W8A8", "attention e4m3 q and k"];
     let mut launched = BTreeSet::new();
-    // What each GPU lacks, and how many places its sums keep.
+    // The checks that each GPU lacks, and how many places its sums keep.
     for (gpu, absent, places) in [
         (Gpu::AMPERE, [&tma[..], &["cluster"], &fp8, &block_scaled].concat(), vec![("sums bf16", 24)]),
         (Gpu::ADA, [&tma[..], &["cluster"], &block_scaled].concat(), vec![("sums e4m3", 13), ("sums W8A8 GEMM", 13)]),
         (Gpu::HOPPER, block_scaled.to_vec(), vec![("sums bf16", 25), ("sums e4m3", 25), ("sums W8A8 GEMM", 13)]),
         (Gpu::BLACKWELL, vec!["cluster"], vec![("sums e4m3", 25), ("sums e4m3, block-scaled", 25), ("sums nvf4", 35)]),
     ] {
-        // At the sizes of the gate, if there is time.
+        // At the gate's sizes, in a long run.
         let extent = if long() { Extent { attention: SMALL.attention, ..Extent::QUICK } } else { SMALL };
         let mut cuda = open(gpu, None);
         let lines = run(&mut cuda, &extent);
@@ -76,7 +76,7 @@ fn every_check_passes() {
     assert!(missed.is_empty(), "never launched: {missed:?}");
 }
 
-/// A fault makes one check fail, which names the lane and the register.
+/// A fault makes one check fail. The check names the lane and the register.
 #[test]
 fn a_fault_is_found_by_its_check_alone() {
     needs_emulator!();
@@ -88,7 +88,7 @@ fn a_fault_is_found_by_its_check_alone() {
         assert_eq!(faults.len(), 1, "{}: {faults:?}", bug.name);
         assert!(faults[0].starts_with(&format!("{check}: FAILED ({detail}")), "{}: {faults:?}", bug.name);
     }
-    // Tensor maps without the swizzle that the kernel expects: of 64 bytes, and of 128, which chains of copies have as well.
+    // Tensor maps without the swizzle that the kernel expects: of 64 bytes, and of 128 bytes, which chains of copies also use.
     let narrow = |map: &mut MapSpec| without_swizzle(map, 32);
     let wide = |map: &mut MapSpec| without_swizzle(map, 64);
     for (change, names, place) in [
@@ -105,14 +105,14 @@ fn a_fault_is_found_by_its_check_alone() {
     }
 }
 
-/// Takes the swizzle from boxes of 64 rows by so many columns.
+/// Removes the swizzle from boxes of 64 rows by `cols` columns.
 fn without_swizzle(map: &mut MapSpec, cols: u32) {
     if map.tile == [cols, 64, 1] {
         map.swizzle = Swizzle::None;
     }
 }
 
-/// A folder for records, which is removed at the end.
+/// A folder for records. It is removed at the end.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -136,7 +136,7 @@ fn native_kernels_pass_the_gate_once() {
     let records = Records::below(Some(&folder.0));
     let open = |gpu, bug| cuda_with(&Emulated::new(gpu), bug).unwrap();
     let native = |cuda: &Cuda| cuda.launched().any(|(kernel, _)| kernel.is_gated());
-    // A GPU that needs none leaves no trace.
+    // A GPU that needs no self-test leaves no trace.
     assert_eq!(gate(&mut open(Gpu::HOPPER, None), &NONE, &records).unwrap(), Gate::Open);
     assert!(std::fs::read_dir(&folder.0).unwrap().next().is_none());
 
@@ -147,7 +147,7 @@ fn native_kernels_pass_the_gate_once() {
     let mut again = open(Gpu::BLACKWELL, None);
     assert_eq!(gate(&mut again, &NONE, &records).unwrap(), Gate::Recorded(Verdict::Passed));
     assert!(native(&again) && again.launched().all(|(_, times)| times == 0), "nothing is run again");
-    // A damaged record counts as none, and so does that of other kernels: the module with a bug is another image.
+    // A damaged record does not count, nor does a record of other kernels. The module with a bug is a different module image.
     std::fs::write(records.path(&Key::of(&cuda)).unwrap(), "{").unwrap();
     let mut wrong = open(Gpu::BLACKWELL, Some("scales_of_other_lanes"));
     assert_ne!(Key::of(&wrong), Key::of(&cuda));
@@ -157,18 +157,18 @@ fn native_kernels_pass_the_gate_once() {
     let mut wrong = open(Gpu::BLACKWELL, Some("scales_of_other_lanes"));
     assert_eq!(gate(&mut wrong, &NONE, &records).unwrap(), Gate::Recorded(Verdict::Failed(what)));
     assert!(!native(&wrong));
-    // One that did not end keeps them off, too.
+    // A self-test that did not end keeps the kernels off, too.
     records.save(&Key::of(&cuda), Verdict::Begun).unwrap();
     let mut begun = open(Gpu::BLACKWELL, None);
     assert_eq!(gate(&mut begun, &NONE, &records).unwrap(), Gate::Recorded(Verdict::Begun));
     assert!(!native(&begun));
-    // Without a place to remember anything it runs, and nothing is remembered.
+    // If nothing can be stored, the self-test runs and its result is not remembered.
     let nowhere = Records::below(Some(&folder.0.join("kiln").join("none").join("\0")));
     assert!(matches!(gate(&mut begun, &NONE, &nowhere).unwrap(), Gate::Ran(Verdict::Passed, _)));
     assert!(native(&begun) && nowhere.find(&Key::of(&begun)).is_none());
 }
 
-/// What `kiln selftest` prints, and what it ends with.
+/// Checks what `kiln selftest` prints, and the error it ends with.
 #[test]
 fn the_command_prints_a_line_for_each_check() {
     needs_emulator!();

@@ -8,10 +8,10 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-/// Values of each buffer of `planted.cu`, and threads of a CTA.
+/// Values per buffer of `planted.cu`, and threads per CTA.
 const COUNT: u32 = 64;
 
-/// Launches the kernel of the compiled `planted.cu` that has the bug for this sanitizer, once. It may fail, since the bug may be fatal.
+/// Launches the kernel of the compiled `planted.cu` with the bug for this sanitizer, once. The launch may fail, since the bug may be fatal.
 pub fn planted(tool: &str, image: &Path) -> Result<()> {
     let image = std::fs::read(image).map_err(|e| Error::read(image, e))?;
     let driver = System::open(0)?;
@@ -27,7 +27,7 @@ pub fn planted(tool: &str, image: &Path) -> Result<()> {
     done
 }
 
-/// Allocates all memory of the GPU but about `left` bytes, says so, and keeps it until the process is ended.
+/// Allocates all GPU memory except about `left` bytes, prints how much is left, and keeps it until the process is ended.
 pub fn ballast(left: u64) -> Result<()> {
     let driver = System::open(0)?;
     // Free memory need not be contiguous.

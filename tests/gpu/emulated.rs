@@ -1,5 +1,5 @@
-//! The kernels of compute capability 12.x on another GPU: `tools/gpu_bundle` compiles them with `KL_EMULATE`, which replaces block-scaled
-//! MMAs and conversions to e2m1 by software and leaves TMA, mbarriers, ldmatrix and everything else to the hardware.
+//! Tests the kernels of compute capability 12.x on another GPU. `tools/gpu_bundle` compiles them with `KL_EMULATE`, which replaces
+//! block-scaled MMAs and e2m1 conversions by software and leaves TMA, mbarriers, ldmatrix and everything else to the hardware.
 
 use kiln::error::Error;
 use kiln::internals::backend::cuda::driver::{DeviceInfo, Driver};
@@ -15,12 +15,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The folder of the kernels that are emulated, if these are to be tested.
+/// The folder of the emulated kernels, if they are to be tested.
 pub fn kernels() -> Option<PathBuf> {
     std::env::var_os("KILN_EMULATED_KERNELS").map(PathBuf::from)
 }
 
-/// This GPU as one of compute capability 12.0 with so many SMs, or all it has.
+/// This GPU as a GPU of compute capability 12.0, with `sms` SMs or all it has.
 pub fn cuda(folder: &Path, sms: Option<u32>) -> Cuda {
     let system = System::open(0).unwrap();
     let own = system.device().clone();
@@ -38,7 +38,7 @@ pub fn cuda(folder: &Path, sms: Option<u32>) -> Cuda {
     cuda
 }
 
-/// Numbers that look random, of so many bits.
+/// Pseudo-random numbers with the given numbers of bits.
 fn noise(seed: u64) -> impl FnMut(u32) -> u64 {
     let mut state = seed;
     move |bits| {
@@ -47,19 +47,19 @@ fn noise(seed: u64) -> impl FnMut(u32) -> u64 {
     }
 }
 
-/// A row of a matrix: its codes, two to a byte, and a scale for each block.
+/// A row of a matrix: its codes, two per byte, and a scale for each block.
 struct Row<'a> {
     codes: &'a [u8],
     scales: Vec<u8>,
 }
 
-/// The elements of e2m1 as multiples of one half.
+/// e2m1 elements as multiples of one half.
 fn halves(code: u8) -> i64 {
     let magnitude = [0, 1, 2, 3, 4, 6, 8, 12][usize::from(code & 7)];
     if code & 8 == 0 { magnitude } else { -magnitude }
 }
 
-/// A scale as a multiple of an eighth of two to an exponent.
+/// A scale as a multiple of an eighth, and the exponent of a power of two.
 fn scale_term(code: u8) -> (i64, i32) {
     let (field, mantissa) = (i32::from(code >> 3 & 15), i64::from(code & 7));
     match (field, mantissa) {
@@ -74,7 +74,7 @@ fn shifted(significand: i128, places: i32) -> i128 {
     if places >= 0 { significand << places } else { significand / (1i128 << (-places).min(120)) }
 }
 
-/// The product of two rows as published (MMA-Sim, arXiv 2511.10909): over 64 of K at a time, block sums are exact, they and the
+/// The product of two rows by the published rule (MMA-Sim, arXiv 2511.10909). Over 64 of K at a time, block sums are exact. They and the
 /// accumulator are aligned to the largest exponent and truncated 35 places below it, and the sum is truncated to f32.
 fn product(x: &Row<'_>, w: &Row<'_>) -> f32 {
     let mut sum = 0.0f32;
@@ -95,14 +95,14 @@ fn product(x: &Row<'_>, w: &Row<'_>) -> f32 {
         let largest = terms.iter().map(|term| term.1).fold(exponent, i32::max);
         let mut total = shifted(accumulator, 35 - 23 + exponent - largest);
         total += terms.iter().map(|&(term, exponent)| shifted(term.into(), 35 - 8 + exponent - largest)).sum::<i128>();
-        // The leading 24 bits.
+        // Keeps the leading 24 bits.
         let drop = (128 - total.unsigned_abs().leading_zeros() as i32 - 24).max(0);
         sum = (total / (1i128 << drop) * (1i128 << drop)) as f64 as f32 * 2.0f32.powi(largest - 35);
     }
     sum
 }
 
-/// A weight of random codes, and their scales.
+/// Uploads a weight of random codes, and returns the codes and their scales.
 fn weight(be: &mut dyn Backend, to: Tensor, scale: Scale, next: &mut impl FnMut(u32) -> u64) -> (Vec<u8>, Vec<u8>) {
     let codes: Vec<u8> = (0..to.rows * to.cols / 2).map(|_| next(8) as u8).collect();
     // From 2^-4 to 2^4.
@@ -114,11 +114,11 @@ fn weight(be: &mut dyn Backend, to: Tensor, scale: Scale, next: &mut impl FnMut(
     (codes, scales)
 }
 
-/// Products of NVFP4 at the sizes of klein 4B: a sample of the results equals the published rule to the bit, and all are those of the
-/// naive kernel but for the rounding of either.
+/// Checks NVFP4 products at the sizes of klein 4B. A sample of the results equals the published rule to the bit, and all results equal the
+/// naive kernel's except for the rounding of either.
 pub fn products_are_exact() {
     let Some(folder) = kernels() else { panic!("KILN_EMULATED_KERNELS names the folder of the kernels") };
-    // As many SMs as divide the tiles: then no tile is shared by Stream-K, whose sums have another order.
+    // The number of SMs divides the tiles, so Stream-K shares no tile. It would add in another order.
     for (kernel, [rows, cols, inner], sms) in
         [(Kernel::GemmNvfp4Sm120_256x128, [4608, 3072, 3072], 108), (Kernel::GemmNvfp4Sm120_128x128, [512, 3072, 3072], 96)]
     {
@@ -131,7 +131,7 @@ pub fn products_are_exact() {
         let x = arena.alloc_stored(rows, inner, Stored::nvfp4(scale)).unwrap();
         let [out, naive] = std::array::from_fn(|_| arena.alloc(rows, cols, DType::Bf16).unwrap());
         cuda.reserve(Region::Arena, arena.peak()).unwrap();
-        // Sums of a few, so that there are values of all magnitudes.
+        // Sums of a few numbers, so there are values of all magnitudes.
         let values: Vec<f32> = (0..x.len()).map(|_| (next(12) as f32 + next(12) as f32 - 4095.0) / 1024.0).collect();
         cuda.write(x, &values).unwrap();
         let Scaling::Blocks16 { scales, .. } = x.scaling else { unreachable!() };
@@ -160,7 +160,7 @@ pub fn products_are_exact() {
         let want = run(&mut cuda, KernelChoice::Naive, naive);
         let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>();
         let error = (square(&mut got.iter().zip(&want).map(|(a, b)| a - b)) / square(&mut want.iter().copied())).sqrt();
-        // Both are rounded to bf16, by at most half a unit of its eighth bit each.
+        // Both are rounded to bf16, each by at most half a unit of its eighth bit.
         assert!(error <= 2.0f64.powi(-8), "{error:.2e} apart from the naive kernel");
         let scales_of = |scales: &[u8], row: usize| {
             let blocks = 0..inner / nvfp4::BLOCK;

@@ -1,4 +1,4 @@
-//! Tensors so large that 32-bit offsets wrap around: the last rows of the whole must equal the same rows computed alone, bit for bit.
+//! Tensors so large that 32-bit offsets wrap around. The last rows of the whole must equal the same rows computed alone, bit for bit.
 
 use super::cuda;
 use kiln::internals::backend::cuda::{Cuda, KernelChoice};
@@ -7,7 +7,7 @@ use kiln::internals::tensor::{Arena, Bytes, DType, Region, Tensor, WeightSlice};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
-/// More rows than the longest sequence, and with these columns more elements than a signed 32-bit number can count.
+/// More rows than the longest sequence. With these columns there are more elements than a signed 32-bit number can count.
 const ROWS: usize = 59_000;
 const COLS: usize = 36_864;
 
@@ -25,7 +25,7 @@ fn last(t: Tensor, rows: usize) -> Tensor {
     t.rows(t.rows - rows..t.rows)
 }
 
-/// Runs an op on everything and on the last rows alone, and compares these.
+/// Runs an op on everything and on the last rows alone, and compares the last rows.
 fn same(be: &mut dyn Backend, name: &str, whole: Op<'_>, alone: Op<'_>, results: (Tensor, Tensor)) {
     be.run(whole).unwrap();
     be.run(alone).unwrap();
@@ -43,8 +43,8 @@ pub fn last_rows_are_right() {
     pixels();
 }
 
-/// The last rows of long sequences, the square of one of which exceeds a signed 32-bit number, against the naive kernel on those rows
-/// alone. It adds in another order, so they agree to the precision of bf16.
+/// Compares the last rows of long sequences with the naive kernel on those rows alone. The square of one of the lengths exceeds a signed
+/// 32-bit number. The naive kernel adds in another order, so the results agree to the precision of bf16.
 fn long_attention() {
     let (d, heads, rows) = (128, 2, 3);
     for tokens in [46_341, 52_000] {
@@ -54,7 +54,7 @@ fn long_attention() {
         let alone = arena.alloc(rows, heads * d, DType::Bf16).unwrap();
         cuda.reserve(Region::Arena, arena.peak()).unwrap();
         let scale = 1.0 / (d as f32).sqrt();
-        // Q is scaled by log2(e) / sqrt(d), so logits are exponents of two, of at most 4 sqrt(d) log2(e).
+        // Q is scaled by log2(e) / sqrt(d). Logits are exponents of two and at most 4 sqrt(d) log2(e).
         for (t, seed, scale) in [(q, 1, 4.0 * LOG2_E * scale), (k, 2, 1.0), (v, 3, 1.0)] {
             let values: Vec<f32> = noise(t.len(), seed).into_iter().map(|v| scale * v).collect();
             cuda.write(t, &values).unwrap();
@@ -118,7 +118,7 @@ fn rows_of_two_dimensions() {
         let w = Linear::new(weight, None);
         let [whole, alone] = [(out, narrow), (row, last(narrow, 1))].map(|(out, x)| [Gemm { out, x, w: &w }]);
         same(be, "linear", Op::Linear(&whole), Op::Linear(&alone), results);
-        // Keys and values at the end of the large buffers, queries all over them.
+        // Keys and values are at the end of the large buffers, queries all over them.
         be.write(last(x, 7), &noise(7 * COLS, 7)).unwrap();
         be.write(last(out, 7), &noise(7 * COLS, 8)).unwrap();
         let (d, heads) = (128, COLS - 128..COLS);
@@ -130,7 +130,7 @@ fn rows_of_two_dimensions() {
     }
 }
 
-/// An image of exactly 2^31 values, and the convolution that reads it.
+/// Checks an image of exactly 2^31 values, and the convolution that reads it.
 fn pixels() {
     let mut cuda = cuda();
     let be: &mut dyn Backend = &mut cuda;
@@ -153,7 +153,7 @@ fn pixels() {
     let norm = GroupNorm { weight: vector, bias: vector, groups: 32, eps: 1e-6 };
     let group = |out, x| Op::GroupNorm { out, x, norm: &norm, stats: Some(stats), silu: true };
     same(be, "group_norm", group(out, x), group(alone, last(x, rows * side)), (last(out, rows * side), alone));
-    // The strip's first row has no row above it, so it is left out of the comparison.
+    // The strip's first row has no row above it, so the comparison leaves it out.
     let w = Conv { weight, bias };
     let (width, sampling, residual, shortcut, stats) = (side, Sampling::Same, None, None, None);
     let conv = |out, x, height| Op::Conv { out, x, w: &w, width, height, sampling, residual, shortcut, stats };

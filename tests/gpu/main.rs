@@ -14,8 +14,8 @@
 //!     gpu planted TOOL FATBIN, gpu ballast BYTES, gpu spoil FILE TENSOR
 //!                        see bundle.rs
 //!
-//! With `KILN_EMULATED_KERNELS`, a folder that has the kernels of compute capability 12.x compiled for this GPU, with what only those
-//! GPUs have in software, all tests run as on such a GPU.
+//! `KILN_EMULATED_KERNELS` names a folder with the kernels of compute capability 12.x, compiled for this GPU with software for what only
+//! those GPUs have. With it, all tests run as on such a GPU.
 #![allow(clippy::print_stdout)]
 
 mod bundle;
@@ -120,7 +120,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Runs the tests, or the one of that name.
+/// Runs all tests, or only the test called `only`.
 fn all(only: Option<&str>) -> ExitCode {
     let (mut failed, mut count) = (0, 0);
     for (name, test) in TESTS.iter().filter(|(name, _)| only.is_none_or(|only| only == *name)) {
@@ -135,9 +135,9 @@ fn all(only: Option<&str>) -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Everything that `kiln selftest` checks.
+/// Runs all checks of `kiln selftest`.
 fn self_test() {
-    // Rates of kernels that are emulated say nothing.
+    // The rates of emulated kernels mean nothing.
     let extent = Extent { burst: emulated::kernels().is_none(), ..Extent::FULL };
     let lines = selftest::run(&mut cuda(), &extent, &mut |line| {
         println!("{:<48} {}", line.name, line.outcome);
@@ -149,13 +149,13 @@ fn self_test() {
     assert!(passed("copy") && (passed("cluster") || cuda().device().capability != (9, 0)));
 }
 
-/// Every kernel, on shapes small enough for sanitizers that slow them down a hundredfold, and an image whose steps are run op by op,
-/// captured and replayed. Several processes may share them: the first generates the image, the others divide the cases.
+/// Every kernel, on shapes small enough for sanitizers, which make kernels a hundred times slower. In addition, an image whose steps are
+/// run op by op, captured and replayed. Several processes may share them: the first generates the image, the others divide the cases.
 struct Share {
     part: usize,
     parts: usize,
     limit: usize,
-    /// For sanitizers that do not see what TMA stores, and would report that the next kernel reads uninitialized memory.
+    /// For sanitizers that do not see TMA stores, and would report that the next kernel reads uninitialized memory.
     portable: bool,
 }
 
@@ -193,7 +193,7 @@ impl Share {
     fn cases(&self) {
         let alone = self.parts == 1;
         let mut cuda = unpoisoned();
-        // Neighbors in the table are of one kind and take equally long, so they go to different processes.
+        // Neighbors in the table are of one kind and take equally long, so different processes take them.
         let (turn, others) = (Cell::new(0), (self.parts - 1).max(1));
         let only = std::env::var("KILN_TEST_CASE").unwrap_or_default();
         let ours = |name: &str| {
@@ -201,7 +201,7 @@ impl Share {
             turn.set(turn.get() + usize::from(small));
             small && turn.get() % others == self.part % others
         };
-        // Matrix ops run with every tile; f32 takes the naive kernels in any case.
+        // Matrix ops run with every tile. f32 takes the naive kernels with any tile.
         let ours_alone = |choice: &KernelChoice| {
             emulated::kernels().is_none() || matches!(choice, KernelChoice::Only(kernel) if kernel.arch() == Arch::Sm120)
         };
@@ -211,12 +211,12 @@ impl Share {
             cuda.set_choice(choice);
             let cases: Vec<_> =
                 ops::cases::all().into_iter().filter(|c| tiles::runs_with(choice, &c.name) && ours(&c.name)).collect();
-            // With few cases, a process may have none of a choice.
+            // With few cases, a process may have none for a choice.
             if alone || !cases.is_empty() {
                 ops::check(&mut cuda, cases.into_iter());
             }
         }
-        // Once is enough: it is the longest of all cases under a sanitizer.
+        // Once is enough: under a sanitizer this takes longer than any case.
         if only.is_empty() && (alone || self.part == 1) {
             let lines = selftest::run(&mut cuda, &Extent::QUICK, &mut |_| Ok(())).unwrap();
             assert!(lines.iter().all(|line| !line.failed()), "{lines:?}");
@@ -229,14 +229,14 @@ impl Share {
     }
 }
 
-/// Without poison, because a sanitizer would take memory that was filled with NaN for initialized.
+/// A backend without poison: a sanitizer would take memory filled with NaN for initialized.
 fn unpoisoned() -> Cuda {
     let mut cuda = cuda();
     cuda.set_poison(false);
     cuda
 }
 
-/// Matrix ops with every tile, because at these sizes mostly the smallest is selected. The oracle takes the host far longer than the
+/// Runs matrix ops with every tile, because at these sizes mostly the smallest is selected. The oracle takes the host far longer than the
 /// kernels take the GPU, so tiles are tested in parallel.
 fn every_tile() {
     std::thread::scope(|scope| {
@@ -263,13 +263,13 @@ fn every_golden(make: Make<'_>) {
     tiling::tiles_equal_those_of_diffusers(make);
 }
 
-/// Every op of every golden case, on both backends. The results of the CPU are carried forward, so passing the goldens proves nothing;
-/// what counts is that no op differs.
+/// Compares every op of every golden case on both backends. The CPU's results are carried forward, so passing the goldens proves nothing.
+/// What counts is that no op differs.
 fn lockstep() {
     every_golden(&in_lockstep);
 }
 
-/// An image of each kind: plain, guided, with references, with cached ones.
+/// One image of each kind: plain, guided, with references, with cached references.
 fn images(prepare: &mut dyn FnMut(&mut Cuda)) -> Vec<GeneratedImage> {
     let mut images = Vec::new();
     let mut backend = || {
@@ -293,7 +293,7 @@ fn checksum(images: &[GeneratedImage]) -> u64 {
     modes::fnv1a(images.iter().flat_map(|p| p.image.pixels.iter().copied()))
 }
 
-/// The same seed gives the same bytes, twenty times on one engine, whose steps are run op by op, captured and replayed in turn.
+/// Checks that the same seed gives the same bytes, twenty times on one engine. Its steps are run op by op, captured and replayed in turn.
 fn repeat() {
     for precision in [Precision::F32, Precision::Bf16] {
         for case in cases() {
@@ -308,7 +308,7 @@ fn repeat() {
     }
 }
 
-/// The largest inputs of layers are the same in every run, and op by op those that the CPU finds.
+/// Checks that the largest inputs of layers are the same in every run, and that op by op they equal the CPU's.
 fn calibration() {
     let found = |backend| {
         let model = OpenModel::open(&Found::Tiny, Some(Variant::Base)).unwrap();

@@ -1,5 +1,5 @@
-// Four kernels with one bug each, for the four tools of compute-sanitizer: a tool that does not report its bug has not looked.
-// tools/gpu_bundle compiles them and `gpu planted` launches one; kiln itself has no part of this.
+// Four kernels with one bug each, for the four tools of compute-sanitizer. A tool that does not report its bug has not worked.
+// tools/gpu_bundle compiles the kernels and `gpu planted` launches one. kiln itself does not use them.
 #include <stdint.h>
 
 struct Planted {

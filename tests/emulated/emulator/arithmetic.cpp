@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-// Eight output columns are computed at once with vectors, for which the processor's instructions are chosen when the program starts.
+// Vectors compute eight output columns at once. Their instruction set is chosen when the program starts.
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define KL_VECTOR_CLONES __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
 #else
@@ -21,7 +21,7 @@ typedef double Doubles __attribute__((vector_size(8 * kLanes)));
 typedef int64_t Longs __attribute__((vector_size(8 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 
-// An operand as integers, K-major in pairs of arrays: significands are signed and have `places` binary places.
+// An operand as integers, K-major in pairs of arrays. Significands are signed and have `places` binary places.
 template <int kCount>
 struct Decoded {
   alignas(32) int32_t significand[kCount];
@@ -49,7 +49,7 @@ inline float float_of(uint32_t bits) {
   return v;
 }
 
-// The value of an element, for sums in which an infinity or a NaN takes part.
+// The value of an element, for sums that contain an infinity or a NaN.
 inline double value_of(MmaElement element, const void* from, int i) {
   if (element == MmaElement::kBf16) return float_of(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[i]) << 16);
   const uint32_t bits = static_cast<const uint8_t*>(from)[i], exponent = bits >> 3 & 15, mantissa = bits & 7;
@@ -69,8 +69,8 @@ inline void decode_one(const Format& format, Bits raw, int32_t& significand, int
   exponent = magnitude ? std::max(field, 1) - format.bias : kZeroExponent;
 }
 
-// Decodes `count` rows of `k` elements, of which `step` from `first` on are taken; element (row, i) goes to index row * row_pitch +
-// i * k_pitch.
+// Decodes `count` rows of `k` elements, taking `step` elements from `first` on. Element (row, i) goes to index row * row_pitch + i *
+// k_pitch.
 template <int kCount>
 void decode(MmaElement element, const void* from, int count, int k, int first, int step, int row_pitch, int k_pitch, Decoded<kCount>& to) {
   for (int row = 0; row < count; row++) {
@@ -89,7 +89,7 @@ void decode(MmaElement element, const void* from, int count, int k, int first, i
   }
 }
 
-// Truncates a sum to an f32 of which `places` binary places are kept. What is too large becomes infinity.
+// Truncates a sum to an f32 with `places` binary places. Too large values become infinity.
 inline float truncate_to(double v, int places) {
   if (v == 0.0) return 0.0f;
   int exponent;
@@ -99,7 +99,7 @@ inline float truncate_to(double v, int places) {
   return fabs(truncated) >= ldexp(1.0, 128) ? copysignf(INFINITY, truncated) : static_cast<float>(truncated + 0.0);
 }
 
-// A sum in the arithmetic of IEEE 754, which tells whether an infinity or a NaN takes part in it.
+// A sum in IEEE 754 arithmetic, which shows whether it contains an infinity or a NaN.
 inline double special_sum(const MmaModel& model, const void* a, const void* b, int k, int row, int col, int first, float c) {
   double sum = c;
   for (int i = first; i < first + model.step; i++) sum += value_of(model.element, a, row * k + i) * value_of(model.element, b, col * k + i);
@@ -109,11 +109,11 @@ inline double special_sum(const MmaModel& model, const void* a, const void* b, i
 using A = Decoded<kMmaMaxRows * kMmaMaxK>;
 using B = Decoded<kMmaMaxCols * kMmaMaxK>;
 
-// One step for all rows and columns. kStep, the binary places of a product and those of terms are constants, so that loops unroll.
+// One step for all rows and columns. kStep and the binary places of products and terms are constants, so loops unroll.
 template <int kStep, int kProductPlaces, int kSumPlaces, int kAccumulatorPlaces>
 __attribute__((always_inline)) inline void step_of(int rows, int cols, const A& a, const B& b, float* d) {
   constexpr int kLift = kSumPlaces - kProductPlaces;
-  // Terms are below 2^(kSumPlaces + 2), so that eight of them fit an int32_t.
+  // Terms are below 2^(kSumPlaces + 2), so eight of them fit an int32_t.
   constexpr int kGroup = 8;
   static_assert(kLift >= 0 && kSumPlaces + 2 + 3 <= 30 && kStep % kGroup == 0, "int32_t would overflow");
   const Ints zero = {}, one = zero + 1;
@@ -154,7 +154,7 @@ __attribute__((always_inline)) inline void step_of(int rows, int cols, const A& 
       total += __builtin_convertvector((reinterpret_cast<Ints>(c_magnitude) ^ c_sign) - c_sign, Doubles);
       const Longs scale_bits = (__builtin_convertvector(largest, Longs) + (1023 - kSumPlaces)) << 52;
       total *= reinterpret_cast<Doubles>(scale_bits);
-      // In the range of normal numbers truncation clears bits of the double.
+      // For normal numbers, truncation clears bits of the double.
       const Longs kept = reinterpret_cast<Longs>(total) & ~((int64_t{1} << (52 - kAccumulatorPlaces)) - 1);
       const Floats result = __builtin_convertvector(reinterpret_cast<Doubles>(kept), Floats);
       memcpy(to, &result, sizeof(result));
@@ -198,14 +198,14 @@ void mma_multiply(const MmaModel& model, int rows, int cols, int k, const void* 
       step(model, rows, cols, left, right, d);
       continue;
     }
-    // Outputs that no infinity or NaN reaches are computed as always.
+    // Outputs that no infinity or NaN reaches are computed as usual.
     static thread_local float before[kMmaMaxRows * kMmaMaxCols];
     memcpy(before, d, static_cast<size_t>(rows) * cols * sizeof(float));
     step(model, rows, cols, left, right, d);
     for (int row = 0; row < rows; row++) {
       for (int col = 0; col < cols; col++) {
         const double sum = special_sum(model, a, b, k, row, col, first, before[row * cols + col]);
-        // There is one bit pattern for every NaN.
+        // Every NaN has the same bit pattern.
         if (!isfinite(sum)) d[row * cols + col] = isnan(sum) ? float_of(0x7fffffffu) : static_cast<float>(sum);
       }
     }
@@ -219,7 +219,7 @@ constexpr int kNvf4Bytes = 32, kNvf4Block = 8, kNvf4Blocks = 4, kNvf4Places = 35
 // Elements as multiples of one half.
 constexpr int8_t kE2m1InHalves[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// The sums of products in each block of a row and a column, in quarters.
+// The sum of products in each block of a row and a column, in quarters.
 KL_VECTOR_CLONES void block_sums(const int8_t (&a)[2 * kNvf4Bytes], const int8_t (&b)[2 * kNvf4Bytes], int32_t (&sums)[kNvf4Blocks]) {
   for (int block = 0; block < kNvf4Blocks; block++) {
     int32_t sum = 0;
@@ -232,7 +232,7 @@ void halves_of(const uint8_t* codes, int8_t (&to)[2 * kNvf4Bytes]) {
   for (int i = 0; i < kNvf4Bytes; i++) to[2 * i] = kE2m1InHalves[codes[i] & 15], to[2 * i + 1] = kE2m1InHalves[codes[i] >> 4];
 }
 
-// What is left of v, which is aligned to `largest`, in units of the last place that is kept.
+// Truncates v, aligned to `largest`, to units of the last place that is kept.
 double kept_of(double v, int largest) { return trunc(ldexp(v, kNvf4Places - largest)); }
 
 }  // namespace

@@ -34,7 +34,7 @@ uint32_t bits_of(float v) {
   return bits;
 }
 
-// A finite number as significand * 2^unit, and the exponent that the model aligns by.
+// A finite number as significand * 2^unit, and the exponent for alignment in the model.
 struct Term {
   __int128 significand;
   int unit, exponent;
@@ -92,7 +92,7 @@ float slow_multiply(const MmaModel& model, int k, const uint32_t* a, const uint3
   return c;
 }
 
-// The same of NVFP4, where the terms are the sums of blocks.
+// The slow model of NVFP4, whose terms are block sums.
 constexpr int kNvf4K = 64, kNvf4Bytes = kNvf4K / 2, kNvf4Blocks = 4;
 constexpr MmaModel kNvf4 = {MmaElement::kE4m3 /* of scales */, kNvf4K, 35, 23};
 
@@ -135,7 +135,7 @@ constexpr Named kModels[] = {
     {"mma e4m3 sm_90", kMmaE4m3Sm90},
 };
 
-// Random operands: bf16 within `spread` binary orders of magnitude around 2^middle, with zeros and subnormal numbers in between.
+// Random operands: bf16 within `spread` binary orders of magnitude around 2^middle, with some zeros and subnormal numbers.
 uint32_t random_element(Generator& random, MmaElement element, int middle, int spread) {
   const uint64_t r = random.next();
   if (r % 16 == 0) return r >> 8 & 1 ? 0x8000u >> (element == MmaElement::kE4m3 ? 8 : 0) : 0;
@@ -172,7 +172,7 @@ const char* against_slow_model() {
       for (int row = 0; row < kRows; row++) {
         for (int col = 0; col < kCols; col++) {
           const float slow = slow_multiply(model, kK, a + row * kK, b + col * kK, c[row * kCols + col]), fast = d[row * kCols + col];
-          // An overflowed accumulator takes part in the next step as an infinity, which the slow model does not know.
+          // An overflowed accumulator enters the next step as an infinity, which the slow model does not know.
           if (!isfinite(slow) || !isfinite(fast)) continue;
           if (bits_of(slow) == bits_of(fast)) continue;
           return fail("%s, operands 2^%d +- %d, output (%d, %d): %a, but the slow model has %a", named.name, now.middle, now.spread, row,
@@ -184,13 +184,13 @@ const char* against_slow_model() {
   return nullptr;
 }
 
-// Operands of NVFP4 for one MMA.
+// NVFP4 operands for one MMA.
 struct Nvf4 {
   static constexpr int kRows = 16, kCols = 8, kOutputs = kRows * kCols;
   uint8_t a[kRows * kNvf4Bytes], b[kCols * kNvf4Bytes], scales_a[kRows * kNvf4Blocks], scales_b[kCols * kNvf4Blocks];
   float c[kOutputs];
 
-  // Every code, scales from `first` to `last` with zeros in between, and accumulators below 2^exponent.
+  // All codes, scales from `first` to `last` and some zeros, and accumulators below 2^exponent.
   Nvf4(Generator& random, int first, int last, int exponent) {
     for (uint8_t& v : a) v = static_cast<uint8_t>(random.next() >> 32);
     for (uint8_t& v : b) v = static_cast<uint8_t>(random.next() >> 32);
@@ -200,7 +200,7 @@ struct Nvf4 {
     for (float& v : c) v = static_cast<float>(ldexp(static_cast<double>(static_cast<int32_t>(random.next() >> 32)), exponent - 31));
   }
 
-  // Makes the second half of K the first one with the opposite sign, but for a last block with other scales.
+  // Makes the second half of K the negative of the first half, except for a last block with other scales.
   void cancel() {
     for (int row = 0; row < kRows; row++) memcpy(a + row * kNvf4Bytes + kNvf4Bytes / 2, a + row * kNvf4Bytes, kNvf4Bytes / 2);
     for (int row = 0; row < kRows; row++) scales_a[row * kNvf4Blocks + 2] = scales_a[row * kNvf4Blocks];
@@ -228,7 +228,7 @@ const char* nvf4_against_slow_model() {
                 {kOne, kLargest, 0},      {0x30, 0x40, -100}};
   Generator random{23};
   for (const auto& now : kCases) {
-    // Random; with halves that cancel; and with accumulators that are the negative of the sum.
+    // Random operands; halves that cancel; and accumulators that are the negative of the sum.
     for (int kind = 0; kind < 12; kind++) {
       Nvf4 operands(random, now.first, now.last, now.exponent);
       if (kind % 3 == 1) operands.cancel();
@@ -252,17 +252,17 @@ const char* nvf4_known_numbers() {
   const float inf = INFINITY;
   uint8_t a[kNvf4Bytes], b[8 * kNvf4Bytes], scales_a[kNvf4Blocks], scales_b[8 * kNvf4Blocks];
   float d[8] = {};
-  // 64 * 6^2 * 448^2, which an f32 holds.
+  // 64 * 6^2 * 448^2 fits in an f32.
   memset(a, kSixes, sizeof(a)), memset(b, kSixes, sizeof(b));
   memset(scales_a, kLargest, sizeof(scales_a)), memset(scales_b, kLargest, sizeof(scales_b));
   mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
   if (d[0] != 462422016.0f) return fail("nvf4, the largest sum: %g, not 462422016", d[0]);
-  // The first block is -2^n, which an accumulator of 2^n cancels; the last has a quarter of the smallest scales, 2^-20. It is kept as long
-  // as it is no more than 35 places below 2^n.
+  // The first block is -2^n, which an accumulator of 2^n cancels. The last block has a quarter of the smallest scales, 2^-20. It is kept
+  // while it is at most 35 places below 2^n.
   for (int n = 8; n <= 20; n++) {
     memset(a, 0, sizeof(a)), memset(b, 0, sizeof(b));
     memset(scales_a, 0, sizeof(scales_a)), memset(scales_b, 0, sizeof(scales_b));
-    // A product of -4 * 4 * 2^(n - 4), whose scales are powers of two, and one of 0.5 * 0.5.
+    // One product is -4 * 4 * 2^(n - 4), with scales that are powers of two. The other is 0.5 * 0.5.
     a[0] = 0x0e, b[0] = 0x06, a[kNvf4Bytes - 1] = 0x10, b[kNvf4Bytes - 1] = 0x10;
     const int low = (n - 4) / 2, high = n - 4 - low;
     scales_a[0] = static_cast<uint8_t>(kScaleOne + 8 * low), scales_b[0] = static_cast<uint8_t>(kScaleOne + 8 * high);
@@ -272,7 +272,7 @@ const char* nvf4_known_numbers() {
     const float expected = n - 35 <= -20 ? ldexpf(1.0f, -20) : 0.0f;
     if (d[0] != expected) return fail("nvf4, 2^%d - 2^%d + 2^-20 = %a, not %a", n, n, d[0], expected);
   }
-  // A block counts with the exponent of its scales, 2^16, even if all of its elements are zero.
+  // A block counts with the exponent of its scales, 2^16, even if all its elements are zero.
   memset(scales_a, 0, sizeof(scales_a)), memset(scales_b, 0, sizeof(scales_b));
   scales_a[3] = kSmallest, scales_b[3] = kSmallest, d[0] = 0.0f;
   mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
@@ -280,7 +280,7 @@ const char* nvf4_known_numbers() {
   scales_a[1] = kLargest, scales_b[1] = kLargest;
   mma_multiply_nvf4(1, 8, a, b, scales_a, scales_b, d);
   if (d[0] != 0.0f) return fail("nvf4, 2^-20 and a block of zeros with large scales: %a", d[0]);
-  // 1 + 2^-n, of which the result has 23 places.
+  // 1 + 2^-n: the result keeps 23 places.
   for (int n = 18; n < 27; n++) {
     d[0] = ldexpf(1.0f, n - 20);
     memset(scales_a, 0, kNvf4Blocks - 1);
@@ -288,7 +288,7 @@ const char* nvf4_known_numbers() {
     const float expected = n <= 23 ? ldexpf(1.0f, n - 20) + ldexpf(1.0f, -20) : ldexpf(1.0f, n - 20);
     if (d[0] != expected) return fail("nvf4, 2^%d + 2^-20 = %a, not %a", n - 20, d[0], expected);
   }
-  // Every element of A meets the same one of B, and has the scales of its block.
+  // Every element of A meets an equal element of B, and has the scales of its block.
   memset(scales_a, kScaleOne, sizeof(scales_a)), memset(scales_b, kScaleOne, sizeof(scales_b));
   for (int i = 0; i < kNvf4K; i++) {
     memset(a, 0, sizeof(a)), memset(b, kOnes, sizeof(b)), memset(d, 0, sizeof(d));
@@ -298,7 +298,7 @@ const char* nvf4_known_numbers() {
     scales_a[i / 16] = kScaleOne;
     if (d[0] != 6.0f || d[1] != 2.0f) return fail("nvf4, element %d: %g and %g, not 6 and 2", i, d[0], d[1]);
   }
-  // A scale that is NaN reaches its column alone, whatever the block has. An infinity stays one.
+  // A scale that is NaN reaches only its own column, whatever its block holds. An infinity stays infinite.
   memset(a, 0, sizeof(a));
   d[0] = 1.0f, d[1] = inf, d[2] = inf, d[3] = NAN, d[4] = -inf;
   scales_b[0 * kNvf4Blocks + 3] = kNan, scales_b[1 * kNvf4Blocks] = kNan;
@@ -306,7 +306,7 @@ const char* nvf4_known_numbers() {
   if (bits_of(d[0]) != 0x7fffffffu || bits_of(d[1]) != 0x7fffffffu || d[2] != inf || bits_of(d[3]) != 0x7fffffffu || d[4] != -inf) {
     return fail("nvf4, special values: %g, %g, %g, %g, %g", d[0], d[1], d[2], d[3], d[4]);
   }
-  // The largest number, of which all products are below the last place, and a sum of negative zeros.
+  // The largest accumulator, with all products below its last place, and a sum of negative zeros.
   memset(a, kSixes, sizeof(a)), memset(b, kSixes, sizeof(b)), memset(scales_b, kLargest, sizeof(scales_b));
   memset(scales_a, kLargest, sizeof(scales_a));
   for (float& v : d) v = FLT_MAX;
@@ -319,7 +319,7 @@ const char* nvf4_known_numbers() {
   return nullptr;
 }
 
-// One dot product of which all operands are 1.125 in e4m3, the partial sums added to an f32 every `promote` elements.
+// One dot product in e4m3 whose operands are all 1.125. Partial sums are added to an f32 every `promote` elements.
 float coherent_e4m3(int k, int promote) {
   uint8_t a[32], b[8 * 32];
   memset(a, 0x39, sizeof(a)), memset(b, 0x39, sizeof(b));
@@ -332,7 +332,7 @@ float coherent_e4m3(int k, int promote) {
 }
 
 const char* known_numbers() {
-  // 1.125^2 * 12288 = 15552. Without promotion small terms are truncated against the large sum.
+  // 1.125^2 * 12288 = 15552. Without promotion, small terms are truncated against the large sum.
   if (const float v = coherent_e4m3(12288, 128); v != 15552.0f) return fail("e4m3 promoted every 128: %g, not 15552", v);
   if (const float v = coherent_e4m3(12288, 12288); v != 13115.0f) return fail("e4m3 never promoted: %g, not 13115", v);
   // Small integers are exact.
@@ -350,7 +350,7 @@ const char* known_numbers() {
       }
     }
   }
-  // 1 and fifteen terms of 2^-n: terms above the last place of the sum count, those below are lost. The first eight are a step of sm_80.
+  // 1 and fifteen terms of 2^-n. Terms above the last place of the sum count; terms below it are lost. Eight terms are a step of sm_80.
   for (int n = 20; n < 28; n++) {
     for (int i = 0; i < 16; i++) a[i] = bf16_bits(i == 0 ? 1.0f : ldexpf(1.0f, -n));
     for (int i = 0; i < 8 * 16; i++) b[i] = bf16_bits(1.0f);

@@ -1,4 +1,4 @@
-// What asynchronous operations access in shared memory, and whether earlier writes are visible to them.
+// Tracks the shared memory that asynchronous operations access, and whether earlier writes are visible to them.
 #include "async_sm90.h"
 #include "async_state.h"
 #include "machine.h"
@@ -20,7 +20,7 @@ void check_fenced(Cta& cta, uint32_t address, uint32_t bytes, const std::string&
   }
 }
 
-// What the hardware would still do in the CTA's shared memory or registers when it is gone.
+// Fails if the hardware would still access the shared memory or registers of a CTA that ends.
 void check_complete(Cta& cta) {
   for (Warp& warp : cta.warps) {
     for (Thread& thread : warp.threads) {
@@ -52,7 +52,7 @@ std::string issued_by(const char* operation) {
   return format("%s of CTA (%u, %u, %u), warp %u", operation, cta.block.x, cta.block.y, cta.block.z, current_warp().index);
 }
 
-// The runtime marks bytes; claims only add who accesses them.
+// The runtime marks bytes. A claim adds who accesses them.
 void claim(Cta& cta, uint32_t address, uint32_t bytes, uint32_t alignment, bool write, uint32_t agent, const std::string& operation) {
   auto& claims = state_of(cta).claims;
   for (Claim& own : claims) {
@@ -88,7 +88,7 @@ namespace ptx {
 
 void fence_proxy_async() {
   Warp& warp = current_warp();
-  // Writes that follow have a later time.
+  // Later writes have a later time.
   state_of(warp).fenced_time = warp.clock.time[warp.agent]++;
 }
 

@@ -1,4 +1,4 @@
-// Clusters: barriers, distributed shared memory; and the instructions of whole warps, setmaxnreg and stmatrix.
+// Clusters: barriers and distributed shared memory. Also instructions of whole warps: setmaxnreg and stmatrix.
 #include <string.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kRegistersOfSm = 65536, kRegisterUnit = 8, kFewestRegisters = 24, kMostRegisters = 256;
 
-// Up to sixteen bytes on their way to another CTA.
+// A store of up to sixteen bytes that is on its way to another CTA.
 struct RemoteStore : Async {
   Cta* cta;
   uint32_t to, bytes;
@@ -38,7 +38,7 @@ void change_registers(void* const* lanes, uint32_t) {
   CtaState& state = state_of(cta);
   const uint32_t warp = current_warp().index, group = warp / 4;
   if (state.registers.empty()) {
-    // What ptxas gives a kernel whose launch bounds allow one such CTA on an SM.
+    // The registers that ptxas gives a kernel whose launch bounds allow one such CTA on an SM.
     const uint32_t start = std::min(kRegistersOfSm / cta.threads / kRegisterUnit * kRegisterUnit, kMostRegisters - kRegisterUnit);
     state.registers.assign(cta.warps.size(), start);
     state.register_changes.resize((cta.warps.size() + 3) / 4);
@@ -63,7 +63,7 @@ struct StoredMatrices {
   uint32_t words[4];
 };
 
-// Lane 8 i + r has the address of row r of matrix i, of which lanes 4 r to 4 r + 3 hold two values each.
+// Lane 8 i + r has the address of row r of matrix i. Lanes 4 r to 4 r + 3 hold two values of that row each.
 void store_matrices(void* const* lanes, uint32_t) {
   for (uint32_t matrix = 0; matrix < 4; matrix++) {
     for (uint32_t row = 0; row < 8; row++) {
@@ -86,7 +86,7 @@ void setmaxnreg(uint32_t registers, bool increase) {
   RegisterChange change{registers, increase};
   warp_collective("setmaxnreg", kAllLanes, &change, change_registers);
   if (!increase) return;
-  // The warp gets registers once the pool of the CTA has enough.
+  // The warp gets registers once the CTA's pool has enough.
   CtaState& state = state_of(current_cta());
   const uint32_t warp = current_warp().index;
   wait_until(

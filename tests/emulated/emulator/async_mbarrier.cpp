@@ -1,4 +1,4 @@
-// mbarriers: phases that complete when all arrivals have come and all announced bytes were written.
+// mbarriers. A phase completes when all arrivals have come and all announced bytes were written.
 #include <algorithm>
 
 #include "async_sm90.h"
@@ -61,7 +61,7 @@ void mbarrier_complete_bytes(Mbarrier& barrier, uint32_t bytes) {
 
 namespace {
 
-// The mbarrier of a CTA of the cluster at which the calling thread arrives.
+// The mbarrier in a CTA of the cluster at which the calling thread arrives.
 Mbarrier& remote_mbarrier(uint32_t address, uint32_t rank, const char* operation) {
   Cta& cta = cta_of_rank(rank);
   const bool remote = &cta != &current_cta();
@@ -82,7 +82,7 @@ void mbarrier_init(uint32_t address, uint32_t arrivals) {
   shared_pointer(cta, address, 8, 8, "mbarrier.init");
   KL_EMU_CHECK(arrivals > 0 && arrivals <= kMostArrivals, "mbarrier.init +0x%x with %u arrivals", address, arrivals);
   auto& barriers = state_of(cta).mbarriers;
-  // Another one may begin in the seven bytes before this one or within it.
+  // Another mbarrier may begin in the seven bytes before this one or within it.
   const auto next = barriers.lower_bound(address - 7);
   KL_EMU_CHECK(next == barriers.end() || next->first > address + 7, "mbarrier.init +0x%x: there is an mbarrier at +0x%x already",
                address, next->first);

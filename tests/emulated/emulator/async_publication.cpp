@@ -15,21 +15,21 @@ namespace {
 constexpr uint64_t kGranule = 16;
 
 struct Publications {
-  // A store to sixteen bytes: by a warp, at a time of its clock.
+  // A store to sixteen bytes: the warp that made it, and the time of the warp's clock.
   struct Store {
     uint32_t cluster, agent, time;
   };
-  // What the warps that released a flag knew, by their clusters.
+  // The clocks of the warps that released a flag, by cluster.
   struct Flag {
     uint32_t value = 0;
     std::map<uint32_t, Clock> clocks;
   };
-  // The last stores, all of the same bytes.
+  // The last stores to each granule, all of the same bytes.
   std::unordered_map<uint64_t, std::vector<Store>> stores;
-  // The addresses of all of them lie between these, in granules.
+  // The range of granules that stores have reached.
   uint64_t first = ~uint64_t{0}, last = 0;
   std::unordered_map<const void*, Flag> flags;
-  // What a CTA (its cluster and rank) has acquired of another cluster.
+  // The clock that a CTA (its cluster and rank) has acquired from another cluster.
   std::map<std::tuple<uint32_t, uint32_t, uint32_t>, Clock> acquired;
   // The threads that have acquired something since their last fence.
   std::map<const Thread*, bool> unfenced;

@@ -1,4 +1,4 @@
-// What the bodies of sm_90 instructions keep for each thread, CTA and cluster.
+// The state that sm_90 instructions keep for each thread, CTA and cluster.
 #pragma once
 
 #include <stdint.h>
@@ -25,34 +25,34 @@ struct Mbarrier {
   const Thread* initializer = nullptr;
   bool fenced = false;  // visible to TMA and, after the phase of the cluster barrier in which it was fenced, to the other CTAs
   uint64_t fence_phase = 0;
-  // The last arrival from another CTA: the number of phases once it counts, and the phase of the cluster barrier then. Threads of the
-  // CTA have waited for `waited` phases.
+  // The last arrival from another CTA: the number of phases once it counts, and the phase of the cluster barrier at that time. Threads of
+  // the CTA have waited for `waited` phases.
   uint64_t remote_phase = 0, remote_cluster_phase = 0, waited = 0;
   Clock gathered, published;
   WaitList waiting;
 };
 
-// The mbarrier at that address; an error if there is none. With `outside`, for TMA or another CTA, it must have been fenced.
+// The mbarrier at an address; fails if there is none. With `outside`, for TMA or another CTA, it must have been fenced.
 Mbarrier& mbarrier_at(Cta& cta, uint32_t address, bool outside, const char* operation);
 void mbarrier_expect_bytes(Mbarrier& barrier, uint32_t bytes);
 void mbarrier_complete_bytes(Mbarrier& barrier, uint32_t bytes);
 
 // --------------------------------------------------------------------------------------------------- asynchronous accesses
 
-// Bytes of shared memory that asynchronous operations read or write, to name them when another one conflicts. Several MMAs of a
+// Bytes of shared memory that asynchronous operations read or write, to name those operations when another one conflicts. Several MMAs of a
 // warpgroup that read the same bytes share a claim.
 struct Claim {
   uint32_t address, bytes;
   bool write;
   uint32_t agent, count;
-  std::string operation;  // and who issued it
+  std::string operation;  // includes who issued it
 };
 
 struct CtaState {
   std::map<uint32_t, Mbarrier> mbarriers;
   std::vector<Claim> claims;
   std::vector<std::unique_ptr<Warpgroup>> warpgroups;
-  // Registers per thread of each warp, and those that setmaxnreg has returned to the pool of the CTA.
+  // Registers per thread of each warp, and registers that setmaxnreg has returned to the CTA's pool.
   std::vector<uint32_t> registers;
   uint32_t free_registers = 0;
   std::vector<std::vector<uint32_t>> register_changes;  // by warpgroup
@@ -61,25 +61,25 @@ struct CtaState {
   uint64_t cluster_waits = 0;  // phases of the cluster barrier that its threads have waited for
 };
 
-// Marks bytes as being read or written by an operation of the calling thread until they are released; an error if another asynchronous
-// operation conflicts, or a plain access by the runtime's own rules.
+// Marks bytes as read or written by an operation of the calling thread until release_claim. Fails if another asynchronous operation
+// conflicts, or, by the runtime's own rules, a plain access.
 void claim(Cta& cta, uint32_t address, uint32_t bytes, uint32_t alignment, bool write, uint32_t agent, const std::string& operation);
 void release_claim(Cta& cta, uint32_t address, uint32_t bytes, bool write, uint32_t agent);
 
-// Agents of clocks: asynchronous operations that complete on an mbarrier, MMAs by warpgroup, reads of TMA stores by warp.
+// Clock agents: asynchronous operations that complete on an mbarrier, MMAs by warpgroup, reads of TMA stores by warp.
 constexpr uint32_t kMbarrierAgents = 24, kWgmmaAgents = 24, kStoreAgents = 28;
 static_assert(kStoreAgents + 4 <= Clock::kAsyncAgents, "a clock has no more agents");
 uint32_t agent_of(const Mbarrier& barrier);
 
-// Lets the CTA be checked when it ends: by then its asynchronous operations must have been waited for.
+// Checks the CTA when it ends: by then it must have waited for its asynchronous operations.
 void check_at_exit(Cta& cta);
 
-// Who issues an operation, for its description: "TMA load of CTA (0, 0, 0), warp 0".
+// Describes an operation with the thread that issued it: "TMA load of CTA (0, 0, 0), warp 0".
 std::string issued_by(const char* operation);
 
 struct ThreadState {
   WgmmaThread wgmma;
-  // TMA stores in the order of their commit groups; true once the box was read from shared memory.
+  // TMA stores by commit group, in order; true once the box was read from shared memory.
   std::deque<std::shared_ptr<bool>> stores;
   Clock stores_read;
   WaitList waiting_for_stores;

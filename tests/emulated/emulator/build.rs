@@ -1,7 +1,7 @@
-//! Compiles the emulator and, against it, every `kernels/entry/*.cu`, the kernels of tests and every planted bug, into one static library.
+//! Compiles the emulator and, against it, every `kernels/entry/*.cu`, the tests' kernels and every planted bug, into one static library.
 //!
-//! Kernels are compiled with the instrumentation of ThreadSanitizer, whose functions the emulator defines itself: they are called for
-//! every access to memory. What has not changed, under headers and a compiler that have not changed, is not compiled again.
+//! Kernels are compiled with ThreadSanitizer's instrumentation, which calls a function for every memory access. The emulator defines these
+//! functions. A unit is compiled again only if it, a header or the compiler has changed.
 
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -20,8 +20,8 @@ type Result<T> = std::result::Result<T, String>;
 
 const COMMON_FLAGS: &[&str] = &["-std=c++17", "-Wall", "-Wextra", "-Werror", "-g1"];
 const RUNTIME_FLAGS: &[&str] = &["-O2"];
-/// Kernels reinterpret memory, as nvcc allows, and nvcc contracts a multiplication and an addition to an FMA. It is also silent about
-/// pragmas of its own, comparisons of numbers with and without sign, and parameters that only some instantiations use.
+/// Like nvcc, these flags let kernels reinterpret memory and contract a multiplication and an addition to an FMA. Like nvcc, they also do
+/// not warn about its pragmas, signed-unsigned comparisons, and parameters that only some instantiations use.
 const KERNEL_FLAGS: &[&str] = &[
     "-O1",
     "-fno-strict-aliasing",
@@ -68,7 +68,7 @@ fn build() -> Result<()> {
     for source in files(&tree.kernels, &["cu"])? {
         units.push(tree.module_unit(&stem(&source), &source, None)?);
     }
-    // Kernels of the tests, which are no part of the product.
+    // The tests' own kernels, which are not part of the product.
     for source in files(&tree.tests, &["cu"])? {
         units.push(tree.module_unit(&stem(&source), &source, Some(&tree.tests))?);
     }
@@ -79,7 +79,7 @@ fn build() -> Result<()> {
     parallel::compile_all(&stale, |unit| unit.compile(&compiler))?;
     let mut archive = cc::Build::new();
     archive.cpp(true).objects(units.iter().map(|unit| &unit.object));
-    // Kernels register themselves, so nothing refers to them.
+    // Kernels register themselves and nothing refers to them, so the linker must keep the whole archive.
     archive.link_lib_modifier("+whole-archive").try_compile("kiln_emulated").map_err(|e| e.to_string())
 }
 
@@ -89,7 +89,7 @@ fn is_set(name: &str, value: &str) -> bool {
     env::var(name).is_ok_and(|is| is == value)
 }
 
-/// The C++ compiler, if there is one that works.
+/// The C++ compiler, if a working one is found.
 fn compiler(out: &Path) -> Option<cc::Tool> {
     let tool = cc::Build::new().cpp(true).warnings(false).opt_level(0).debug(false).try_get_compiler().ok()?;
     let (source, object) = (out.join("probe.cpp"), out.join("probe.o"));
@@ -102,7 +102,7 @@ fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Writes a file, and the folder that it is in.
+/// Writes a file and creates its folder.
 fn write(path: &Path, text: &str) -> Result<()> {
     let folder = path.parent().unwrap_or(Path::new(""));
     fs::create_dir_all(folder).and_then(|()| fs::write(path, text)).map_err(|e| format!("{}: {e}", path.display()))
@@ -132,7 +132,7 @@ struct Unit {
     source: PathBuf,
     arguments: Vec<String>,
     object: PathBuf,
-    /// The file with the cache key of the object. It is written last.
+    /// The file that holds the object's cache key. It is written last.
     stamp: PathBuf,
     key: String,
 }
@@ -154,15 +154,14 @@ impl Unit {
     }
 }
 
-/// The folders, and what every unit's cache key has in common.
+/// The folders, and the common part of all cache keys.
 struct Tree {
     emulator: PathBuf,
-    /// The folder of the tests, which the emulator is in.
+    /// The folder of the tests, which contains the emulator.
     tests: PathBuf,
     kernels: PathBuf,
     out: PathBuf,
-    /// Compiler and headers. Every header is part of every key: there are few of them, and a list of includes would have to be
-    /// maintained.
+    /// Hash of compiler and headers. Every key covers every header: there are few, and a list of includes would have to be maintained.
     common: u64,
     runtime_flags: Vec<String>,
     kernel_flags: Vec<String>,
@@ -180,20 +179,20 @@ impl Tree {
         }
         let strings = |flags: &[&str]| flags.iter().map(|flag| flag.to_string()).collect::<Vec<_>>();
         let (mut runtime_flags, mut kernel_flags) = (strings(RUNTIME_FLAGS), strings(KERNEL_FLAGS));
-        // Without an FMA instruction results differ from a GPU's by a rounding here and there.
+        // Without FMA instructions, results would sometimes differ from a GPU's by a rounding.
         #[cfg(target_arch = "x86_64")]
         if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
             runtime_flags.push("-march=x86-64-v3".into());
             kernel_flags.push("-march=x86-64-v3".into());
         }
         if compiler.is_like_gnu() {
-            // Only accesses to memory are of interest.
+            // Only memory accesses matter.
             kernel_flags.extend(strings(&["--param", "tsan-instrument-func-entry-exit=0"]));
         }
         Ok(Self { emulator, tests, kernels, out, common: hasher.finish(), runtime_flags, kernel_flags })
     }
 
-    /// A unit. Its sources are looked for in `first`, then in the emulator, then in the kernels; what is in `first` is part of its key.
+    /// A unit. Its sources are searched in `first`, the emulator and the kernels, in this order. Its key includes the files in `first`.
     fn unit(&self, source: &Path, name: &str, flags: &[String], first: Option<&Path>, depends: &str) -> Result<Unit> {
         let mut hasher = DefaultHasher::new();
         let mut arguments: Vec<String> = COMMON_FLAGS.iter().map(|flag| flag.to_string()).chain(flags.iter().cloned()).collect();
@@ -226,10 +225,10 @@ impl Tree {
         self.unit(&wrapper, &format!("module_{module}"), &self.kernel_flags, first, &depends)
     }
 
-    /// A kernel file with a bug, as a module with a single tile. The changed sources are in a folder that comes first on the include path.
+    /// A kernel file with a bug, as a module with only the bug's `kernels.def` rows. Changed sources come first on the include path.
     fn planted_unit(&self, bug: &Planted) -> Result<Unit> {
         let folder = self.out.join("planted").join(bug.name);
-        // It may hold what another version of the bug has changed.
+        // The folder may hold files that an earlier version of the bug has changed.
         let _ = fs::remove_dir_all(&folder);
         let (table, row) = (read(&self.kernels.join("kernels.def"))?, format!(", {}", bug.row));
         let is_row = |line: &&str| line.starts_with("KL_KERNEL(");

@@ -100,7 +100,7 @@ void switch_context(Context& from, const Context& to) { kl_emu_switch(&from.stac
 
 namespace kl_emu {
 
-// The saved state lies at the top of the stack it belongs to; that of the host thread is allocated on its first switch.
+// The saved state lies at the top of the stack it belongs to. For the host thread it is allocated on the first switch.
 void prepare(Context& context, void* stack, size_t bytes, void (*entry)()) {
   ucontext_t* state = reinterpret_cast<ucontext_t*>((reinterpret_cast<uintptr_t>(stack) + bytes - sizeof(ucontext_t)) & ~uintptr_t{63});
   getcontext(state);

@@ -1,4 +1,4 @@
-// Switching between stacks: what a fiber is made of. Only callee-saved registers are kept, without a system call.
+// Switches between the stacks of fibers. A switch saves only callee-saved registers and makes no system call.
 #pragma once
 
 #include <stddef.h>
@@ -12,7 +12,7 @@ struct Context {
 // Prepares a context that calls `entry` on the given stack when it is first switched to. `entry` must never return.
 void prepare(Context& context, void* stack, size_t bytes, void (*entry)());
 
-// Saves the present state in `from` and continues with `to`.
+// Saves the current state in `from` and continues with `to`.
 void switch_context(Context& from, const Context& to);
 
 }  // namespace kl_emu

@@ -12,10 +12,10 @@ struct Kernel {
   uint32_t max_threads, shared;
 };
 
-// The dynamic shared memory of a kernel that does not say how much it takes.
+// Stands for the dynamic shared memory of a kernel that does not declare its size.
 constexpr uint32_t kAnyShared = ~0u;
 
-// An object of namespace scope that enters its kernel. The launch bounds after the threads (resident CTAs per SM) do not matter here.
+// A namespace-scope object that registers its kernel. The launch bound after the threads (resident CTAs per SM) does not matter here.
 struct Registration {
   Registration(const Kernel& kernel, uint32_t max_threads, uint32_t = 1, uint32_t shared = kAnyShared);
 };

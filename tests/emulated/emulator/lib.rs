@@ -1,5 +1,5 @@
-//! Runs kiln's CUDA kernels on the CPU: the C++ beside this file compiles `kernels/entry/*.cu` unchanged and executes them with a fiber per
-//! GPU thread. This crate is a safe interface to it; CONTRIBUTING.md says what is emulated and what is checked.
+//! Runs kiln's CUDA kernels on the CPU. The C++ in this folder compiles `kernels/entry/*.cu` unchanged and executes them with a fiber per
+//! GPU thread. This crate is a safe interface to it. CONTRIBUTING.md lists what is emulated and checked.
 //!
 //! The state of the emulator belongs to the thread that calls it, so tests can run in parallel.
 
@@ -17,9 +17,9 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
     index: i32,
-    /// Bytes of its only parameter.
+    /// Bytes of its parameter; it has only one.
     pub param_bytes: u64,
-    /// The most threads that a CTA may have, by its launch bounds.
+    /// The most threads of a CTA, by the kernel's launch bounds.
     pub max_threads: u32,
 }
 
@@ -29,11 +29,11 @@ pub struct Entry {
 pub struct Launch {
     /// CTAs along x, y and z.
     pub grid: [u32; 3],
-    /// Threads of a CTA.
+    /// Threads per CTA.
     pub threads: u32,
     /// Bytes of dynamic shared memory.
     pub shared: u32,
-    /// CTAs of a cluster; 1 for none.
+    /// CTAs per cluster; 1 for none.
     pub cluster: u32,
     /// 1 if the kernel may start before its predecessor has ended.
     pub overlap: u32,
@@ -41,33 +41,33 @@ pub struct Launch {
     pub capability: u32,
 }
 
-/// What a tensor map describes.
+/// The fields of a tensor map.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct TensorMap {
     /// Address of the first element.
     pub address: u64,
-    /// Bytes of an element.
+    /// Bytes per element.
     pub element_bytes: u32,
     /// Number of dimensions, 2 or 3.
     pub rank: u32,
     /// Elements along each dimension, the contiguous one first.
     pub size: [u64; 3],
-    /// Bytes from one element to the next along each dimension but the first.
+    /// Bytes from one element to the next along each dimension except the first.
     pub pitch: [u64; 2],
-    /// Elements of a box along each dimension.
+    /// Elements of a box, along each dimension.
     pub tile: [u32; 3],
     /// Bytes within which the 16-byte chunks of a box are permuted: 0, 32, 64 or 128.
     pub swizzle: u32,
 }
 
-/// Whether there was a C++ compiler to build the emulator with. Without it there are no kernels, and every call fails.
+/// Whether the build found a C++ compiler for the emulator. If not, there are no kernels and every call fails.
 pub const AVAILABLE: bool = !cfg!(no_emulator);
 
 #[cfg(no_emulator)]
 use unavailable::*;
 
-// SAFETY: the declarations are those of emulator.h.
+// SAFETY: the declarations match emulator.h.
 #[cfg(not(no_emulator))]
 unsafe extern "C" {
     fn kl_emu_kernel(module: *const c_char, symbol: *const c_char, param_bytes: *mut u64, max_threads: *mut u32) -> i32;
@@ -81,7 +81,7 @@ unsafe extern "C" {
     fn kl_emu_selftest() -> *const c_char;
 }
 
-/// What a call returned: null, or a message that is valid until the next call.
+/// The outcome of a call, which returned null or a message that is valid until the next call.
 ///
 /// # Safety
 /// `message` was returned by the emulator, and nothing has called it since.
@@ -93,7 +93,7 @@ unsafe fn outcome(message: *const c_char) -> Result<(), String> {
     Err(unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned())
 }
 
-/// The entry point of that name in a module: a kernel file of the product or of the tests, or one of [`planted::BUGS`].
+/// The entry point of this name in a module: a kernel file of the product or of the tests, or one of [`planted::BUGS`].
 pub fn entry(module: &str, symbol: &str) -> Option<Entry> {
     let (module, symbol) = (CString::new(module).ok()?, CString::new(symbol).ok()?);
     let mut entry = Entry { index: 0, param_bytes: 0, max_threads: 0 };
@@ -102,7 +102,7 @@ pub fn entry(module: &str, symbol: &str) -> Option<Entry> {
     (entry.index >= 0).then_some(entry)
 }
 
-/// Queues a kernel and runs what was queued before it. The order of everything that hardware leaves open is drawn from `seed`.
+/// Queues a kernel and runs what was queued before it. `seed` draws the order of everything that hardware leaves open.
 ///
 /// # Panics
 /// If `params` has another size than the kernel's parameter.
@@ -119,16 +119,16 @@ pub fn finish() -> Result<(), String> {
     unsafe { outcome(kl_emu_finish()) }
 }
 
-/// From now on a launch of this thread that takes more steps ends with an error: accesses to memory, and turns of the scheduler. At first
-/// the limit is 2^32.
+/// Limits the steps of this thread's later launches: memory accesses and turns of the scheduler. A launch that takes more fails. The
+/// default limit is 2^32.
 pub fn set_step_limit(steps: u64) {
-    // SAFETY: only notes the number.
+    // SAFETY: only stores the number.
     unsafe { kl_emu_step_limit(steps) }
 }
 
-/// From now on the process ends when this thread has spent so much CPU time without a step. At first that is a minute.
+/// Limits the CPU time that this thread may spend without a step before the process ends. The default is a minute.
 pub fn set_patience(patience: Duration) {
-    // SAFETY: only notes the number.
+    // SAFETY: only stores the number.
     unsafe { kl_emu_patience(patience.as_secs_f64()) }
 }
 

@@ -1,4 +1,4 @@
-// What the files of the runtime share: the emulated GPU of one host thread, its launches and its memory.
+// State that the runtime's files share: one host thread's emulated GPU, with its launches and memory.
 #pragma once
 
 #include <deque>
@@ -16,12 +16,12 @@ struct Launch {
   const Kernel* kernel = nullptr;
   KlEmuLaunch shape{};
   uint64_t seed = 0;
-  bool begun = false;  // whether it has been the oldest launch
+  bool begun = false;  // whether it has become the oldest launch
   std::unique_ptr<unsigned char[]> params_memory;
   const void* params = nullptr;
   uint32_t clusters = 0, next_cluster = 0, resident_limit = 1;
   std::vector<std::unique_ptr<Cluster>> resident;
-  // Programmatic dependent launch: the launch before this one while it has not completed, and the CTAs that have allowed the next one.
+  // Programmatic dependent launch: the preceding launch until it has completed, and the CTAs that have allowed the next one.
   Launch* previous = nullptr;
   enum class Start { kAfterPrevious, kWhenAllowed, kAtOnce } start = Start::kAfterPrevious;
   uint32_t ctas = 0, ctas_allowing = 0;
@@ -32,7 +32,7 @@ struct Launch {
   bool may_start() const;
 };
 
-// Slots of equal size in one reserved range of addresses, so that a pointer is recognized by one comparison.
+// Slots of equal size in one reserved address range. One comparison tells whether a pointer belongs to it.
 struct Slots {
   unsigned char* base = nullptr;
   uint64_t slot_bytes = 0, bytes = 0;
@@ -42,14 +42,14 @@ struct Slots {
   void reserve(uint64_t slot_bytes, uint32_t slots);
   void release();
   bool contains(uint64_t address) const { return address - reinterpret_cast<uint64_t>(base) < bytes; }
-  // The index of a slot, made accessible but for its first `guard` bytes.
+  // Takes a slot and returns its index. All of the slot except its first `guard` bytes becomes accessible.
   uint32_t take(uint64_t guard);
   void give(uint32_t slot) { free.push_back(slot); }
   unsigned char* at(uint32_t slot) const { return base + slot * slot_bytes; }
 };
 
-// The last accesses to four bytes of shared memory, as stamps of agent and time (the agent's index plus one, then the last bits of the
-// time; 0 is no access); reads by the agent's index modulo kReaders.
+// Stamps of the last accesses to four bytes of shared memory. A stamp is the agent's index plus one and the last bits of its time; 0 is no
+// access. Reads are stored by the agent's index modulo kReaders.
 constexpr uint32_t kStampTimeBits = 24, kStampTime = (1u << kStampTimeBits) - 1;
 struct Stamps {
   static constexpr uint32_t kReaders = 3;
@@ -68,16 +68,16 @@ struct Machine {
   Thread* current = nullptr;
   Async* current_async = nullptr;
   std::vector<Thread*> ready, spinners, postponed;
-  uint64_t resumed = 0;      // fibers that were resumed and did not spin
+  uint64_t resumed = 0;      // resumed fibers that did not spin
   uint64_t polled_at = ~0ull, poll_rounds = 0;
   std::vector<std::unique_ptr<Async>> asyncs;
   uint32_t async_time = 1;
   std::deque<std::unique_ptr<Launch>> queue;
   Random random;
   uint64_t seed = 0;
-  bool newest_first = false;  // the order of ready fibers: the one that became ready last, or a random one
+  bool newest_first = false;  // run the fiber that became ready last, not a random one
   uint32_t async_one_in = 8;  // how eagerly asynchronous operations run; 0 is as late as possible
-  // For a while some clusters, warps or lanes are slow: a third of them, chosen by this salt, run only when others have run.
+  // For a while some clusters, warps or lanes are slow: a third of them, chosen by this salt, run only after the others.
   enum class Slow { kClusters, kWarps, kLanes, kNone } slow = Slow::kNone;
   uint64_t slow_salt = 0, slow_until = 0;
   std::string error;

@@ -1,6 +1,6 @@
-// Memory: the shared memory of CTAs with what is known about each byte, the allocations of global memory, and the checks of plain
-// accesses. Kernels are compiled with -fsanitize=thread,alignment, which makes the compiler announce every access to memory by calling
-// one of the __tsan functions, and misaligned ones by another; those are defined here, and no sanitizer is linked.
+// Memory: the shared memory of CTAs with what is known about each byte, the allocations of global memory, and the checks of plain accesses.
+// With -fsanitize=thread,alignment the compiler announces every memory access by calling a __tsan function, and misaligned ones by another
+// function. This file defines them; no sanitizer is linked.
 #include <string.h>
 
 #include <algorithm>
@@ -11,22 +11,22 @@ namespace kl_emu {
 
 namespace {
 
-// A shadow byte per byte of shared memory: whether it was written, whether an asynchronous operation writes it, how many such operations
-// read it (in units of kReading), or that it belongs to no variable.
+// A shadow byte per byte of shared memory. It says whether the byte was written, whether an asynchronous operation writes it, how many such
+// operations read it (in units of kReading), or that it belongs to no variable.
 constexpr uint8_t kInitialized = 1, kWriting = 2, kReading = 4, kReaders = 0x7c, kOutside = 0x80;
-// Bytes of no variable before each static variable, at least.
+// The least gap before each static variable. Its bytes belong to no variable.
 constexpr uint32_t kGap = 64;
-// Shared memory is filled with this before a CTA starts: a NaN in every floating-point type.
+// Fills shared memory before a CTA starts: a NaN in every floating-point type.
 constexpr int kPoison = 0xff;
 
 uint32_t stamp_of(uint32_t agent, uint32_t time) { return (agent + 1) << kStampTimeBits | (time & kStampTime); }
 
-// Who accesses memory: the running thread's warp, or the agent of asynchronous operations.
+// The agent that accesses memory: the running thread's warp, or asynchronous operations.
 struct Accessor {
   uint32_t agent, stamp;
-  const Clock* clock;  // null for the agent, whose accesses were checked when they were issued
+  const Clock* clock;  // null for asynchronous operations, which were checked when they were issued
 
-  // `async` is the agent of asynchronous operations that accesses memory if no thread does.
+  // `async` is the agent of asynchronous operations, which accesses memory if no thread runs.
   explicit Accessor(uint32_t async = 0) {
     Machine& m = machine();
     if (m.current) {
@@ -39,7 +39,7 @@ struct Accessor {
     }
   }
 
-  // Whether the access that left this stamp happened before.
+  // Whether the access with this stamp happened before.
   bool ordered_after(uint32_t earlier) const {
     if (earlier == 0 || !clock) return true;
     const uint32_t other = (earlier >> kStampTimeBits) - 1;
@@ -54,13 +54,13 @@ std::string agent_text(uint32_t stamp, const Cta& cta) {
   return cta.cluster->ctas.size() > 1 ? format("warp %u of the CTA of rank %u", agent % warps, agent / warps) : format("warp %u", agent);
 }
 
-// The stamps of all words that an access touches.
+// The stamps of all words in an access.
 struct StampRange {
   Stamps *begin, *end;
   StampRange(Cta& cta, uint32_t address, uint32_t bytes) : begin(cta.stamps + address / 4), end(cta.stamps + (address + bytes + 3) / 4) {}
 };
 
-// With `stamp`, the read is one of the calling warp; an asynchronous one is stamped when it ends.
+// With `stamp`, the read is stamped as the calling warp's. An asynchronous read is stamped when it ends.
 void check_read_order(Cta& cta, uint32_t address, uint32_t bytes, const char* operation, bool stamp = true) {
   const Accessor who;
   const StampRange words(cta, address, bytes);
@@ -86,7 +86,7 @@ void check_write_order(Cta& cta, uint32_t address, uint32_t bytes, const char* o
   }
 }
 
-// Whether all shadow bytes have this value under a mask.
+// Whether all shadow bytes, masked, have this value.
 bool all_bytes(const uint8_t* shadow, uint32_t bytes, uint8_t mask, uint8_t value) {
   uint32_t i = 0;
   for (; i + 8 <= bytes; i += 8) {
@@ -190,7 +190,7 @@ void check_arena_idle(Cta& cta) {
   }
 }
 
-// A static variable of a kernel: the first thread that reaches its declaration places it behind what there is.
+// Places a static variable of a kernel behind the existing ones, when the first thread reaches its declaration.
 void* static_shared(const void* key, uint32_t bytes, uint32_t alignment) {
   Cta& cta = current_cta();
   for (auto& [known, address] : cta.static_variables) {
@@ -201,7 +201,7 @@ void* static_shared(const void* key, uint32_t bytes, uint32_t alignment) {
                "%u bytes of dynamic and %u of static shared memory; at most %u are possible", cta.dynamic_bytes, cta.static_bytes,
                kSharedLimit);
   const uint32_t address = (cta.shared_end + kGap + alignment - 1) / alignment * alignment;
-  KL_EMU_CHECK(address + bytes <= kArenaBytes, "static shared memory has no room beside its gaps");
+  KL_EMU_CHECK(address + bytes <= kArenaBytes, "static shared memory and its gaps do not fit");
   memset(cta.shadow + cta.shared_end, kOutside, address - cta.shared_end);
   clear(cta, address, bytes);
   cta.shared_end = address + bytes;
@@ -292,7 +292,7 @@ void mark_initialized(Cta& cta, uint32_t address, uint32_t bytes) { memset(cta.s
 
 // ---------------------------------------------------------------------------------------------------------- global memory
 
-// Whether [address, address + bytes) lies in one allocation; remembers it.
+// Whether [address, address + bytes) lies in one allocation. Remembers that allocation.
 static bool allocated(Machine& m, uint64_t address, uint64_t bytes) {
   if (address - m.last_begin < m.last_end - m.last_begin && address + bytes <= m.last_end) return true;
   auto next = m.allocations.upper_bound(address);
@@ -303,7 +303,7 @@ static bool allocated(Machine& m, uint64_t address, uint64_t bytes) {
   return true;
 }
 
-// Kernel parameters and constants of the program may be read, but not written.
+// Kernels may read kernel parameters and the program's constants, but not write them.
 extern "C" const char __executable_start, end;
 
 static bool constant(Machine& m, uint64_t address, uint64_t bytes) {
@@ -351,7 +351,7 @@ void check_global_write(const void* pointer, uint64_t bytes, const char* operati
 static void plain_access(const void* pointer, uint32_t bytes, bool write) {
   Machine& m = machine();
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
-  // Stacks hold registers. Before main there is no fiber: the table of kernels is filled.
+  // Stacks hold registers. Before main, while the kernel table is filled, there is no fiber.
   if (!m.current) return;
   KL_EMU_CHECK(!m.watchdog.step(), "does not end: the launch has taken more than %llu steps", 0ull + m.watchdog.step_limit);
   if (m.stacks.contains(address)) {
@@ -404,7 +404,7 @@ KL_EMU_ACCESS(16)
 void __tsan_read_range(void* p, unsigned long bytes) { plain_access(p, static_cast<uint32_t>(bytes), false); }
 void __tsan_write_range(void* p, unsigned long bytes) { plain_access(p, static_cast<uint32_t>(bytes), true); }
 
-// What -fsanitize=alignment calls with the place in the source and a pointer that is not aligned for its type.
+// The source position that -fsanitize=alignment passes along with a pointer that is misaligned for its type.
 struct MisalignedPlace {
   const char* file;
   uint32_t line, column;

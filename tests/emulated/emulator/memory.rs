@@ -1,4 +1,4 @@
-//! Device memory that is host memory: an address on the emulated device is a pointer.
+//! Device memory in host memory: an address on the emulated device is a host pointer.
 
 use crate::{kl_emu_allocate, kl_emu_free};
 use std::alloc::Layout;
@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 
 /// Addresses of allocations are multiples of this, as the CUDA driver guarantees.
 const ALIGNMENT: usize = 256;
-/// Bytes before and behind an allocation that belong to none, so that an access which misses one does not hit another.
+/// Bytes before and after an allocation that belong to none, so an access that misses one allocation does not hit another.
 const GUARD: usize = 4096;
-/// What new memory holds: NaN in every float type.
+/// The value of new memory: NaN in every float type.
 const POISON: u8 = 0xff;
 
-/// The allocations of a device. They are known to the emulator, which reports every access of a kernel that is outside of them.
+/// The allocations of a device. The emulator knows them, and reports every kernel access outside of them.
 #[derive(Default)]
 pub struct DeviceMemory {
     /// Bytes of each allocation, by its address.
@@ -24,12 +24,12 @@ fn layout(bytes: u64) -> Layout {
 }
 
 impl DeviceMemory {
-    /// Bytes that are allocated.
+    /// Total bytes of all allocations.
     pub fn bytes(&self) -> u64 {
         self.allocations.borrow().values().sum()
     }
 
-    /// Allocates memory, or returns none if there is not enough.
+    /// Allocates memory. Returns `None` if there is not enough.
     pub fn allocate(&self, bytes: u64) -> Option<u64> {
         // SAFETY: the layout is not empty.
         let block = unsafe { std::alloc::alloc(layout(bytes)) };
@@ -42,7 +42,7 @@ impl DeviceMemory {
             start.write_bytes(POISON, bytes as usize);
             start as u64
         };
-        // SAFETY: only notes the range.
+        // SAFETY: only stores the range.
         unsafe { kl_emu_allocate(start, bytes) };
         self.allocations.borrow_mut().insert(start, bytes);
         Some(start)
@@ -51,7 +51,7 @@ impl DeviceMemory {
     /// Frees an allocation.
     ///
     /// # Panics
-    /// If there is none at that address.
+    /// If there is no allocation at that address.
     pub fn free(&self, address: u64) {
         let bytes = self.allocations.borrow_mut().remove(&address).expect("freed twice, or never allocated");
         // SAFETY: the block was allocated above with the same layout, and the emulator forgets the range first.
@@ -61,7 +61,7 @@ impl DeviceMemory {
         }
     }
 
-    /// A pointer to `len` bytes that lie in one allocation.
+    /// A pointer to `len` bytes in one allocation.
     fn locate(&self, address: u64, len: usize) -> Result<*mut u8, String> {
         let allocations = self.allocations.borrow();
         let end = address.checked_add(len as u64);

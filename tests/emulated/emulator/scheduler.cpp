@@ -35,7 +35,7 @@ Machine::Machine() {
   stacks.reserve(kStackBytes, kStacks);
   arenas.reserve(kArenaSlotBytes, kArenas);
   arena_owners.resize(kArenas);
-  // The first call loads the unwinder, for which the stack of a fiber is small.
+  // The first call loads the unwinder, and a fiber's stack is too small for that.
   void* frame;
   backtrace(&frame, 1);
 }
@@ -76,7 +76,7 @@ uint32_t Slots::take(uint64_t guard) {
 // ------------------------------------------------------------------------------------------------------------------ random
 
 void Random::seed(uint64_t seed) {
-  // splitmix64, so that neighboring seeds give unrelated orders.
+  // splitmix64 makes neighboring seeds give unrelated orders.
   uint64_t z = seed + 0x9e3779b97f4a7c15u;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;
@@ -115,7 +115,7 @@ void fail(const char* text, ...) {
   }
   m.error = where + ": " + what + format(" (seed %llu)", static_cast<unsigned long long>(m.seed));
   capture_frames();
-  // The scheduler abandons all fibers, this one as well.
+  // The scheduler abandons all fibers, including this one.
   Context abandoned;
   switch_context(abandoned, m.scheduler);
   abort();
@@ -176,8 +176,8 @@ void wake_spinners() {
   m.spinners.clear();
 }
 
-// Called when a thread has published something in global memory: sometimes the other threads of its CTA do not run again before all
-// else has run as far as it can, so that data which they should have written before is missed.
+// Called when a thread has published something in global memory. Sometimes the other threads of its CTA do not run again until everything
+// else has run as far as it can. This shows if data that they should have written first is missing.
 void postpone_cta() {
   Machine& m = machine();
   if (!m.random.one_in(2)) return;
@@ -253,7 +253,7 @@ static void fiber_main() {
   abort();
 }
 
-// Asynchronous operations run on a stack of their own, so that an error can abandon them as well.
+// Asynchronous operations run on their own stack, so an error can abandon them as well.
 static void agent_main() {
   for (;;) {
     Machine& m = machine();
@@ -336,7 +336,7 @@ static bool run_any_async() {
   return false;
 }
 
-// The numbers of the bits that are set: "lane 3", "lanes 0-15 31".
+// Lists the set bits: "lane 3", "lanes 0-15 31".
 static std::string bits_text(const char* name, uint32_t mask) {
   std::string text = name;
   if (mask & (mask - 1)) text += "s";
@@ -350,7 +350,7 @@ static std::string bits_text(const char* name, uint32_t mask) {
   return text;
 }
 
-// What the threads of a CTA wait for. Warps that wait for the same with the same lanes share a line.
+// Describes what the threads of a CTA wait for. Warps that wait for the same with the same lanes share a line.
 static void describe_waits(const Cta& cta, std::vector<std::string>& lines) {
   struct Wait {
     std::string what;
@@ -395,7 +395,7 @@ static void report_deadlock() {
   if (lines.size() > kLines) m.error += format("\n  and %zu more", lines.size() - kLines);
 }
 
-// When only spinning threads are left they poll once more: memory may have been changed by a plain store.
+// When only spinning threads are left, they poll once more: a plain store may have changed memory.
 static bool poll_spinners() {
   Machine& m = machine();
   if (m.spinners.empty()) return false;
@@ -430,7 +430,7 @@ static void start_clusters() {
   }
 }
 
-// The oldest launch completes once its asynchronous operations have run as well.
+// The oldest launch completes once its asynchronous operations have also run.
 static bool complete_oldest() {
   Machine& m = machine();
   Launch& oldest = *m.queue.front();
@@ -446,7 +446,7 @@ static bool complete_oldest() {
   return true;
 }
 
-// Whether the thread is one of those that are slow for now. Only indices enter, so that a seed gives the same order again.
+// Whether the thread is slow for now. This depends on indices alone, so a seed gives the same order again.
 static bool is_slow(const Machine& m, const Thread& thread) {
   uint64_t who = thread.cta->cluster->index + 1;
   if (m.slow == Machine::Slow::kNone) return false;
@@ -469,7 +469,7 @@ static Thread* pick(Machine& m) {
   return thread;
 }
 
-// From now on the order follows from the seed of the oldest launch, and so does the character of that order.
+// From now on the seed of the oldest launch determines the order, and the character of that order.
 static void begin_oldest() {
   Machine& m = machine();
   Launch& launch = *m.queue.front();

@@ -1,4 +1,4 @@
-// The instructions of sm_120: mma.sync with scales of blocks.
+// The instructions of sm_120: mma.sync with block scales.
 #include "include/ptx/sm120.cuh"
 
 #include <string.h>
@@ -51,7 +51,7 @@ void kl_emu::ptx::mma_nvf4(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
   warp_collective("mma.nvf4", kAllLanes, &own, multiply);
 }
 
-// With scales of one it is the plain instruction.
+// With scales of one this is the plain instruction.
 void mma_e4m3_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   check_capability("mma.e4m3 with scales");
   mma_e4m3(d, a, b0, b1);

@@ -25,7 +25,7 @@ uint32_t shared_address(const void* p) { return to_shared_address(p); }
 
 // --------------------------------------------------------------------------------------------------- atomics and flags
 
-// Other CTAs may run between any two atomic operations, so a thread may lose the processor at each.
+// Other CTAs may run between any two atomic operations, so a thread may yield at each.
 template <class T, class F>
 static T atomic(T* at, const char* operation, F f) {
   if (kl_emu::random().one_in(2)) yield_thread();
@@ -76,7 +76,7 @@ void add_release(uint32_t* to, uint32_t v) {
 uint32_t load_acquire(const uint32_t* from) {
   check_global_read(from, sizeof(*from), "ld.acquire");
   Thread& thread = current();
-  // The same value at the same address again: the thread spins, and waits until some flag has changed.
+  // It reads the same value at the same address again: the thread spins, and waits until some flag has changed.
   if (thread.spin_address == from && thread.spin_value == *from) spin(from, *from);
   if (thread.spin_address != from || thread.spin_value != *from) note_progress();
   thread.spin_address = from, thread.spin_value = *from;
@@ -116,7 +116,7 @@ struct Copies {
   CopyGroup open;
 };
 
-// The bytes arrive now. They stay marked as being written until the thread has waited for them: only then may anybody read them.
+// The bytes arrive now. They stay marked as being written until the thread has waited for them. Nobody may read them earlier.
 void perform(Cta& cta, Copy& copy) {
   if (copy.done) return;
   copy.done = true;
@@ -137,7 +137,7 @@ void cp_async(uint32_t to, const void* from, bool valid) {
   if (valid) check_global_read(from, kCopyBytes, "cp.async");
   CopyGroup& open = extension<Copies>(thread.sm80).open;
   open.copies.push_back({to, valid ? from : nullptr, false});
-  // Each copy arrives now or when it is waited for.
+  // Each copy arrives now or when the thread waits for it.
   if (kl_emu::random().one_in(2)) perform(*thread.cta, open.copies.back());
 }
 
@@ -208,7 +208,7 @@ struct Mma {
   uint32_t b[2];
 };
 
-// An operand has 32 bytes of K: sixteen elements of bf16, or 32 of e4m3.
+// An operand has 32 bytes of K: sixteen bf16 elements, or 32 e4m3 elements.
 void multiply(void* const* lanes, const MmaModel& model) {
   constexpr int kM = 16, kN = 8, kBytes = 32;
   uint8_t a[kM][kBytes], b[kN][kBytes];

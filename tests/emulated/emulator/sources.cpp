@@ -1,5 +1,5 @@
-// The line of a kernel at which an error happened: return addresses are taken from the fiber's stack when it fails, and translated by
-// addr2line, which comes with the compiler's binutils. Without it, or without line tables, a message has no line.
+// The kernel line where an error happened. When a fiber fails, return addresses are taken from its stack and translated by addr2line, which
+// comes with the compiler's binutils. Without addr2line or line tables, a message has no line.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <stdio.h>
@@ -15,7 +15,7 @@ void capture_frames() {
   m.frame_count = backtrace(m.frames.data(), static_cast<int>(m.frames.size()));
 }
 
-// The path of a source file from the folder of the kernels on.
+// The path of a source file, relative to the kernels' parent folder.
 static std::string short_path(const char* path) {
   const char* folder = strstr(path, "kernels/");
   const char* name = strrchr(path, '/');
@@ -30,19 +30,19 @@ std::string source_of_frames() {
   m.frame_count = 0;
   Dl_info own;
   if (count == 0 || !dladdr(reinterpret_cast<void*>(&capture_frames), &own)) return {};
-  // The program's name may be relative to a folder that is no longer the working folder.
+  // The program's name may be relative to a previous working folder.
   char* program = realpath(own.dli_fname[0] == '/' ? own.dli_fname : "/proc/self/exe", nullptr);
   if (!program) return {};
   std::string command = format("addr2line -i -e '%s'", program);
   free(program);
   for (int i = 0; i < count; i++) {
-    // A return address lies behind the call, which may be on another line.
+    // A return address is after the call, which may be on another line.
     const uint64_t offset = static_cast<char*>(m.frames[i]) - static_cast<char*>(own.dli_fbase) - 1;
     command += format(" 0x%llx", static_cast<unsigned long long>(offset));
   }
   FILE* output = popen((command + " 2>/dev/null").c_str(), "r");
   if (!output) return {};
-  // The innermost line of a kernel file, and if that is in a header, the line of the .cu file that led there.
+  // The innermost line of a kernel file. If that is a header, also the line of the .cu file that led there.
   std::string innermost, entry;
   char line[1024];
   while (fgets(line, sizeof(line), output)) {

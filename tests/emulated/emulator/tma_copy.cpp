@@ -1,4 +1,4 @@
-// TMA: loads of boxes with multicast, stores of boxes, and bulk copies. Each runs at a random moment after it was issued.
+// TMA: box loads with multicast, box stores, and bulk copies. Each runs at a random moment after it was issued.
 #include <string.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint32_t kBoxAlignment = 128, kChunk = 16;
 
-// The part of a box that exists in the tensor is checked when the copy is issued, so that messages name the thread.
+// Checks the part of a box that exists in the tensor when the copy is issued, so messages name the thread.
 void check_box(const TensorMap& map, const int32_t (&origin)[kTmaRank], bool write, const char* operation) {
   for (uint32_t i = 0; i < map.box[1] * map.box[2]; i++) {
     const BoxRow part = box_row(map, origin, i);
@@ -22,7 +22,7 @@ void check_box(const TensorMap& map, const int32_t (&origin)[kTmaRank], bool wri
   }
 }
 
-// Copies a box from global memory to shared memory of one CTA, with zeros where the tensor has no elements.
+// Copies a box from global memory to a CTA's shared memory. Where the tensor has no elements, it writes zeros.
 struct BoxLoad : Async {
   Cta* cta;
   TensorMap map;
@@ -66,7 +66,7 @@ struct BulkLoad : Async {
   std::string describe() const override { return issuer + format(" to +0x%x", to); }
 };
 
-// A store in two steps: the box is read from shared memory, then written to global memory, both as late as they like.
+// A store in two steps, both at any later moment: the box is read from shared memory, then written to global memory.
 struct Store {
   TensorMap map;
   int32_t origin[kTmaRank];

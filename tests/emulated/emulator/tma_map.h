@@ -9,9 +9,9 @@ namespace kl_emu {
 
 constexpr uint32_t kTmaRank = 3;
 
-// What the 128 bytes of an encoded map hold. A matrix has one plane: size and box are 1 in dimensions that it does not have.
+// The content of the 128 bytes of an encoded map. Size and box are 1 in dimensions that the tensor lacks; a matrix has one plane.
 struct TensorMap {
-  uint64_t mark;  // tells an encoded map from other bytes
+  uint64_t mark;  // distinguishes an encoded map from other bytes
   uint64_t address;
   uint32_t element_bytes, rank;
   uint64_t size[kTmaRank];
@@ -24,16 +24,16 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128, "a tensor map has 128 bytes");
 
-// The map behind a kernel's pointer; fails unless it is aligned and was encoded with this rank.
+// The map at a kernel's pointer. Fails unless it is aligned and was encoded with this rank.
 const TensorMap& decode_map(const void* map, uint32_t rank, const char* operation);
 
-// Where a 16-byte chunk of a box lies, given where it would lie without the swizzle: address bits 4 to 6 (or fewer, for narrower
-// swizzles) are exchanged by XOR with the bits from 7 on, so the pattern is a function of the shared address.
+// The address of a 16-byte chunk of a box, given its address without the swizzle. Address bits 4 to 6 (or fewer, for narrower swizzles) are
+// XORed with the bits from 7 on, so the pattern is a function of the shared address.
 constexpr uint32_t swizzled(uint32_t address, uint32_t swizzle) {
   return swizzle == 0 ? address : address ^ (address >> 3 & (swizzle - 16));
 }
 
-// The elements [first, end) of row `row` of the box at `origin` that exist in the tensor, and their address; first == end if none does.
+// The elements [first, end) of row `row` of the box at `origin` that exist in the tensor, and their address. If none exists, first == end.
 struct BoxRow {
   uint32_t first, end;
   uint64_t address;

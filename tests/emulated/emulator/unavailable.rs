@@ -1,4 +1,4 @@
-//! The functions of emulator.h in a build without a C++ compiler: there is no kernel, and whatever can fail says why.
+//! The functions of emulator.h for a build without a C++ compiler. There is no kernel, and every call that can fail says why.
 
 use crate::{Launch, TensorMap};
 use std::ffi::{c_char, c_void};

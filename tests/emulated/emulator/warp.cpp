@@ -1,4 +1,4 @@
-// Where threads meet: the collectives of a warp and the barriers of a CTA.
+// Meetings of threads: the collectives of a warp and the barriers of a CTA.
 #include <string.h>
 
 #include "include/builtins.h"
@@ -39,7 +39,7 @@ void warp_collective(const char* operation, uint32_t mask, void* argument, void 
 
 namespace {
 
-// Arrives at a barrier; true if it is complete with this arrival.
+// Arrives at a barrier. True if this arrival completes it.
 bool arrive(NamedBarrier& barrier, uint32_t id, uint32_t count) {
   const Thread& thread = current();
   KL_EMU_CHECK(count > 0 && count % kLanes == 0 && count <= thread.cta->threads,
@@ -150,7 +150,7 @@ unsigned __ballot_sync(unsigned mask, int predicate) {
   return own.result;
 }
 
-// What `combine` makes of zero and the values of all lanes.
+// Combines zero and the values of all lanes.
 template <uint32_t (*combine)(uint32_t, uint32_t)>
 static unsigned reduce(const char* operation, unsigned mask, unsigned value) {
   Vote own{value, 0};

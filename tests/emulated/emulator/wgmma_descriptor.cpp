@@ -8,7 +8,7 @@
 namespace kl_emu {
 namespace {
 
-// Bits of a descriptor: the start address, the leading and stride byte offsets, all without their last four bits, the base offset, and
+// Bits of a descriptor: the start address, the leading and the stride byte offset, all without their last four bits; the base offset; and
 // the swizzle mode.
 constexpr uint64_t kFieldBits = 0x3fff, kLeadingShift = 16, kStrideShift = 32, kBaseOffsetShift = 49, kSwizzleShift = 62;
 constexpr uint64_t kUnused = ~(kFieldBits | kFieldBits << kLeadingShift | kFieldBits << kStrideShift | uint64_t{7} << kBaseOffsetShift |
@@ -36,11 +36,11 @@ WgmmaOperand::WgmmaOperand(uint64_t descriptor, bool mn_major, uint32_t rows, co
     KL_EMU_CHECK(rows <= kSlab || leading % kPeriod == 0, "wgmma: the descriptor of %s has a leading offset of %u bytes", name, leading);
     return;
   }
-  // Rows may begin anywhere, as an H200 has shown: the swizzle is a function of addresses. Within a row K advances the start by up to
+  // Rows may begin anywhere, as an H200 has shown: the swizzle is a function of addresses. Within a row, K advances the start by up to
   // three steps of 32 bytes.
   KL_EMU_CHECK(stride % kRowBytes == 0, "wgmma: the descriptor of %s has a stride of %u bytes, which is not a number of rows", name, stride);
   KL_EMU_CHECK(start % kRowBytes + kWgmmaK * 2 <= kRowBytes, "wgmma: the descriptor of %s starts at +0x%x and crosses a row", name, start);
-  // K-major operands with the 128-byte swizzle have no leading offset; 1 is what the manual asks for.
+  // K-major operands with the 128-byte swizzle have no leading offset. The manual requires 1.
   KL_EMU_CHECK(leading == 16, "wgmma: the K-major descriptor of %s has a leading offset of %u bytes, not 16", name, leading);
 }
 

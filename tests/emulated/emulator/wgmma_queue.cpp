@@ -8,7 +8,7 @@
 namespace kl_emu {
 namespace {
 
-// A NaN that arithmetic does not produce.
+// A NaN that no arithmetic produces.
 constexpr uint32_t kPoison = 0x7fa5eed5u;
 
 Warpgroup& current_warpgroup() {
@@ -26,7 +26,7 @@ std::string name_of(const Cta& cta, const Warpgroup& group) {
   return format("wgmma of CTA (%u, %u, %u), warpgroup %u", cta.block.x, cta.block.y, cta.block.z, group.index);
 }
 
-// The row and column of a thread's accumulator i in the 64 rows of the MMA.
+// The index of a thread's accumulator i among the 64 rows and `cols` columns of the MMA.
 inline uint32_t index_of(uint32_t thread, uint32_t i, uint32_t cols) {
   const uint32_t row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8, col = i / 4 * 8 + thread % 4 * 2 + i % 2;
   return row * cols + col;
@@ -36,7 +36,7 @@ struct Execution : Async {
   Cta* cta;
   Warpgroup* group;
 
-  // Every MMA that all threads have issued has one of these, so the oldest is always complete.
+  // Each MMA that all threads have issued posts one of these, so the oldest is always complete.
   void run() override {
     const std::unique_ptr<Wgmma> mma = std::move(group->queue.front());
     group->queue.pop_front();
@@ -47,7 +47,7 @@ struct Execution : Async {
       mma->operands[1].gather(cta->arena, a);
     }
     mma->operands[0].gather(cta->arena, b);
-    // Rows of an operand have 32 bytes: 16 elements of bf16, or 32 of e4m3.
+    // A row of an operand has 32 bytes: 16 bf16 elements, or 32 e4m3 elements.
     const MmaModel& model = mma->element == MmaElement::kE4m3 ? kWgmmaE4m3 : kWgmmaBf16;
     const int cols = static_cast<int>(mma->cols);
     mma_multiply(model, kWgmmaRows, cols, model.step, a, b, mma->accumulator->values.data(), mma->accumulate);
@@ -63,7 +63,7 @@ struct Execution : Async {
   std::string describe() const override { return name_of(*cta, *group); }
 };
 
-// The first thread that issues an MMA describes it for all.
+// The first thread that issues an MMA describes it for all threads.
 std::unique_ptr<Wgmma> begin(const Warpgroup& group, MmaElement element, uint32_t cols, uint64_t a, bool a_in_registers, uint64_t b,
                              bool b_mn_major, bool accumulate) {
   auto mma = std::make_unique<Wgmma>();
@@ -83,7 +83,7 @@ std::unique_ptr<Wgmma> begin(const Warpgroup& group, MmaElement element, uint32_
   return mma;
 }
 
-// Registers are variables on the stacks of fibers: the compiler announces accesses to them as it does for memory.
+// Registers are variables on fibers' stacks. The compiler announces accesses to them like memory accesses.
 void check_registers(const void* address, uint32_t bytes, bool write) {
   const WgmmaThread& own = state_of(current()).wgmma;
   const auto* first = static_cast<const unsigned char*>(address);
@@ -101,7 +101,7 @@ void check_registers(const void* address, uint32_t bytes, bool write) {
   }
 }
 
-// The thread's accumulators go into flight, unless they are already.
+// Puts the thread's accumulators in flight, unless they already are.
 std::shared_ptr<Accumulator> put_in_flight(WgmmaThread& own, Wgmma& mma, float* acc, uint64_t number) {
   const uint32_t thread = current().index % kWarpgroupThreads, cols = mma.cols;
   for (auto& output : own.outputs) {
@@ -128,7 +128,7 @@ std::shared_ptr<Accumulator> put_in_flight(WgmmaThread& own, Wgmma& mma, float* 
   return accumulator;
 }
 
-// The thread has waited for all MMAs on these accumulators: their values are its registers again.
+// The thread has waited for all MMAs on these accumulators, so their values return to its registers.
 void return_registers(const WgmmaThread::Output& output) {
   const uint32_t thread = current().index % kWarpgroupThreads, cols = output.accumulator->cols;
   for (uint32_t i = 0; i < cols / 2; i++) {

@@ -1,4 +1,4 @@
-// The MMAs of a warpgroup: issued by its 128 threads, executed in order at random moments, waited for by commit groups.
+// The MMAs of a warpgroup: its 128 threads issue them, they run in order at random moments, and threads wait for them by commit groups.
 #pragma once
 
 #include <stdint.h>
@@ -16,7 +16,7 @@ namespace kl_emu {
 
 constexpr uint32_t kWarpgroupThreads = 128;
 
-// Accumulators while MMAs on them are in flight: registers hold a poison pattern then, the values are here.
+// Accumulators while MMAs on them are in flight. Their registers hold a poison pattern, and this struct holds the values.
 struct Accumulator {
   uint32_t cols;
   std::array<float*, kWarpgroupThreads> registers{};
@@ -30,7 +30,7 @@ struct Wgmma {
   bool a_in_registers, b_mn_major, accumulate;
   uint32_t issued = 0;  // threads
   std::shared_ptr<Accumulator> accumulator;
-  std::vector<WgmmaOperand> operands;  // those in shared memory
+  std::vector<WgmmaOperand> operands;  // in shared memory
   std::vector<uint16_t> a_values;      // of A in registers: kWgmmaRows x kWgmmaK
 };
 
@@ -42,12 +42,12 @@ struct Warpgroup {
   WaitList waiting;
 };
 
-// What a thread has issued.
+// The MMAs that a thread has issued.
 struct WgmmaThread {
   uint64_t issued = 0, waited = 0;  // MMAs
   std::deque<uint64_t> groups;      // for each commit group that was not waited for: the number of MMAs issued before its end
   bool fenced = false;              // no register was written since the last wgmma_fence
-  // Registers that MMAs use, and the last MMA that does.
+  // Registers that MMAs use, and the last MMA that uses them.
   struct Output {
     float* registers;
     uint64_t last;

@@ -1,5 +1,5 @@
-// What CUDA C++ has built in, as far as the kernels use it. Functions that need the runtime are defined in it; the kernels' own code is
-// instrumented, the runtime is not.
+// The built-ins of CUDA C++ that the kernels use. Functions that need the runtime are defined there. The kernels' own code is instrumented;
+// the runtime is not.
 #pragma once
 
 #include <math.h>
@@ -45,7 +45,7 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 
 namespace kl_emu {
 
-// A fiber is one thread for as long as it lives, so these are constant within a kernel.
+// A fiber is one thread while it lives, so these are constant within a kernel.
 __attribute__((const)) uint3 thread_index();
 __attribute__((const)) uint3 block_index();
 __attribute__((const)) uint3 block_size();
@@ -95,7 +95,7 @@ T __shfl_sync(unsigned mask, T value, int source) {
 
 // ------------------------------------------------------------------------------------------------------------------ memory
 
-// Accesses with a cache hint are plain ones here.
+// Accesses with a cache hint are plain accesses here.
 template <class T>
 T __ldcs(const T* from) {
   return *from;
@@ -133,7 +133,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
   return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a);
 }
 
-// Four of the eight bytes of two words, chosen by the lower nibbles of the selector.
+// Selects four of the eight bytes of two words by the lower nibbles of the selector.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   unsigned result = 0;
@@ -145,7 +145,7 @@ inline float rsqrtf(float v) { return 1.0f / sqrtf(v); }
 inline float __expf(float v) { return expf(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __saturatef(float v) { return v > 0.0f ? (v < 1.0f ? v : 1.0f) : 0.0f; }
-// Rounded each for itself: the compiler must not contract them to an FMA, so they are not visible to it.
+// Rounded separately. They are defined elsewhere, so that the compiler cannot contract them to an FMA.
 float __fadd_rn(float a, float b);
 float __fmul_rn(float a, float b);
 inline int __float2int_rn(float v) { return static_cast<int>(rintf(v)); }

@@ -1,4 +1,4 @@
-// bfloat16 as CUDA's header of this name declares it, as far as the kernels use it.
+// The part of CUDA's header of this name that the kernels use.
 #pragma once
 
 #include <builtins.h>
@@ -13,7 +13,7 @@ struct alignas(4) __nv_bfloat162 {
 
 inline float __bfloat162float(__nv_bfloat16 v) { return __uint_as_float(static_cast<uint32_t>(v.bits) << 16); }
 
-// Rounds to nearest even; NaN becomes the canonical NaN, as the conversion instruction makes it.
+// Rounds to nearest even. NaN becomes the canonical NaN, as with the conversion instruction.
 inline __nv_bfloat16 __float2bfloat16_rn(float v) {
   const uint32_t bits = __float_as_uint(v);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {0x7fff};

@@ -1,5 +1,5 @@
-// Included before a kernel file is compiled for the emulator. Each kernel file is compiled inside an unnamed namespace, because two
-// files may have types of the same name; what it includes from here must not be inside it.
+// Included before a kernel file is compiled for the emulator. Each kernel file is compiled inside an unnamed namespace, because two files
+// may have types of the same name. The headers included here must stay outside of it.
 #pragma once
 
 #include <abi.h>

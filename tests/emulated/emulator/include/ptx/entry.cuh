@@ -1,4 +1,4 @@
-// How a kernel is declared and where its shared memory is, for the emulator: kernels/ptx/entry.cuh has the other body.
+// The emulator's way to declare a kernel and its shared memory. kernels/ptx/entry.cuh has the GPU's.
 #pragma once
 
 #include <builtins.h>
@@ -17,7 +17,7 @@ T& static_shared(const void* key, uint32_t alignment) {
 
 }  // namespace kl_emu
 
-// A kernel is a function of this file, entered in the table of kernels under the name of its module.
+// A kernel is a function of this file, which registers it under the name of its module.
 #define KL_ENTRY(name, Params, ...)                                                                                                    \
   void name(const Params& p);                                                                                                          \
   const ::kl_emu::Registration name##_registration{                                                                                    \
@@ -26,7 +26,7 @@ T& static_shared(const void* key, uint32_t alignment) {
   void name(const Params& p)
 #define KL_TILE_ENTRY(name, Params, Config, ctas_per_sm) KL_ENTRY(name, Params, Config::kThreads, ctas_per_sm, Config::kSharedBytes)
 
-// The address of `name_key` stands for the variable: it is another one in each function and each instantiation of a template.
+// The address of `name_key` identifies the variable: it differs in each function and each template instantiation.
 #define KL_SHARED(type, name, bounds) KL_SHARED_ALIGNED(1, type, name, bounds)
 #define KL_SHARED_ALIGNED(alignment, type, name, bounds) \
   static char name##_key;                                \

@@ -1,4 +1,4 @@
-// One body per wrapper of kernels/ptx/sm100.cuh, which this file replaces when kernels are compiled for the emulator.
+// The emulator's bodies of the wrappers in kernels/ptx/sm100.cuh, which this file replaces.
 #pragma once
 
 #include <ptx/sm89.cuh>
@@ -13,7 +13,7 @@ inline uint32_t encode_e2m1(float v) {
   const float magnitude = std::fabs(v);
   if (std::isnan(v)) return 7;
   if (magnitude >= 6.0f) return sign | 7;
-  // Codes are multiples of one half of the power of two below them, and below 1 of a half.
+  // A code is a multiple of half the power of two below its value, and below 1 a multiple of a half.
   const int exponent = magnitude < 1.0f ? 0 : std::ilogb(magnitude);
   const int halves = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 1 - exponent)));
   return sign | static_cast<uint32_t>(2 * exponent + halves);

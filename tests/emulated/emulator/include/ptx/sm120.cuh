@@ -1,4 +1,4 @@
-// One body per wrapper of kernels/ptx/sm120.cuh, which this file replaces when kernels are compiled for the emulator.
+// The emulator's bodies of the wrappers in kernels/ptx/sm120.cuh, which this file replaces.
 #pragma once
 
 #include <ptx/sm100.cuh>

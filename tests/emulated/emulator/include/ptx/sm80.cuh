@@ -1,4 +1,4 @@
-// The instructions of sm_80 for the emulator: kernels/ptx/sm80.cuh has the other body of each, and says what it does.
+// The emulator's bodies of sm_80 instructions. kernels/ptx/sm80.cuh has the GPU's, and says what each one does.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,7 @@ uint32_t permute_bytes(uint32_t v) {
   uint32_t result = 0;
   for (int i = 0; i < 4; i++) {
     const uint32_t choice = kSelector >> 4 * i & 15;
-    // The other word that the instruction chooses from is zero.
+    // The other word that the instruction can choose from is zero.
     const uint32_t byte = choice % 8 < 4 ? v >> choice % 8 * 8 & 0xff : 0;
     result |= (choice < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
   }
@@ -40,7 +40,7 @@ uint32_t permute_bytes(uint32_t a, uint32_t b) {
 }
 
 inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-  // Products of two values of eight bits are exact in f32.
+  // Products of two values with eight significant bits are exact in f32.
   const auto product = [](uint32_t a, uint32_t b) -> uint32_t {
     return __float2bfloat16_rn(__uint_as_float(a << 16) * __uint_as_float(b << 16)).bits;
   };

@@ -1,4 +1,4 @@
-// One body per wrapper of kernels/ptx/sm89.cuh, which this file replaces when kernels are compiled for the emulator.
+// The emulator's bodies of the wrappers in kernels/ptx/sm89.cuh, which this file replaces.
 #pragma once
 
 #include <ptx/sm80.cuh>
@@ -13,7 +13,7 @@ inline uint32_t encode_e4m3(float v) {
   const float magnitude = std::fabs(v);
   if (std::isnan(v)) return sign | 0x7f;
   if (magnitude >= 448.0f) return sign | 0x7e;
-  // Codes are multiples of an eighth of the power of two below them, and below 2^-6 of an eighth of that.
+  // A code is a multiple of an eighth of the power of two below its value, and below 2^-6 a multiple of an eighth of 2^-6.
   const int exponent = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
   const int eighths = static_cast<int>(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
   return sign | static_cast<uint32_t>(8 * (exponent + 6) + eighths);

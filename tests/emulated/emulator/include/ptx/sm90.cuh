@@ -1,4 +1,4 @@
-// One body per wrapper of kernels/ptx/sm90.cuh, which this file replaces when kernels are compiled for the emulator.
+// The emulator's bodies of the wrappers in kernels/ptx/sm90.cuh, which this file replaces.
 #pragma once
 
 #include <abi.h>
