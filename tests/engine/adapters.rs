@@ -1,4 +1,4 @@
-//! Adapters on a whole model: merged with its weights, or computed beside them.
+//! Adapters on a whole model: merged into its weights, or computed as branches.
 
 use common::adapter_files::{Factor, PEFT, adapters, lokr, lora, lora_of_all};
 use common::quantized::{Content, Form, Plain, SHORT, engine, model, plain_tensors, weights, written};
@@ -36,7 +36,7 @@ fn plain() -> OpenModel {
     )
 }
 
-/// The same with a quantized transformer.
+/// The tiny model with a quantized transformer.
 fn quantized(format: &str) -> OpenModel {
     model(weights(Component::Transformer, Content::of(format).file(Form::BFL)), None, SHORT)
 }
@@ -63,7 +63,7 @@ fn of_transformer(rank: usize) -> Vec<Factor> {
     lora_of_all(&transformer_manifest(&Configs::TINY.transformer), rank)
 }
 
-/// Another one for some of them: queries alone, halves that are stored the other way round, and others.
+/// LoRA for some of these layers: queries alone, halves stored in reverse order, and others.
 fn other() -> Vec<Factor> {
     let layers = [
         ("transformer.transformer_blocks.1.attn.to_q", [256, 256]),
@@ -91,7 +91,7 @@ fn bytes(record: &Record) -> Vec<u8> {
     record.to_safetensors().unwrap()
 }
 
-/// The difference of the last latents.
+/// The relative difference of the last latents.
 fn difference(got: &Record, want: &Record) -> f64 {
     relative_l2(got.latents.last().unwrap(), want.latents.last().unwrap())
 }
@@ -111,9 +111,9 @@ fn a_branch_adds_what_is_merged() {
     // In bf16 both round, and the branch at most twice as much.
     let [plain_error, branch_error] = [AdapterMode::Merge, AdapterMode::Branch]
         .map(|mode| difference(&record(with(plain(), &given), options(Precision::Bf16, mode)), &merged));
-    println!("bf16: merged {plain_error:.2e}, beside {branch_error:.2e}");
+    println!("bf16: merged {plain_error:.2e}, branch {branch_error:.2e}");
     assert!(plain_error > 1e-4 && branch_error < 2.0 * plain_error, "{plain_error} {branch_error}");
-    // Plain weights are merged unless it is asked for otherwise.
+    // By default, plain weights are merged.
     let uses = |mode| {
         let model = with(plain(), &given);
         let formats = model.formats(options(Precision::Bf16, mode), GemmFormats::ALL).unwrap();
@@ -128,7 +128,7 @@ fn a_branch_adds_what_is_merged() {
 
 #[test]
 fn two_adapters_are_their_sum() {
-    // The same as one whose factors are those of both, side by side.
+    // Two adapters equal one whose factors are the concatenation of both.
     let name = "double_blocks.0.img_mlp.0";
     let [a, b] = [3, 5].map(|rank| lora(&format!("{name}.{rank}"), PEFT, [1536, 256], rank));
     let named = |factors: &[Factor]| -> Vec<Factor> {
@@ -166,7 +166,7 @@ fn without_strength_nothing_changes() {
     }
 }
 
-/// A set of adapters for jobs.
+/// A set of adapters, as jobs name them.
 fn set(model: &OpenModel, given: &[(&[Factor], f32)]) -> Option<Arc<Adapters>> {
     Some(Arc::new(adapters(model, given.iter().copied())))
 }
@@ -197,7 +197,7 @@ fn jobs_can_have_adapters_of_their_own() {
         assert!(fresh[2].1 == bytes(&record(open(), LoadOptions { adapters: AdapterMode::Auto, ..options })), "none");
         let mut engine = engine(Box::new(cpu()), model, options);
         engine.cache_results(64 << 20, &jobs[0]).unwrap();
-        // Without a record the prompt is kept, but not for other adapters.
+        // Without a record the engine caches the prompt, but not for other adapters.
         for i in [0, 1, 0, 2, 1, 4] {
             assert_eq!(run(&mut engine, &Job { record: false, ..jobs[i].clone() }).unwrap().image, fresh[i % 4].0, "set {i}");
         }
@@ -207,7 +207,7 @@ fn jobs_can_have_adapters_of_their_own() {
 
 #[test]
 fn merged_adapters_cannot_be_replaced() {
-    // The layers of blocks are quantized and have branches, but others are merged.
+    // Quantized block layers have branches; other layers are merged.
     let model = with(quantized("nvfp4"), &[(&of_transformer(4), 0.1)]);
     let [others, same] = [set(&model, &[(&other(), 1.0)]), set(&model, &[(&of_transformer(4), 0.1)])];
     let mut engine = engine(Box::new(cpu()), model, options(Precision::Bf16, AdapterMode::Auto));
@@ -215,7 +215,7 @@ fn merged_adapters_cannot_be_replaced() {
     let refused = run(&mut engine, &Job { adapters: others, ..job() }).unwrap_err();
     assert!(matches!(&refused, Error::Usage { what, .. } if what.contains("are merged with")), "{refused}");
     assert!(refused.hint().unwrap().contains("unmerged adapters"));
-    // The next job is as the first, and so is one that names the adapters of the model.
+    // The next job equals the first, also if it names the model's own adapters.
     assert_eq!(run(&mut engine, &job()).unwrap().image, first);
     assert_eq!(run(&mut engine, &Job { adapters: same, ..job() }).unwrap().image, first);
 }
@@ -225,7 +225,7 @@ fn quantized_weights_stay_as_they_are() {
     let (a, b) = (of_transformer(4), other());
     let given: [(&[Factor], f32); 2] = [(&a, 0.1), (&b, 0.1)];
     for (format, modes) in [("fp8", &MODES[..]), ("nvfp4", &MODES[..1])] {
-        // In f32 inputs are not quantized, so that the weights alone are different.
+        // In f32, inputs are not quantized, so only the weights differ.
         let wide = |mode| options(Precision::F32, mode);
         let want = record(with(dequantized(&quantized(format)), &given), wide(AdapterMode::Merge));
         let without = record(dequantized(&quantized(format)), wide(AdapterMode::Merge));
@@ -234,14 +234,14 @@ fn quantized_weights_stay_as_they_are() {
             println!("{format} {mode:?}: {error:.2e} of an effect of {:.2e}", difference(&without, &want));
             assert!(error < 1e-5 && difference(&without, &want) > 1e-2, "{format} {mode:?}: {error}");
         }
-        // In bf16 the errors are those of the quantized model without adapters.
+        // In bf16 the errors equal the quantized model's errors without adapters.
         let narrow = options(Precision::Bf16, AdapterMode::Auto);
         let usual = difference(&record(quantized(format), narrow), &without);
         let error = difference(&record(with(quantized(format), &given), narrow), &want);
         println!("{format} in bf16: {error:.2e}, without adapters {usual:.2e}");
         assert!(error < 2.0 * usual, "{format}: {error} {usual}");
 
-        // Layers of blocks have a branch, plain ones are merged.
+        // Quantized block layers have a branch, plain layers are merged.
         let model = with(quantized(format), &given);
         let formats = model.formats(narrow, GemmFormats::ALL).unwrap();
         for layer in &formats.layers {
@@ -258,7 +258,7 @@ fn quantized_weights_stay_as_they_are() {
         // A backend without such GEMMs expands the weights, and merges them.
         let none = model.formats(narrow, GemmFormats::NONE).unwrap().adapter_uses(&model.adapters);
         assert!(none.iter().all(|of| of.merged == of.layers && of.beside == 0), "{none:?}");
-        // Merging expands them, which is said.
+        // Merging expands the weights, and kiln says so.
         let lines = format_lines(&model.formats(options(Precision::Bf16, AdapterMode::Merge), GemmFormats::ALL).unwrap());
         assert!(lines.iter().any(|line| line.contains("expanded to bf16 (merged with an adapter)")), "{lines:?}");
     }
@@ -272,14 +272,14 @@ fn what_is_too_wide_for_a_branch_is_merged() {
         let formats = model.formats(narrow(mode), GemmFormats::ALL)?;
         Ok(formats.layers.into_iter().filter(|layer| layer.merged).map(|layer| layer.id.canonical()).collect())
     };
-    // Whole factors have the rank of the weight itself, which is no more than 256 here.
+    // Full factors have the rank of the weight itself, here at most 256.
     let whole = lokr(name, ([4, 8], None), ([64, 128], None));
     let model = with(quantized("fp8"), &[(&whole, 0.05)]);
     assert_eq!(merged(&model, AdapterMode::Auto).unwrap(), [""; 0]);
     let [merge, beside] = [AdapterMode::Merge, AdapterMode::Branch]
         .map(|mode| record(with(quantized("fp8"), &[(&whole, 0.05)]), options(Precision::F32, mode)));
     assert!(difference(&beside, &merge) < 1e-5);
-    // Five of them are too much.
+    // Five of these factors are too many.
     let five = || with(quantized("fp8"), &[(&whole[..], 0.05); 5]);
     assert_eq!(merged(&five(), AdapterMode::Auto).unwrap(), [format!("{name}.weight")]);
     let lines = format_lines(&five().formats(narrow(AdapterMode::Auto), GemmFormats::ALL).unwrap());
@@ -290,7 +290,7 @@ fn what_is_too_wide_for_a_branch_is_merged() {
     let mut engine = engine(Box::new(cpu()), quantized("fp8"), narrow(AdapterMode::Auto));
     let job = Job { adapters: Some(Arc::new(five().adapters)), ..job() };
     assert_eq!(run(&mut engine, &job).unwrap_err().to_string(), want);
-    // They are the sum that one of five times the strength is.
+    // Five adapters equal one of five times the strength.
     let sum = record(five(), options(Precision::F32, AdapterMode::Auto));
     let one = record(with(quantized("fp8"), &[(&whole, 0.25)]), options(Precision::F32, AdapterMode::Branch));
     assert!(difference(&sum, &one) < 1e-5);
@@ -315,11 +315,11 @@ fn weights_that_are_quantized_at_load() {
         if format == DType::E2m1 {
             continue;
         }
-        // Both are the model with its adapter, up to the error of quantizing it.
+        // Both equal the model with its adapter, up to the error of quantizing it.
         let of = |mode| record(with(plain(), &given), options(Precision::F32, mode));
         let want = record(with(plain(), &given), LoadOptions { quantize: None, ..options(Precision::F32, AdapterMode::Merge) });
         let [merged, beside] = [AdapterMode::Merge, AdapterMode::Auto].map(|mode| difference(&of(mode), &want));
-        println!("{format:?}: merged before {merged:.2e}, beside {beside:.2e}");
+        println!("{format:?}: merged before {merged:.2e}, branch {beside:.2e}");
         assert!(beside < 1.2 * merged && merged < 0.5, "{format:?}: {beside} {merged}");
     }
 }
@@ -334,7 +334,7 @@ fn memory_is_as_planned() {
         let (without, with) = (plain(), with(plain(), &[(&a, 0.1)]));
         let none = estimate(&without, AdapterMode::Branch, &job);
         let beside = estimate(&with, AdapterMode::Branch, &job);
-        // Ranks are padded to 32, and matrices to what memory is aligned to.
+        // Ranks are padded to 32, and matrices to the memory alignment.
         let linear = transformer_manifest(&Configs::TINY.transformer).into_iter().filter(|spec| spec.shape.len() == 2);
         let region: u64 = linear
             .flat_map(|spec| [32 * spec.shape[1], 32 * spec.shape[0]])
@@ -345,11 +345,11 @@ fn memory_is_as_planned() {
         assert_eq!(beside.low_memory_weight_bytes - none.low_memory_weight_bytes, region);
         assert_eq!(beside.copied_bytes - none.copied_bytes, region);
         assert!(beside.stages[1].1 > none.stages[1].1, "its products count");
-        // A job with the same adapters has the same plan.
+        // A job that names the same adapters has the same plan.
         let own = Job { adapters: Some(Arc::new(with.adapters.clone())), ..job.clone() };
         assert_eq!(estimate(&without, AdapterMode::Branch, &own), beside);
-        // What is merged has the size of what it replaces, and is copied. In f32 it is no longer bf16. A GPU that merges has both factors of a
-        // weight in f32 beside the others, one weight at a time.
+        // A merged weight has the size of the weight it replaces, and is copied. In f32 it is no longer bf16. A GPU that merges also holds
+        // both factors of one weight at a time in f32.
         let merged = estimate(&with, AdapterMode::Merge, &job);
         let linear = transformer_manifest(&Configs::TINY.transformer).into_iter().filter(|spec| spec.shape.len() == 2);
         let factors = |spec: kiln::internals::names::TensorSpec| -> u64 {
@@ -375,7 +375,7 @@ fn memory_is_as_planned() {
 #[test]
 fn adapters_of_another_model_are_refused() {
     let layer = lora("double_blocks.0.img_mlp.0", PEFT, [1536, 256], 4);
-    // A weight of another shape, and one that is not there.
+    // A weight of another shape, and a weight that the model does not have.
     for id in [LayerRole::MlpOut(Stream::Image).of_block(0), LayerRole::MlpIn(Stream::Image).of_block(7)] {
         for mode in MODES {
             let mut model = with(plain(), &[(&layer, 1.0)]);

@@ -1,5 +1,5 @@
-//! Backends against each other: the plan predicts memory, ops and flops of a run, lockstep finds a planted fault, and the goldens
-//! notice a wrong model.
+//! Compares backends with each other: the plan predicts a run's memory, ops and flops, lockstep finds a planted fault, and the
+//! goldens notice a wrong model.
 
 use common::wrapped;
 use common::{Goldens, cases, cpu, engine_on, relative_l2, run, saving_memory_changes_nothing, short_engine};
@@ -55,7 +55,7 @@ fn corrupt(target: usize, named: Arc<Mutex<&'static str>>) -> impl FnMut(usize, 
         let mut values = vec![0.0; row.cols];
         cpu.read(row, &mut values)?;
         let size = values.iter().map(|v| v.abs()).fold(0.0, f32::max);
-        // A count may be zero, which scales nothing.
+        // A count may be zero, and scaling zero would change nothing.
         values.iter_mut().for_each(|v| *v += size.max(1e-3));
         cpu.write(row, &values)
     }
@@ -116,8 +116,8 @@ fn add_to_byte(cpu: &mut Cpu, t: Tensor, view: usize, at: usize, steps: u8) -> R
     cpu.write(view, &bytes.iter().map(|&byte| f32::from(byte)).collect::<Vec<_>>())
 }
 
-/// Two correct backends may round a value to two codes. More than that is found, even in one element among many, and what passes
-/// becomes equal to the byte, because decoded values would not always be encoded the same again.
+/// Two correct backends may round a value to two adjacent codes. Lockstep finds a larger difference, even in one element among
+/// many. Accepted differences are made equal to the byte, because decoded values would not always encode to the same code again.
 #[test]
 fn lockstep_compares_quantized_results_by_element() {
     let (rows, cols) = (130, 192);
@@ -126,7 +126,7 @@ fn lockstep_compares_quantized_results_by_element() {
         [Stored::fp8(scale(0.0123)), Stored::nvfp4(scale(0.0011))].map(|f| arena.alloc_stored(rows, cols, f).unwrap());
     let [x, y, gain] = [rows, rows, 1].map(|rows| arena.alloc(rows, cols, DType::F32).unwrap());
     let values: Vec<f32> = (0..rows * cols).map(|i| (i as f32 * 0.37).sin() + (i as f32 * 0.011).cos()).collect();
-    // The tested backend changes the first result. The second op is there to see what has become of it.
+    // The tested backend changes the first result. The second op shows which bytes the trusted backend then has.
     let run = |out: Tensor, fault: Option<(usize, usize, u8)>| {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let tested = wrapped::after_op(cpu(), {
@@ -192,7 +192,7 @@ fn non_finite_latents_are_an_error() {
     }
 }
 
-/// A non-finite value of the text encoder is reported as such, for either prompt, and not as one of the steps after it.
+/// A non-finite value of the text encoder is reported as the text encoder's, for either prompt, and not as a later step's.
 #[test]
 fn non_finite_prompt_embeddings_are_told_from_a_step() {
     let mut job = Job { size: Pixels::new(64, 64).unwrap(), steps: 1, guidance: 4.0, record: false, ..cases()[0].job() };
@@ -215,12 +215,12 @@ fn non_finite_prompt_embeddings_are_told_from_a_step() {
     }
 }
 
-/// The control of the goldens: a model with wrong positions must fail them, in f32 and even at the tolerance of bf16.
+/// The control of the goldens: a model with wrong positions must fail them, in f32 and even at bf16's tolerance.
 #[test]
 fn goldens_notice_wrong_rope() {
     let (case, goldens) = (cases().remove(0), Goldens::open());
     let tokens = (case.width / 16) * (case.height / 16);
-    // The RoPE table holds cosines, then sines: an angle of zero for every image token, as if all had the same position.
+    // The RoPE table holds cosines, then sines. An angle of zero for every image token gives all tokens the same position.
     let backend = wrapped::before_write(cpu(), move |to, values| {
         if to.cols == HEAD_DIM && to.rows == 512 + tokens {
             for row in values.chunks_exact_mut(HEAD_DIM).skip(512) {

@@ -1,5 +1,5 @@
-//! The built-in model: its folder against outputs recorded from diffusers, and the program that embeds it. Also other models with
-//! a `kiln.json` of their own.
+//! The built-in model: its folder against outputs recorded from diffusers, and the program that embeds it. Also tests other models
+//! with a `kiln.json`.
 
 use common::sandbox::Sandbox;
 use common::{Goldens, cpu, fixture, relative_l2, run, unit_image};
@@ -84,7 +84,7 @@ impl Case {
         run(&mut engine, &job).unwrap().record.unwrap()
     }
 
-    /// The relative error of every recorded tensor, by its name in the record.
+    /// The relative error of every recorded tensor, named as in the record.
     fn errors(&self, record: &Record, goldens: &Goldens) -> [(&'static str, f64); 3] {
         let golden = |name: &str| goldens.f32(&format!("{}.{name}", self.name));
         assert_eq!(record.token_ids, goldens.ids(&format!("{}.token_ids", self.name)), "{}", self.name);
@@ -113,7 +113,7 @@ fn the_recorded_weights_are_these() {
     }
 }
 
-/// Every case in one precision; `allowed` is the limit of a stage's error.
+/// Compares every case in one precision; `allowed` is the limit of a stage's error.
 fn compare(precision: Precision, allowed: impl Fn(&Case, &str) -> f64) {
     let goldens = Goldens::named("builtin.safetensors");
     for case in recorded().cases {
@@ -136,7 +136,7 @@ fn bf16_is_at_least_as_close_as_diffusers_in_bf16() {
     compare(Precision::Bf16, |case, stage| 1.2 * case.bf16_relative_l2[stage].min(case.bf16_exact_time_relative_l2[stage]));
 }
 
-/// The real program on the tiny model with other defaults.
+/// Runs the real program on the tiny model with other defaults.
 #[test]
 fn a_models_defaults_are_kept_by_every_command() {
     let sandbox = Sandbox::new();
@@ -158,7 +158,7 @@ fn a_models_defaults_are_kept_by_every_command() {
     {
         assert_eq!(after[key], value, "{key}");
     }
-    // Layers after the last one that is read are not loaded: 22 fewer, each with 344,064 values in matrices and some in norms.
+    // kiln does not load layers after the last one it reads: 22 fewer, each with 344,064 values in matrices and some in norms.
     let weights = |plan: &Value| plan["weight_bytes"].as_u64().unwrap();
     let saved = weights(&before) - weights(&plan(&[]));
     assert!((22 * 688_128..22 * 700_000).contains(&saved), "{saved}");
@@ -175,7 +175,7 @@ fn a_models_defaults_are_kept_by_every_command() {
     let tokens = after["tokens"]["references"][0].as_u64().unwrap();
     assert_eq!(shape("reference.1.tokens"), [tokens as usize, 128]);
     assert!(tokens == 12, "{tokens}");
-    // Without a reference the size is that of `kiln.json`, and flags take precedence over it.
+    // Without a reference `kiln.json` sets the size, and flags take precedence over it.
     assert_eq!((&plan(&[])["width"], &plan(&[])["height"]), (&80.into(), &64.into()));
     assert_eq!(plan(&["--height", "96", "--steps", "3"])["steps"], 3);
 
@@ -188,7 +188,7 @@ fn a_models_defaults_are_kept_by_every_command() {
     }
 }
 
-/// The quoted texts of a text, each on one line.
+/// The quoted strings of a text that do not span lines.
 fn quoted(text: &str) -> Vec<String> {
     let odd = text.split('"').skip(1).step_by(2);
     odd.map(|quote| quote.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
@@ -218,7 +218,7 @@ fn it_knows_the_words_it_is_scored_with() {
 #[test]
 fn it_knows_the_words_of_its_examples() {
     let page = include_str!("../../docs/builtin-model.md");
-    // The captions of its images, and the commands that generate some of them.
+    // The captions of the page's images, and the commands that generate some of them.
     let captions = page.lines().filter(|line| line.starts_with("| \"")).flat_map(quoted);
     let commands = page.lines().filter(|line| line.starts_with("    kiln \"") && line.contains(" star "));
     let examples: Vec<String> = captions.chain(commands.map(|line| quoted(line).swap_remove(0))).collect();
@@ -226,11 +226,11 @@ fn it_knows_the_words_of_its_examples() {
     for example in examples {
         assert!(unknown(&example).is_empty(), "{example}: {:?}", unknown(&example));
     }
-    // Numbers above three are unknown, and so is every word that it was not trained on.
+    // Numbers above three are unknown, and so is every other word that training never used.
     assert_eq!(unknown("Five red stars, a fluffy cat and one blue ring"), ["Five", "stars", "fluffy", "cat"]);
 }
 
-/// The program that embeds the model.
+/// Runs the program that embeds the model.
 #[cfg(feature = "builtin")]
 mod program {
     use super::{FOLDER, recorded};
@@ -309,7 +309,7 @@ mod program {
         assert_eq!(draw("A fluffy cat.", &[]), note(r#""fluffy", "cat""#, help));
         assert_eq!(draw("five red stars", &["--model", "builtin"]), note(r#""five", "stars""#, help));
         assert_eq!(draw("a fluffy cat", &["--model", FOLDER]), note(r#""fluffy", "cat""#, ""));
-        // Only some of many words are named, and control characters do not reach the terminal.
+        // The note names only the first unknown words, and control characters do not reach the terminal.
         let long = format!("{} b\u{202e}c d e f g", "x".repeat(500));
         let want = format!(r#""{}…", "b", "c", "d", "e" and 2 more"#, "x".repeat(128));
         assert_eq!(draw(&long, &["--model", "builtin"]), note(&want, help));

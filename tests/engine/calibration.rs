@@ -1,4 +1,4 @@
-//! Calibration: what it finds and what it does not depend on, that the scales which follow hold every value, and what is refused.
+//! Calibration: its results, what they do not depend on, which inputs it refuses, and that the resulting scales hold every value.
 
 use common::quantized::{Content, Form, SHORT, engine, model, plain_tensors, weights};
 use common::sandbox::Sandbox;
@@ -39,8 +39,8 @@ fn found(backend: impl Backend + 'static, model: OpenModel, calibration: &Calibr
     calibrate(Box::new(backend), "here", model, calibration, &in_block, &Silent)
 }
 
-/// Reads the inputs of the layers of the tiny model's blocks after each op, and keeps their largest magnitudes. Layers are told by
-/// the order of ops alone.
+/// Reads the inputs of the layers of the tiny model's blocks after each op, and keeps their largest magnitudes. The order of ops
+/// alone identifies a layer.
 fn by_order(found: Rc<RefCell<Found>>) -> impl FnMut(usize, Op<'_>, &mut Cpu) -> Result<()> {
     let config = Configs::TINY.transformer;
     let (mut block, mut next) = (0_usize, VecDeque::<Vec<String>>::new());
@@ -51,7 +51,7 @@ fn by_order(found: Rc<RefCell<Found>>) -> impl FnMut(usize, Op<'_>, &mut Cpu) ->
             Op::LinearGateResidual(streams) => streams.iter().map(|s| s.x).collect(),
             _ => return Ok(()),
         };
-        // Heads of the text encoder are rotated otherwise.
+        // The text encoder's heads have another rotation style.
         if matches!(op, Op::Qkv(streams) if streams[0].rope.style == RopeStyle::Interleaved) {
             assert!(next.is_empty());
             next = match block.checked_sub(config.double_blocks) {
@@ -97,7 +97,7 @@ fn neither_order_nor_threads_matter() {
     };
     let all = with(1, &["one", "two words", "and three"]);
     assert_eq!(all, with(3, &["and three", "one", "two words"]));
-    // The maxima of all prompts are those of each.
+    // The maxima over all prompts are the largest of each prompt's maxima.
     let mut each = with(2, &["one"]);
     for prompt in ["two words", "and three"] {
         let more = with(2, &[prompt]);
@@ -107,7 +107,7 @@ fn neither_order_nor_threads_matter() {
     assert_eq!(all, each);
 }
 
-/// Of the model in FP8 with these scales no value is beyond its range, and with much smaller ones many are.
+/// With these scales no value of the FP8 model is out of range, and with much smaller scales many are.
 #[test]
 fn calibrated_scales_hold_every_value() {
     let plain = Content { layers: Vec::new(), plain: plain_tensors(Component::Transformer, Layout::Bfl) };
@@ -142,7 +142,7 @@ fn the_built_in_model_is_calibrated() {
     assert_eq!(found.len(), 8 * c.double_blocks + 2 * c.single_blocks);
 }
 
-/// Inputs that are zero or not finite, from attention that yields such values.
+/// Inputs that are zero or not finite, from attention that computes such values.
 #[test]
 fn a_layer_without_a_scale_is_named() {
     for (value, want) in [(0.0, "its input is zero for every prompt"), (f32::NAN, "its input is not finite")] {
@@ -169,7 +169,7 @@ fn nothing_is_run_for_nothing() {
     let none = |_: &str| false;
     let found = calibrate(Box::new(stopped), "here", short_model(Variant::Distilled), &calibration, &none, &Silent);
     assert_eq!(found.unwrap(), Found::new());
-    // The same backend stops what is to be run.
+    // With layers to observe, the same backend stops.
     let stopped = Cpu::new(0, Arc::new(AtomicBool::new(true))).unwrap();
     let result = self::found(stopped, short_model(Variant::Distilled), &calibration);
     assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
@@ -177,7 +177,7 @@ fn nothing_is_run_for_nothing() {
     assert!(matches!(result, Err(Error::Usage { .. })), "{result:?}");
 }
 
-/// Keeps the phases, each with what was announced and what was done, until it ended.
+/// Records each phase until its end, with its announced and its completed work.
 #[derive(Default)]
 struct Phases {
     ended: RefCell<Vec<(Phase, u64, u64)>>,

@@ -1,4 +1,4 @@
-//! FLUX.2 \[dev\]: its tiny configuration against diffusers, what single mistakes would do, and what tells it from klein.
+//! FLUX.2 \[dev\]: its tiny configuration against diffusers, the effect of single mistakes, and how kiln tells it from klein.
 
 use common::adapter_files::{Factor, PEFT, file, lora, read};
 use common::dev::{Dev, dev, model, model_of, model_with, tokenizer};
@@ -31,7 +31,7 @@ const PAD: u32 = 11;
 
 #[test]
 fn every_stage_equals_diffusers() {
-    // The others differ from these by the side of zeros, by the guidance or by their size.
+    // The other cases differ from these only by the side of zeros, the guidance or their size.
     let wanted = |name: &str| long() || ["left", "right", "left_zeros", "reference", "long", "turbo_lora"].contains(&name);
     common::dev::f32_equals_diffusers(&|| Box::new(cpu()), wanted);
 }
@@ -42,14 +42,14 @@ fn bf16_is_as_close_as_diffusers_in_bf16() {
     common::dev::bf16_is_as_close_as_diffusers_in_bf16(&|| Box::new(cpu()), wanted);
 }
 
-/// The weights of a text encoder with this configuration, all of whose layers are written.
+/// The weights of a text encoder with this configuration, including all of its layers.
 fn weights(config: &TextConfig) -> Weights {
     let [first, second, _] = config.text_layers;
     let all = TextConfig { text_layers: [first, second, config.layers], ..config.clone() };
     tiny::weights_of(Component::TextEncoder, &text_manifest(&all), DType::Bf16).unwrap()
 }
 
-/// The prompt embeddings that a text encoder makes of tokens on a backend, in f32.
+/// The prompt embeddings that a text encoder computes from tokens on a backend, in f32.
 fn embed(be: &mut dyn Backend, config: &TextConfig, tokens: &Tokens) -> Vec<f32> {
     let (mut region, mut ws) = (Arena::new(Region::Weights), Arena::new(Region::Arena));
     be.reserve(Region::Weights, 64 << 20).unwrap();
@@ -68,7 +68,7 @@ fn tokens(padding: Padding) -> Tokens {
     tokenizer().encode_padded(PROMPT, LENGTH, padding).unwrap()
 }
 
-/// Tokens of these ids, with padding of `pad` before them.
+/// Tokens of these ids, after `pad` padding tokens.
 fn padded(ids: &[u32], pad: u32) -> Tokens {
     let before = vec![pad; LENGTH - ids.len()];
     Tokens { ids: [&before, ids].concat(), real: ids.len(), padding: Padding::Left, cut: 0 }
@@ -96,7 +96,7 @@ fn the_residual_stream_is_that_of_transformers() {
     }
 }
 
-/// Padding before a prompt depends on nothing: all its rows are the same to the bit, and so are those of another prompt.
+/// Padding before a prompt depends on nothing: all its rows are equal to the bit, and equal to another prompt's padding.
 #[test]
 fn padding_before_a_prompt_is_one_constant() {
     let config = Configs::TINY_DEV.text_encoder;
@@ -111,7 +111,7 @@ fn padding_before_a_prompt_is_one_constant() {
     assert!(one.iter().chain(&other).all(|row| *row == one[0]));
 }
 
-/// Swaps the query heads of an attention so that their key heads are those of their number modulo the number of key heads.
+/// Permutes an attention's query heads so that each uses the key head of its number modulo the number of key heads.
 fn modulo_heads(inner: &mut Cpu, op: Op<'_>) -> kiln::error::Result<()> {
     let Op::Attention { out, q, kv, head_dim, .. } = op else { return inner.run(op) };
     let (heads, kv_heads) = (q.cols / head_dim, kv[0].k.cols / head_dim);
@@ -134,7 +134,7 @@ fn modulo_heads(inner: &mut Cpu, op: Op<'_>) -> kiln::error::Result<()> {
     permuted(inner, out[0], true)
 }
 
-/// The embeddings with the norm that language models have after their last layer, on the last tap of some rows.
+/// The embeddings with a language model's final norm applied to the last tap of some rows.
 fn with_final_norm(right: &[f32], rows: Range<usize>) -> Vec<f32> {
     let TextConfig { hidden, eps, .. } = Configs::TINY_DEV.text_encoder;
     let gain: Vec<f32> = (0..hidden).map(|i| 1.0 + (f32::from(hashed("model.norm.weight", i) & 127) - 64.0) / 128.0).collect();
@@ -147,7 +147,7 @@ fn with_final_norm(right: &[f32], rows: Range<usize>) -> Vec<f32> {
     all
 }
 
-/// The embeddings with a mistake; `None` if it is not one of the encoder.
+/// The embeddings with a mistake; `None` if the mistake is not one of the encoder.
 fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
     let config = Configs::TINY_DEV.text_encoder;
     let plain = |config: &TextConfig, tokens: &Tokens| Some(embed(&mut cpu(), config, tokens));
@@ -213,7 +213,7 @@ fn mistaken(name: &str, right: &[f32]) -> Option<Vec<f32>> {
             rows.rotate_left(left.rows().start * config.features());
             Some(rows)
         }
-        // Rows of padding that would attend, which this encoder never computes; and what is no mistake.
+        // Padding rows that would attend, which this encoder never computes; and a case without a mistake.
         "not_causal_pads" | "average_pads" | "offset" => None,
         other => panic!("{other} is not tested"),
     }
@@ -234,12 +234,12 @@ fn single_mistakes_are_far_beyond_the_limit() {
     assert_eq!(tested, 20);
 }
 
-/// Prompts that are cut early, where images are compared with each other: that saves most of the text encoder's work.
+/// Defaults that cut prompts early, for tests that compare images. This saves most of the text encoder's work.
 fn short() -> ModelDefaults {
     ModelDefaults { max_text_tokens: SHORT, ..ModelDefaults::klein() }
 }
 
-/// A scale of zero is an input like any other, and not a model without guidance.
+/// A guidance scale of zero is an input like any other, and does not make this a model without guidance.
 #[test]
 fn guidance_is_an_input() {
     let image = |guidance: f32, variant: Variant| {
@@ -250,7 +250,7 @@ fn guidance_is_an_input() {
     };
     let four = image(4.0, Variant::Dev);
     assert!(four == image(4.0, Variant::Dev) && four != image(0.0, Variant::Dev) && four != image(3.5, Variant::Dev));
-    // Not a factor of classifier-free guidance: that would run each step twice.
+    // The scale is not a factor of classifier-free guidance, which would run each step twice.
     let mut engine = Engine::load(Box::new(cpu()), model_with(short()), LoadOptions::DEFAULT, &Silent).unwrap();
     let ops = |engine: &mut Engine, guidance| engine.plan(&Job { guidance, ..small_job() }).unwrap().ops;
     assert_eq!(ops(&mut engine, 4.0), ops(&mut engine, 0.0));
@@ -270,7 +270,7 @@ fn dev_is_told_by_its_tensors() {
     assert_eq!(Variant::Dev.spec().padding, Padding::Left);
 }
 
-/// The configuration of a model that also sees has that of its language model inside; a window shorter than a prompt is refused.
+/// A vision-language model's configuration contains the configuration of its language model. A window shorter than a prompt is refused.
 #[test]
 fn configurations_of_mistral_are_compared() {
     let config = Configs::TINY_DEV.text_encoder;
@@ -292,7 +292,7 @@ fn configurations_of_mistral_are_compared() {
     assert_eq!(TextConfig::detect(&weights, None, &ModelDefaults::klein()).unwrap(), config);
 }
 
-/// The layers of the Turbo adapter: two prefixes and two spellings in one file.
+/// The layers of the Turbo adapter: its one file has two prefixes and two spellings.
 fn turbo_layers() -> Vec<(String, [usize; 2])> {
     const H: usize = 6144;
     let global = [
@@ -326,12 +326,12 @@ fn all_layers_of_the_turbo_adapter_are_matched() {
     let factors: Vec<Factor> = layers.iter().flat_map(|(name, shape)| lora(name, PEFT, *shape, 1)).collect();
     let adapter = read(file(&factors, DType::Bf16, &[]), &Configs::DEV.layer_targets()).unwrap();
     assert_eq!((adapter.layers.len(), adapter.unmatched.len()), (170, 0));
-    // klein 9B has blocks of the same names, and another width.
+    // klein 9B has blocks of the same names, but another width.
     let refused = read(file(&factors, DType::Bf16, &[]), &Configs::KLEIN_9B.layer_targets()).unwrap_err();
     assert!(refused.to_string().contains("FLUX.2 [dev]"), "{refused}");
 }
 
-/// What dev takes, by its published sizes: weights that stay in memory, and those that take turns.
+/// Memory of \[dev\] at its published sizes, with all weights resident and with weights that replace each other.
 #[test]
 fn the_plan_has_the_sizes_of_the_published_model() {
     let job = Job { size: Pixels::new(1024, 1024).unwrap(), steps: 50, padding: Padding::Left, ..small_job() };
@@ -342,10 +342,10 @@ fn the_plan_has_the_sizes_of_the_published_model() {
     let weights = 64_446_562_304 + 33_345_331_200;
     assert!((weights..weights + (200 << 20)).contains(&plain.weight_bytes), "{}", plain.weight_bytes);
     assert_eq!(plain.table_bytes, 131_072 * 5120 * 2);
-    // The transformer takes the place of the encoder, which is smaller; `txt_in` goes with that.
+    // The transformer replaces the smaller encoder; `txt_in` is loaded together with the encoder.
     let least = 64_446_562_304 - 188_743_680;
     assert!((least..least + (200 << 20)).contains(&plain.low_memory_weight_bytes), "{}", plain.low_memory_weight_bytes);
-    // 282.6 TFLOP a step.
+    // 282.6 TFLOP per step.
     let denoise = plain.stages.iter().find(|(phase, _)| *phase == Phase::Denoise).unwrap().1 as f64 / 50e12;
     assert!((denoise - 282.6).abs() < 3.0, "{denoise}");
     for (format, least, most) in [(DType::E4m3, 32.0e9, 55.0e9), (DType::E2m1, 18.0e9, 33.0e9)] {
@@ -356,7 +356,7 @@ fn the_plan_has_the_sizes_of_the_published_model() {
     }
 }
 
-/// The tensors of the tiny text encoder with something before their names, and what real files have besides. Values do not matter.
+/// The tensors of the tiny text encoder with a prefix, and the extra tensors of real files. Values do not matter.
 fn file_of_encoder(prefix: &str, vocabulary: &[u8]) -> Weights {
     let config = Configs::TINY_DEV.text_encoder;
     let [first, second, _] = config.text_layers;
@@ -371,7 +371,7 @@ fn file_of_encoder(prefix: &str, vocabulary: &[u8]) -> Weights {
     for name in ["vision_tower.patch_conv.weight", "multi_modal_projector.linear_1.weight"] {
         tensors.push(plain(name.into(), vec![3, 5]));
     }
-    // An odd length, so that what follows is not aligned.
+    // An odd length, so that the following tensor is not aligned.
     tensors.push(Plain {
         name: "tekken_model".into(),
         dtype: Dtype::U8,
@@ -387,7 +387,7 @@ fn every_spelling_of_the_encoder_is_read() {
     for prefix in ["language_model.model.", "model.language_model.", "model.", "text_encoders.mistral3_24b.transformer.model."] {
         let weights = file_of_encoder(prefix, b"{}   ");
         assert_eq!(TextConfig::detect(&weights, None, &ModelDefaults::klein()).unwrap(), config, "{prefix}");
-        // Layers after the last tap are not read, and neither is what is no language model.
+        // kiln reads neither layers after the last tap nor tensors outside the language model.
         assert_eq!(weights.check(&text_manifest(&config)).unwrap(), Vec::<String>::new(), "{prefix}");
         assert_eq!(&weights.vocabulary().unwrap()[..], b"{}   ");
     }
@@ -402,12 +402,12 @@ fn latents(transformer: &Content, form: Form) -> Vec<f32> {
     run(&mut engine, &job).unwrap().record.unwrap().latents.pop().unwrap()
 }
 
-/// As they are published: ComfyUI's FP8 file has the attention of double blocks in bf16, that of NVFP4 the text half of it. A reader that took
-/// such layers for quantized ones, or quantized ones for such layers, would not come close to the model in bf16.
+/// Layer formats as published: ComfyUI's FP8 file has the attention of double blocks in bf16, the NVFP4 file its text half. A reader that
+/// confused plain and quantized layers would not come close to the model in bf16.
 #[test]
 fn files_with_some_layers_in_bf16_are_read() {
     let plain = |content: &Content| {
-        // klein's tensors and those of the guidance, which may be those of the time.
+        // klein's tensors and the guidance's tensors; the latter copy the time's.
         let time =
             plain_tensors(Component::Transformer, Layout::Bfl).into_iter().filter(|tensor| tensor.name.starts_with("time_in."));
         let guidance = time.map(|tensor| Plain { name: tensor.name.replace("time_in.", "guidance_in."), ..tensor });

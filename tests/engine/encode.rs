@@ -1,4 +1,4 @@
-//! Image files: right, small, and the same whatever the number of threads.
+//! Encoded image files: correct, small, and independent of the number of threads.
 
 use common::photo_like::{KINDS, photo_like};
 use common::sandbox::{Png, QUICK, Sandbox};
@@ -55,7 +55,7 @@ fn pngs_of_every_size_and_kind_read_back() {
     assert!((bytes.len() as u64) < Format::Png.max_bytes(200, 300), "{}", bytes.len());
 }
 
-/// Beside the sizes that libpng 1.6.39 reaches at its default level, 6, with all filters (`tools/check_encoding.py`).
+/// Compares sizes with libpng 1.6.39 at its default level, 6, with all filters (`tools/check_encoding.py`).
 #[test]
 fn pngs_of_photographs_are_as_small_as_those_of_libpng() {
     for (kind, libpng) in LIBPNG {
@@ -65,10 +65,10 @@ fn pngs_of_photographs_are_as_small_as_those_of_libpng() {
     }
 }
 
-/// Bytes of libpng's files of 512x512 pixels.
+/// Sizes of libpng's files of 512x512 pixels, in bytes.
 const LIBPNG: [(&str, usize); 4] = [("noise", 219_837), ("portrait", 276_105), ("gradient", 170_983), ("text", 294_990)];
 
-/// IDAT chunks of at most 64 KiB or so are one zlib stream, and a reader that knows nothing of strips sees none.
+/// IDAT chunks of at most about 64 KiB form one zlib stream, so a reader that knows nothing of strips sees no strips.
 #[test]
 fn strips_are_chunks_of_one_stream() {
     let image = photo_like("noise", 512, 300);
@@ -83,7 +83,7 @@ fn strips_are_chunks_of_one_stream() {
         }
         at += 12 + length;
     }
-    // 512 pixels are 1537 bytes a row, 32 rows a strip, and the checksum of the stream is a chunk.
+    // 512 pixels are 1537 bytes per row, 32 rows per strip, and the stream's checksum is a chunk.
     assert_eq!(chunks, 300usize.div_ceil(32) + 1);
     let mut rows = Vec::new();
     std::io::Read::read_to_end(&mut flate2::read::ZlibDecoder::new(&stream[..]), &mut rows).unwrap();
@@ -105,7 +105,7 @@ fn jpegs_read_back_as_well_as_their_quality_says() {
             last = (bytes.len(), ratio);
         }
     }
-    // Extremes of every coefficient: black and white pixels, alternating and at random.
+    // Extreme values of every coefficient: black and white pixels, alternating and at random.
     for pixel in [
         |x: usize, y: usize| (x + y).is_multiple_of(2),
         |x: usize, _| x.is_multiple_of(2),
@@ -119,7 +119,7 @@ fn jpegs_read_back_as_well_as_their_quality_says() {
     }
 }
 
-/// A prompt that looks like XMP is text in the metadata, and turns nothing.
+/// A prompt that looks like XMP stays text in the metadata, and does not rotate the image.
 #[test]
 fn text_is_not_taken_for_properties() {
     let image = photo_like("gradient", 96, 64);
@@ -151,7 +151,7 @@ fn the_format_is_that_of_the_flag_or_of_the_name() {
         let run = sandbox.quick(&[&["x", "-q", "--seed", "7"], flags].concat());
         assert_eq!((run.text(), kind(name)), (&*format!("{name}\n"), format), "{flags:?}");
     }
-    // The same facts in all of them, and the same pixels in both that are lossless.
+    // All files have the same metadata, and both lossless ones the same pixels.
     for name in ["x-7.jpg", "a"] {
         let bytes = fs::read(sandbox.path(name)).unwrap();
         let text = String::from_utf8_lossy(&bytes);
@@ -166,12 +166,12 @@ fn the_format_is_that_of_the_flag_or_of_the_name() {
     assert!(pixels == Png::read(&sandbox.path("x-7.png")).pixels);
     assert!(psnr(&jpeg_pixels(&fs::read(sandbox.path("x-7.jpg")).unwrap()), &pixels) > 30.0);
     assert!(fs::metadata(sandbox.path("a.JPEG")).unwrap().len() < fs::metadata(sandbox.path("x-7.jpg")).unwrap().len());
-    // On standard output the flag decides.
+    // On standard output the flag decides the format.
     let stdout = sandbox.quick(&["x", "-q", "--seed", "7", "-o", "-", "--format", "jpeg"]).stdout;
     assert!(stdout == fs::read(sandbox.path("x-7.jpg")).unwrap());
 }
 
-/// Text that a JPEG has no room for is refused before anything is computed.
+/// Text that does not fit into a JPEG is refused before anything is computed.
 #[test]
 fn a_prompt_that_a_jpeg_cannot_hold_is_refused() {
     let sandbox = Sandbox::new();
@@ -183,7 +183,7 @@ fn a_prompt_that_a_jpeg_cannot_hold_is_refused() {
     assert!(run.stderr.ends_with("hint: shorten them, or write a PNG or WebP\n") && !run.stderr.contains("denoising"));
 }
 
-/// Images that are written beside the next one are those that are written alone.
+/// Images written in parallel with the next image equal images written alone.
 #[test]
 fn the_count_and_the_threads_change_no_byte() {
     let sandbox = Sandbox::new();
@@ -197,17 +197,17 @@ fn the_count_and_the_threads_change_no_byte() {
     assert!(bytes("many-2.png") == bytes("alone.png"));
 }
 
-/// An image that cannot be written ends the run; those before it stay, and nothing else.
+/// An image that cannot be written ends the run. Only the images before it stay.
 #[test]
 fn a_failed_write_stops_the_run() {
-    // One that another thread writes, and the last.
+    // An image that another thread writes, and the last image.
     for (last, count) in [(3, "4"), (3, "3")] {
         let sandbox = Sandbox::new();
         let args = ["x", "-q", "--seed", "7", "--count", count, "-o", "out.png"];
         let mut child = sandbox.command(args.iter().chain(&QUICK)).spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert_eq!(lines.next().unwrap().unwrap(), "out-1.png");
-        // The second image is being computed now; the file of a later one appears.
+        // The second image is being computed now. The file of a later image appears.
         fs::write(sandbox.path(&format!("out-{last}.png")), "mine").unwrap();
         let rest: Vec<String> = lines.map_while(Result::ok).collect();
         let output = child.wait_with_output().unwrap();

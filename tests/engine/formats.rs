@@ -1,7 +1,7 @@
-//! The formats of eight and four bits, bit for bit.
+//! The 8-bit and 4-bit formats, bit for bit.
 //!
 //! `tests/fixtures/fp8_vectors.json` and `nvfp4_vectors.json` were computed by comfy-kitchen 0.2.40, eager backend, and hold
-//! entries of ModelOpt 0.47.0. What they call `cuda` emulates the CUDA kernels of comfy-kitchen, which are what its users run.
+//! entries of ModelOpt 0.47.0. Entries named `cuda` emulate the CUDA kernels of comfy-kitchen, which its users run.
 //! Hexadecimal texts are little-endian memory, row-major.
 
 mod elements;
@@ -19,7 +19,7 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// `fp8_vectors.json`.
+/// The contents of `fp8_vectors.json`.
 #[derive(Deserialize)]
 struct Fp8Vectors {
     e4m3_decode: Vec<Value>,
@@ -29,7 +29,7 @@ struct Fp8Vectors {
     linear: Products,
 }
 
-/// `nvfp4_vectors.json`.
+/// The contents of `nvfp4_vectors.json`.
 #[derive(Deserialize)]
 struct Nvfp4Vectors {
     e2m1_decode: Vec<Value>,
@@ -38,7 +38,7 @@ struct Nvfp4Vectors {
     gemm: Products,
 }
 
-/// Products of one input with one weight, under several scales of the input.
+/// Products of one input with one weight, for several input scales.
 #[derive(Deserialize)]
 struct Products {
     weight_case: String,
@@ -60,12 +60,12 @@ fn hex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
 }
 
-/// The bytes that an entry has under a name.
+/// An entry's bytes, by their name.
 fn memory(entry: &Value, name: &str) -> Vec<u8> {
     hex(entry[name].as_str().unwrap_or_else(|| panic!("no {name}")))
 }
 
-/// The float whose bits an entry has under a name, as `0x...`.
+/// An entry's float, whose bits are stored as `0x...`.
 fn float(entry: &Value, name: &str) -> f32 {
     let text = entry[name].as_str().unwrap_or_else(|| panic!("no {name}"));
     f32::from_bits(u32::from_str_radix(text.strip_prefix("0x").unwrap(), 16).unwrap())
@@ -79,7 +79,7 @@ fn shape(entry: &Value, name: &str) -> [usize; 2] {
     serde_json::from_value(entry[name].clone()).unwrap()
 }
 
-/// The case of a name.
+/// The case with this name.
 fn named<'a>(cases: &'a [Value], name: &str) -> &'a Value {
     cases.iter().find(|case| case["name"] == name).unwrap_or_else(|| panic!("no case {name}"))
 }
@@ -106,7 +106,7 @@ fn bytes(data: Vec<u8>) -> Bytes {
     Bytes::new(Arc::new(data))
 }
 
-/// The values of a part, and the same rounded to bf16.
+/// The values of a weight slice, and these values rounded to bf16.
 fn expanded(part: &WeightSlice) -> (Vec<f32>, Vec<u8>) {
     let (mut values, mut halves) = (vec![0.0; part.rows * part.cols()], vec![0; 2 * part.rows * part.cols()]);
     for row in 0..part.rows {
@@ -130,7 +130,7 @@ fn stored_bytes(cpu: &mut Cpu, tensor: Tensor) -> Vec<Vec<u8>> {
     read.collect()
 }
 
-/// What the CPU backend stores of values.
+/// The bytes that the CPU backend stores for these values.
 fn quantized(values: &[f32], cols: usize, stored: Stored) -> Vec<Vec<u8>> {
     let (mut cpu, mut arena) = (cpu(), Arena::new(Region::Arena));
     let tensor = arena.alloc_stored(values.len() / cols, cols, stored).unwrap();

@@ -1,5 +1,5 @@
-//! Adapters on the tiny model against what diffusers and PEFT compute with the same files, or the plain pipeline with weights that were
-//! merged in f64: `tools/goldens/lora.py` tells which case is which.
+//! Compares adapters on the tiny model with diffusers and PEFT on the same files, or with the plain pipeline on weights merged in f64.
+//! `tools/goldens/lora.py` says which case is which.
 
 use common::lora::{File, Tensor};
 use common::random::long;
@@ -23,12 +23,12 @@ struct Fixture {
     cases: Vec<Case>,
 }
 
-/// A file as its header and settings describe it; values follow from the names.
+/// A file's header and settings; values follow from the names.
 #[derive(serde::Deserialize)]
 struct Recorded {
     name: String,
     metadata: BTreeMap<String, String>,
-    /// The text of the `adapter_config.json` beside it.
+    /// The text of the `adapter_config.json` next to it.
     config: Option<String>,
     /// `BF16 2x256`, or `F32 =1.5` for a number.
     tensors: BTreeMap<String, String>,
@@ -42,9 +42,9 @@ struct Case {
     height: usize,
     steps: usize,
     seed: u64,
-    /// Names of files, and their strengths.
+    /// File names with their strengths.
     files: Vec<(String, f32)>,
-    /// The error of the merged model in bf16.
+    /// The merged model's error in bf16.
     bf16_exact_time_relative_l2: BTreeMap<String, f64>,
 }
 
@@ -69,7 +69,7 @@ impl Recorded {
         File { metadata: self.metadata.clone().into_iter().collect(), ..File::of(tensors) }
     }
 
-    /// Writes the file, with its settings beside it, and opens it.
+    /// Writes the file with its settings, and opens it.
     fn open(&self, targets: &LayerTargets) -> Adapter {
         let folder = Scratch::new();
         self.config.iter().for_each(|text| drop(folder.write("adapter_config.json", text)));
@@ -96,7 +96,7 @@ impl Case {
         Adapters(self.files.iter().map(|(name, strength)| (opened[name].clone(), *strength)).collect())
     }
 
-    /// Relative errors of what was recorded.
+    /// Relative errors of the recorded tensors.
     fn errors(&self, record: &Record, goldens: &Goldens) -> BTreeMap<&'static str, f64> {
         // The step is `latents.1 = noise + dt * velocity`.
         let dt = Schedule::new(self.steps, record.latents[0].len() / 128).dt(0);
@@ -112,7 +112,7 @@ impl Case {
     }
 }
 
-/// What was recorded, and its files as adapters of the tiny model.
+/// The recorded fixture, and its files as adapters of the tiny model.
 fn recorded() -> &'static (Fixture, BTreeMap<String, Adapter>) {
     static RECORDED: OnceLock<(Fixture, BTreeMap<String, Adapter>)> = OnceLock::new();
     RECORDED.get_or_init(|| {
@@ -130,8 +130,8 @@ fn engine(adapters: Adapters, mode: AdapterMode, precision: Precision) -> Engine
     Engine::load(Box::new(cpu()), model, options, &Silent).unwrap()
 }
 
-/// What a term is does not depend on its spelling, so that few cases are enough where another test has all of them: those with rows in
-/// another order, rows of fused layers, both kinds of products, several adapters, and the text encoder.
+/// The spelling of a LoRA branch does not change it, so a few cases suffice where another test has all: rows in another order, rows of
+/// fused layers, both kinds of products, several adapters, and the text encoder.
 fn few(case: &&Case) -> bool {
     long() || ["diffusers", "onetrainer", "lokr_both", "text_folder", "two"].contains(&case.name.as_str())
 }
@@ -145,7 +145,7 @@ fn check(case: &Case, record: &Record, what: &str, allowed: impl Fn(&str) -> f64
     }
 }
 
-/// Weights that are merged; in bf16 they are rounded afterwards, as the reference's are.
+/// Merged weights. In bf16 they are rounded afterwards, like the reference's.
 #[test]
 fn merged_adapters_equal_diffusers() {
     let (fixture, opened) = recorded();
@@ -161,7 +161,7 @@ fn merged_adapters_equal_diffusers() {
     }
 }
 
-/// What is computed beside the weights has roundings of its own in bf16.
+/// Branches, which have additional roundings in bf16.
 #[test]
 fn adapters_beside_weights_in_bf16_are_within_twice_the_error_of_diffusers_in_bf16() {
     let (fixture, opened) = recorded();
@@ -172,7 +172,7 @@ fn adapters_beside_weights_in_bf16_are_within_twice_the_error_of_diffusers_in_bf
     }
 }
 
-/// All cases in one engine, in which every job names its own adapters: those of the one before leave no trace.
+/// Runs all cases in one engine. Every job names its own adapters, and the previous job's adapters leave no trace.
 #[test]
 fn jobs_of_one_engine_can_have_any_adapters() {
     let (fixture, opened) = recorded();
@@ -184,7 +184,7 @@ fn jobs_of_one_engine_can_have_any_adapters() {
         let record = run(&mut engine, &job(Some(case.adapters(opened)))).unwrap().record.unwrap();
         check(case, &record, "as a job", |_| 1e-4);
         if ["lokr_both", "two"].contains(&case.name.as_str()) {
-            // None at all, and one with a strength of zero, are the plain model exactly.
+            // No adapters, or one with a strength of zero, equal the plain model exactly.
             let zero = Adapters(case.adapters(opened).0.into_iter().map(|(adapter, _)| (adapter, 0.0)).collect());
             for none in [Adapters::default(), zero] {
                 let latents = run(&mut engine, &job(Some(none))).unwrap().record.unwrap().latents;
@@ -196,7 +196,7 @@ fn jobs_of_one_engine_can_have_any_adapters() {
     assert_eq!(ran, 2);
 }
 
-/// The control: strengths, scales and places that are wrong do not pass.
+/// The control: wrong strengths, scales and places do not pass.
 #[test]
 fn mistakes_are_noticed() {
     let ((fixture, opened), goldens) = (recorded(), Goldens::named("lora.safetensors"));

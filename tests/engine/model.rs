@@ -1,4 +1,4 @@
-//! The whole pipeline on the tiny model against outputs recorded from diffusers, on the CPU.
+//! Compares the whole pipeline on the tiny model with outputs recorded from diffusers, on the CPU.
 
 use common::{cpu, goldens};
 

@@ -1,4 +1,4 @@
-//! Every mode of the model against outputs recorded from diffusers, on the CPU.
+//! Compares every mode of the model with outputs recorded from diffusers, on the CPU.
 
 use common::modes::{self, fnv1a, modes};
 use common::{cpu, run};
@@ -21,8 +21,8 @@ fn guidance_as_an_input_equals_diffusers() {
     modes::guidance_as_an_input_equals_diffusers(&|| Box::new(cpu()));
 }
 
-/// The KV cache of references is rebuilt for each run: after a run with another prompt, seed and size, the first job gives the
-/// same bytes again.
+/// Each run rebuilds the KV cache of references: the first job gives the same bytes again after a run with another prompt,
+/// seed and size.
 #[test]
 fn cached_references_do_not_depend_on_the_run_before() {
     let modes = modes();

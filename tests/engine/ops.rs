@@ -1,5 +1,5 @@
-//! Every op of the CPU backend against naive f64 loops, and operands that every backend must refuse. The table of cases and the
-//! tolerances are in `common/ops`.
+//! Compares every op of the CPU backend with naive f64 loops, and checks the operands that every backend must refuse.
+//! `common/ops` has the table of cases and the tolerances.
 
 use common::ops;
 use common::ops::formats::{Codes, pack, quantize};
@@ -35,11 +35,11 @@ fn every_op_matches_a_naive_loop_at_klein_widths() {
 
 #[test]
 fn every_quantized_operand_matches_a_naive_loop() {
-    // The others are in the table of all ops.
+    // The table of all ops has the other cases.
     ops::check(&mut cpu(0), ops::quantized::all().into_iter().filter(|case| !ops::quantized::has_kernels(&case.name)));
 }
 
-/// The figures of the published model for factors of 1.125.
+/// The published model's figures for factors of 1.125.
 #[test]
 fn coherent_sums_of_tensor_cores_come_out_too_small() {
     let sum = |k: usize| {
@@ -47,12 +47,12 @@ fn coherent_sums_of_tensor_cores_come_out_too_small() {
         Fp8Sums::add_products(&mut sums, &factors, &factors);
         sums[0].0
     };
-    // Exact as long as thirteen places hold a sum.
+    // The sum is exact while it fits into thirteen places.
     assert_eq!(sum(128), 162.0);
     assert_eq!(sum(12288), 13115.0);
 }
 
-/// Exactly where the cases allow either code: values between two codes, with their neighbors, and the ends of the range.
+/// Exact results where the cases allow either code: values between two codes, with their neighbors, and the ends of the range.
 #[test]
 fn ties_go_to_the_even_code() {
     let codes = Codes::of(DType::E4m3);
@@ -60,7 +60,7 @@ fn ties_go_to_the_even_code() {
     let middles = magnitudes.windows(2).map(|pair| (pair[0] + pair[1]) / 2.0);
     let mut values: Vec<f32> = middles.flat_map(|v| [v, v.next_up(), v.next_down()]).chain(magnitudes.iter().copied()).collect();
     values.extend([448.0, 464.0, 465.0, 1e9, f32::MIN_POSITIVE]);
-    // A block whose scale is one, and one whose scale is that of zeros.
+    // A block with a scale of one, and a block with the scale of zeros.
     let block = [6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0, 0.26, 0.74, 1.26, 1.74, 2.4, 3.6, 4.9];
     let blocks: Vec<f32> = [block, block.map(|v: f32| -v), [0.0; 16]].concat();
     values.extend(values.clone().iter().map(|v| -v));
@@ -89,10 +89,10 @@ fn lockstep_is_clean_on_quantized_operands() {
     assert_eq!(both.ops(), cases.len());
 }
 
-/// The control of the quantized cases: one code that is one step off, one scale, or one byte beside the result is a fault.
+/// The control of the quantized cases: a code or scale that is one step off, or a changed byte next to the result, is a fault.
 #[test]
 fn a_wrong_code_is_found() {
-    /// Changes the last bit of the byte at a place of the elements (0) or of the block scales (1).
+    /// Changes the last bit of a byte of the elements (0) or of the block scales (1).
     fn change(cpu: &mut Cpu, out: Tensor, view: usize, place: u64) {
         let view = out.as_bytes().nth(view).unwrap();
         let byte = Tensor { offset: view.offset + place, rows: 1, cols: 1, ..view };
@@ -131,7 +131,7 @@ fn a_wrong_code_is_found() {
     }
 }
 
-/// The control of counted saturation: a count that is lost, or one more than there are.
+/// The control of counted saturation: a lost count, or an extra one.
 #[test]
 fn a_wrong_count_is_found() {
     let name = "layer_norm_modulate 7 and 3 rows of 112 into e4m3 and clipped e4m3 f32 whole";
@@ -149,7 +149,7 @@ fn a_wrong_count_is_found() {
     let lost = faults(|cpu| assert!(cpu.take_saturated().unwrap() > 100));
     assert!(lost.len() == 1 && lost[0].contains("0 values are counted as out of range"), "{lost:?}");
     let more = faults(|cpu| {
-        // An op with one more such value, in the memory of the case, which is then as before.
+        // An op with one more such value, in the case's memory, which is restored afterwards.
         let (region, scaling) = (Region::Arena, Scaling::Unscaled);
         let at = |offset, dtype| Tensor { region, dtype, offset, rows: 1, cols: 1, stride: 1, scaling };
         let places @ [x, weight, out] = [at(0, DType::F32), at(256, DType::F32), at(512, DType::E4m3)];
@@ -167,7 +167,7 @@ fn is_klein(name: &str) -> bool {
     name.contains("klein")
 }
 
-/// The table covers every op, also one that is added later.
+/// The table covers every op, including ops that are added later.
 #[test]
 fn the_table_names_every_op() {
     let names: Vec<String> = ops::cases::all().into_iter().map(|c| c.name).collect();
@@ -177,7 +177,7 @@ fn the_table_names_every_op() {
     }
 }
 
-/// The cases that are small enough for compute-sanitizer have every op in every dtype and layout.
+/// The cases that are small enough for compute-sanitizer cover every op in every dtype and layout.
 #[test]
 fn the_small_cases_name_every_op() {
     let small: Vec<_> = ops::cases::all().into_iter().filter(|c| ops::is_within(ops::SMALL, &c.name)).collect();
@@ -192,11 +192,11 @@ fn the_small_cases_name_every_op() {
     }
 }
 
-/// Work is partitioned by shapes alone, so the number of threads changes no bit of any result.
+/// Shapes alone determine how work is partitioned, so the number of threads changes no bit of any result.
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let mut machines = [1, 2, 3].map(|threads| (cpu(threads), ops::Weights::default()));
-    // The cases at klein widths take long and are partitioned in the same way.
+    // The cases at klein widths take long, and are partitioned in the same way.
     let plain = ops::cases::all().into_iter().filter(|case| !is_klein(&case.name));
     for case in ops::drawn(12, "ops by threads", plain.chain(ops::quantized::all())) {
         let [one, two, three] = machines.each_mut().map(|(cpu, weights)| {
@@ -235,7 +235,7 @@ fn matrix(arena: &mut Arena, rows: usize, cols: usize) -> Tensor {
     arena.alloc(rows, cols, DType::F32).unwrap()
 }
 
-/// Operands of mismatched shapes, and outputs that alias inputs, are an error and never a wrong result.
+/// Operands of mismatched shapes, and outputs that alias inputs, are an error and never give a wrong result.
 #[test]
 fn mismatched_operands_are_rejected() {
     let (mut cpu, mut arena) = (cpu(1), Arena::new(Region::Arena));
@@ -318,7 +318,7 @@ fn mismatched_operands_are_rejected() {
     }
 }
 
-/// The rules of quantized operands: an op that keeps them all passes, and each of its mistakes breaks one.
+/// The rules of quantized operands: a valid op passes, and each mistake breaks one rule.
 #[test]
 fn quantized_operands_keep_their_rules() {
     let (mut arena, mut weights) = (Arena::new(Region::Arena), Arena::new(Region::Weights));
@@ -374,7 +374,7 @@ fn quantized_operands_keep_their_rules() {
     let gated = |into, gate| [GatedGemm { into, x: x8, w: &w8a8, gate: Some(gate) }];
     let modulated = |out, shift| [Modulated { out, x, shift, scale: gate }];
     let both = |first, second| [first, second].map(|out| Modulated { out, x, shift, scale: gate });
-    // The same elements with block scales at another place.
+    // Equal elements with their block scales elsewhere.
     let scales_at = |t: Tensor, place| Tensor { scaling: Scaling::Blocks16 { scales: place, tensor: scale(0.25) }, ..t };
     let [scales, own] = [x4, result4].map(|t| t.scale_extent().start);
     let segments = [(x4, x), (x, x4)].map(|(k, v)| [KvSegment { k, v }]);
@@ -426,7 +426,7 @@ fn quantized_operands_keep_their_rules() {
         ("activations with scales of rows", "scales", norm(rows8, gain)),
         ("part of a block", "scales", Op::RmsNorm { out: narrow(x4), x: narrow(x), weight: gain.cols(0..40), eps: 0.0 }),
         ("rows that end inside of a block", "scales", norm(Tensor { stride: 72, ..x4 }, gain)),
-        ("another scale than that of the layer", "shapes", Op::Linear(&gemm(out, x8, &other_scale))),
+        ("another scale than the layer's", "shapes", Op::Linear(&gemm(out, x8, &other_scale))),
         ("plain inputs of a W8A8 layer", "shapes", Op::Linear(&gemm(out, x, &w8a8))),
         ("e4m3 inputs of a W8A16 layer", "shapes", Op::Linear(&gemm(out, x8, &w8a16))),
         ("e4m3 inputs of a W4A4 layer", "shapes", Op::Linear(&gemm(out, x8, &w4a4))),
@@ -478,18 +478,18 @@ fn quantized_operands_keep_their_rules() {
     assert!([0.0, -1.0, f32::NAN, f32::INFINITY].iter().all(|&value| Scale::new(value).is_none()), "scales are positive");
 }
 
-/// Memory that a view does not describe is an error on the CPU, and never a panic.
+/// Memory outside a view's description is an error on the CPU, and never a panic.
 #[test]
 fn views_that_do_not_fit_memory_are_rejected() {
     let (mut cpu, mut arena, mut weights) = (cpu(1), Arena::new(Region::Arena), Arena::new(Region::Weights));
     let by_rows = arena.alloc_stored(4, 16, Stored { dtype: DType::E4m3, scales: Scales::Rows }).unwrap();
     let (out, to) = (matrix(&mut arena, 4, 8), matrix(&mut weights, 4, 8));
     cpu.reserve(Region::Arena, arena.peak()).unwrap();
-    // Only weights have scales of rows, and they are uploaded.
+    // Only weights have row scales, and weights are uploaded.
     let written = cpu.write(by_rows, &[1.0; 64]);
     assert!(matches!(written, Err(Error::Op { op: "write", .. })), "{written:?}");
 
-    // Two parts of two rows each, which lie apart.
+    // Two parts of two rows each, in separate places.
     let part = |first: u8| {
         let bytes: Vec<u8> = (0..16).flat_map(|i| f32::from(first + i).to_le_bytes()).collect();
         WeightSlice::plain(Bytes::new(Arc::new(bytes)), DType::F32, 2)

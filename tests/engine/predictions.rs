@@ -1,5 +1,5 @@
-//! What is said of GPUs that are not here: what runs how, and predicted times: that they obey the limits of the hardware and are consistent, how far they are from what was measured, and that
-//! docs/kernels.md has the tables which the code makes. `KILN_UPDATE_PREDICTIONS=1` writes them there.
+//! Predictions for GPUs that are not here: kernels and times. They obey the limits of the hardware, are consistent, and are compared with
+//! measurements. docs/kernels.md has the tables that this code makes; `KILN_UPDATE_PREDICTIONS=1` writes them there.
 
 use common::sandbox::Sandbox;
 use kiln::device::Arch;
@@ -42,18 +42,18 @@ fn step(configs: &Configs, quantize: Option<DType>, side: usize, gpu: &GpuSpec) 
     predict(configs, quantize, side, gpu, gpu.arch()).0.step().unwrap()
 }
 
-/// The formats of kernels of this architecture.
+/// The formats that an architecture's kernels multiply.
 fn gemm_formats(gpu: &GpuSpec, arch: Arch) -> GemmFormats {
     GemmFormats { w4a4: arch == Arch::Sm120, ..gpu.gemm_formats() }
 }
 
-/// The vendor's peak of the fastest instruction that a format's ops have.
+/// The vendor's peak of the fastest instruction for a format's ops.
 fn peak(gpu: &GpuSpec, arch: Arch, quantize: Option<DType>) -> f64 {
     let [bf16, e4m3, e2m1] = [DType::Bf16, DType::E4m3, DType::E2m1].map(|dtype| gpu.tensor_flops(dtype));
     let block_scaled = e2m1.filter(|_| arch == Arch::Sm120);
     let peak = match quantize {
         None => bf16,
-        // With scales of blocks e4m3 has half the rate of e2m1.
+        // With block scales, e4m3 has half the rate of e2m1.
         Some(DType::E4m3) => block_scaled.map(|e2m1| e2m1 / 2.0).or(e4m3).or(bf16),
         Some(_) => block_scaled.or(bf16),
     };
@@ -73,7 +73,7 @@ fn no_op_exceeds_the_hardware() {
                 let check = Rc::new(move |op: &kiln::internals::backend::Op<'_>| {
                     let mut bytes = 0;
                     op.operands(&mut |tensor, _| bytes += tensor.bytes());
-                    // A causal mask halves the work, which is counted as dense.
+                    // A causal mask halves the work, but flops count it as dense.
                     let flops = op.flops() as f64 / if op.name() == "attention_causal" { 2.0 } else { 1.0 };
                     let seconds = predictor.seconds(op);
                     assert!(seconds >= flops / peak && seconds >= bytes as f64 / card_bandwidth && seconds.is_finite(), "{op:?}");
@@ -101,7 +101,7 @@ fn more_work_takes_longer() {
         assert_eq!(nvfp4 < bf16[2], gpu.gemm_formats().w4a4, "{}", gpu.name);
         assert_eq!(nvfp4 < fp8, gpu.gemm_formats().w4a4 || !gpu.gemm_formats().w8a8, "{}", gpu.name);
         assert_eq!(fp8 < bf16[2], gpu.gemm_formats().w8a8, "{}", gpu.name);
-        // More SMs, a higher clock and faster memory are each faster or the same.
+        // More SMs, a higher clock or faster memory never makes a prediction slower.
         let more = GpuSpec { multiprocessors: gpu.multiprocessors + 16, ..gpu.clone() };
         let faster = GpuSpec { clock: gpu.clock + 100_000, ..gpu.clone() };
         let wider = GpuSpec { bandwidth: 2 * gpu.bandwidth, ..gpu.clone() };
@@ -111,7 +111,7 @@ fn more_work_takes_longer() {
     }
 }
 
-/// Memory is that of the plan, which knows nothing of times.
+/// Predicted memory is the plan's, which does not depend on times.
 #[test]
 fn predicting_changes_nothing_of_the_plan() {
     for gpu in &GPU_SPECS {
@@ -133,18 +133,18 @@ fn where_nothing_is_known_nothing_is_predicted() {
         let gpu = GpuSpec { capability, ..GPU_SPECS[0].clone() };
         assert!(Predictor::new(&gpu, Arch::Portable).is_none(), "{capability:?}");
     }
-    // Nor of kernels that a card does not have.
+    // A GPU has no prediction for kernels that it cannot run.
     assert!(Predictor::new(GpuSpec::named("4090").unwrap(), Arch::Sm120).is_none());
 }
 
-/// What was measured on an H200; the sources are in docs/kernels.md.
+/// Measurements on an H200; docs/kernels.md has the sources.
 struct Measured {
     arch: Arch,
-    /// Places in [`models`] and [`FORMATS`].
+    /// Indices into [`models`] and [`FORMATS`].
     model: usize,
     format: usize,
     side: usize,
-    /// Of encoding the prompt, a step and decoding.
+    /// Milliseconds of encoding the prompt, a step and decoding.
     ms: [Option<f64>; 3],
 }
 
@@ -176,7 +176,7 @@ fn stages(prediction: &Prediction) -> [f64; 3] {
     [prediction.stage(Phase::Encode), prediction.step(), prediction.stage(Phase::Decode)].map(|seconds| 1e3 * seconds.unwrap())
 }
 
-/// The portable kernels are those that other cards run. What the card's power limit takes from the Hopper kernels is not in the model.
+/// The portable kernels are those that other cards run. The model leaves out what the card's power limit costs the Hopper kernels.
 #[test]
 fn predictions_are_near_what_was_measured() {
     for row in measured() {
@@ -186,7 +186,7 @@ fn predictions_are_near_what_was_measured() {
     }
 }
 
-/// The tables of docs/kernels.md.
+/// Makes the tables of docs/kernels.md.
 fn tables() -> String {
     let cards: Vec<&GpuSpec> = GPU_SPECS.iter().filter(|gpu| gpu.arch() != Arch::Sm90).collect();
     let short =
@@ -227,12 +227,12 @@ fn tables() -> String {
     text
 }
 
-/// A step and memory on a card; memory with the transformer in the text encoder's place if both do not fit.
+/// A step's time and the memory on a card. If both do not fit, the transformer replaces the text encoder in memory.
 fn cell(configs: &Configs, quantize: Option<DType>, side: usize, gpu: &GpuSpec) -> String {
     let (prediction, estimate) = predict(configs, quantize, side, gpu, gpu.arch());
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let (all, low) = (estimate.weight_bytes + estimate.arena_bytes, estimate.low_memory_weight_bytes + estimate.arena_bytes);
-    // The driver and the desktop take some of it.
+    // The driver and the desktop take some of the memory.
     let room = gpu.memory / 16 * 15;
     let memory = match (all <= room, low <= room) {
         (true, _) => format!("{:.1} GiB", gib(all)),
@@ -257,7 +257,7 @@ fn the_documents_have_the_tables() {
     assert_eq!(tables_there, made, "if this is meant: KILN_UPDATE_PREDICTIONS=1 cargo test --test engine predictions::");
 }
 
-/// A plan is for a GPU that it names, with predictions where there is a row of numbers for it.
+/// A plan names its GPU, and has predictions if kiln has numbers for this GPU.
 #[test]
 fn plans_name_their_gpu() {
     let sandbox = Sandbox::new();
@@ -275,7 +275,7 @@ fn plans_name_their_gpu() {
     let [fast, slow] = ["4090", "3090"].map(|gpu| seconds(&["--gpu", gpu]));
     assert!(fast.len() == 3 && fast.iter().zip(&slow).all(|(fast, slow)| fast < slow), "{fast:?} {slow:?}");
     assert!(seconds(&["--gpu", "4090", "--precision", "f32"]).is_empty(), "f32 is not for tensor cores");
-    // Formats are those of the card: only Hopper has a choice how to add up.
+    // The card decides the formats: only Hopper can choose how to accumulate.
     for (gpu, formats) in [("4090", "(w8a8, exact sums)"), ("H200", "(w8a8, promoted sums)"), ("3090", "(w8a16: ")] {
         let table = plan(&["--gpu", gpu, "--quantize", "fp8"]).text().to_owned();
         assert!(table.contains(formats), "{table}");

@@ -1,5 +1,5 @@
-//! The tiny model from quantized files: its outputs against recorded ones, the same weights in every form of file, and what is
-//! held in memory.
+//! The tiny model from quantized files: its outputs against recorded ones, the same weights in every file form, and the
+//! weights' memory.
 
 mod at_load;
 mod attention;

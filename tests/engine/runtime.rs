@@ -1,5 +1,5 @@
-//! The CUDA backend on a stand-in for the driver: nothing is computed, but every call is counted, every resource has to be freed,
-//! weights have to be uploaded when a kernel reads them, and any call can be made to fail.
+//! The CUDA backend on a stand-in for the driver. It computes nothing, but counts every call, checks that every resource is freed and
+//! that weights are uploaded before a kernel reads them, and can make any call fail.
 
 mod coverage;
 mod modules;
@@ -30,7 +30,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The tiny model, built once.
+/// The tiny model, which tests build once.
 struct Model(TinyModel);
 
 impl Model {
@@ -63,7 +63,7 @@ fn generate(engine: &mut Engine, job: &Job) -> Result<Vec<GeneratedImage>> {
     Ok(images)
 }
 
-/// One job from a prompt and one from an image, with enough steps for one to run op by op, one to be captured and one to be replayed.
+/// One job from a prompt and one from an image, with enough steps to run one op by op, capture one and replay one.
 fn jobs() -> [(Variant, Job); 2] {
     let job = Job { steps: 3, record: false, ..cases()[0].job() };
     let modes = common::modes::modes();
@@ -71,15 +71,15 @@ fn jobs() -> [(Variant, Job); 2] {
     [(Variant::Distilled, job.clone()), (Variant::Kv, Job { steps: 3, record: false, size: job.size, ..edit })]
 }
 
-/// The same at a small size.
+/// The job at a small size.
 fn small(job: Job) -> Job {
     Job { steps: 1, size: kiln::internals::sequence::Pixels::new(64, 64).unwrap(), ..job }
 }
 
 const PLENTY: u64 = 80 << 30;
 
-/// Bytes of the scratch, for one SM: fault flags and counters, partial results of reductions, flags of Stream-K workers, counters
-/// of expansion, and the partials of those workers.
+/// Bytes of the scratch space for one SM: fault flags and counters, partial results of reductions, flags of Stream-K workers,
+/// expansion counters, and the partials of those workers.
 const SCRATCH: u64 = 1024 + (1 << 20) + 1024 + (1 << 20) + 256 * 192 * 4;
 
 #[test]
@@ -97,7 +97,7 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
         let working = driver.bytes.get().0 - weights;
         assert_eq!(working - plan.arena_bytes.next_multiple_of(ALIGN), SCRATCH, "only the scratch comes on top of the plan");
         assert_eq!(driver.replays.get() - before, 2, "the second and the third step");
-        // A second image of the same size takes no more memory.
+        // A second image of the same size takes no additional memory.
         generate(&mut engine, &job).unwrap();
         assert_eq!(driver.bytes.get().0, weights + working);
         drop(engine);
@@ -105,8 +105,8 @@ fn memory_is_what_was_planned_and_steps_are_replayed() {
     }
 }
 
-/// The host waits for the compute stream a few times per job and image, however many steps there are: what it checks of a step
-/// is read on another stream, while the next one runs.
+/// The host waits for the compute stream a few times per job and image, however many steps there are. It reads a step's checks on
+/// another stream, while the next step runs.
 #[test]
 fn steps_do_not_wait_for_the_host() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -120,13 +120,12 @@ fn steps_do_not_wait_for_the_host() {
         waits.sort_unstable();
         waits
     };
-    // The stream of ops is waited for three times at the start of a job, and for the pixels and the count of saturated values
-    // of each image; the other is that of reads: one for the prompts, and for each image one for every step and one for what
-    // was decoded.
+    // The host waits for the stream of ops three times at the start of a job, and for each image's pixels and saturation count. It
+    // waits for the read stream once for the prompts, and for each image once per step and once for the decoded result.
     assert_eq!([(3, 1), (9, 1), (9, 2)].map(|(steps, images)| waits(steps, images)), [[5, 5], [5, 11], [7, 21]]);
 }
 
-/// A graph is found by what it launches, so a job takes the one that an earlier job of its kind has captured, whatever came between.
+/// A job replays the graph that an earlier job of its kind captured, whatever ran between them, because launches identify a graph.
 #[test]
 fn graphs_outlive_their_job() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -141,13 +140,13 @@ fn graphs_outlive_their_job() {
     };
     let other_prompt = Job { prompt: "another prompt".into(), seeds: vec![7], ..job.clone() };
     assert_eq!([&job, &other_prompt, &smaller, &job, &smaller].map(&mut run), [1, 1, 2, 2, 2]);
-    // More working memory is allocated anew, and what was captured in the old one is not replayed there.
+    // Larger working memory is a new allocation, where graphs captured in the old memory are not replayed.
     let larger =
         Job { size: kiln::internals::sequence::Pixels::new(2 * job.size.width(), job.size.height()).unwrap(), ..job.clone() };
     assert_eq!([&larger, &job, &larger, &job].map(&mut run), [3, 4, 4, 4]);
 }
 
-/// Working memory whose content is lost: weights were expanded there, and nothing else was written since.
+/// Working memory whose content is lost: weights were expanded there, and nothing was written there since.
 #[derive(Default)]
 struct Lost(Vec<Range<u64>>);
 
@@ -161,8 +160,8 @@ impl Lost {
         self.0 = self.0.iter().flat_map(rest).filter(|rest| !rest.is_empty()).collect();
     }
 
-    /// Follows an op to the weights that it expanded: the first address among its kernel's parameters that is in the `arena`, but
-    /// in no operand. False if it expanded none.
+    /// Follows an op to the weights that it expanded: the first address among its kernel's parameters that is in the `arena`, but in
+    /// no operand. Returns false if it expanded none.
     fn follow(&mut self, op: Op<'_>, arena: &Range<u64>, params: &[u64]) -> bool {
         let mut operands = Vec::new();
         op.operands(&mut |t, access| operands.extend((t.region == Region::Arena).then(|| (t.extent(), access))));
@@ -184,8 +183,8 @@ impl Lost {
     }
 }
 
-/// A model that needs more working memory where weights are expanded than anywhere else: the plan has room for them, so that
-/// nothing is allocated on top of it, and they overwrite nothing that is read again.
+/// A model that needs the most working memory where it expands weights. The plan includes that memory, so nothing is allocated in
+/// addition, and expanded weights overwrite nothing that is read again.
 #[test]
 fn weights_are_expanded_in_free_working_memory() {
     let open = || {
@@ -196,9 +195,9 @@ fn weights_are_expanded_in_free_working_memory() {
     let (options, job, stop) = (LoadOptions::DEFAULT, Job { steps: 3, ..small_job() }, Arc::default());
     let arena_bytes = |gemms| estimate(open().estimate_request(options, gemms), &job).unwrap().arena_bytes;
     let mut working = 0;
-    // Weights are expanded by a kernel before the GEMM, and on Hopper, which is the last, by the GEMM itself.
+    // A kernel expands weights before the GEMM. On Hopper, the last entry, the GEMM itself does.
     for (capability, shared) in [((8, 0), 166_912), ((8, 9), 101_376), ((12, 0), 101_376), ((9, 0), DeviceInfo::SM90_SHARED)] {
-        // No self-test has passed on these, so that NVFP4 inputs are out of the question.
+        // No self-test has passed on these GPUs, so NVFP4 inputs are not available.
         let gemms = GemmFormats { w4a4: false, ..cuda::gemm_formats(capability) };
         let planned = arena_bytes(gemms);
         assert!(planned > arena_bytes(GemmFormats { expands: false, ..gemms }), "the plan does not depend on expanded weights");
@@ -214,7 +213,7 @@ fn weights_are_expanded_in_free_working_memory() {
         }
     }
 
-    // The same op by op.
+    // This run goes op by op.
     let driver = StandIn::new(PLENTY);
     let lost = Rc::new(RefCell::new(Lost::default()));
     let expansions = Rc::new(Cell::new(0));
@@ -232,7 +231,7 @@ fn weights_are_expanded_in_free_working_memory() {
     assert!(expansions.get() > 50, "{}", expansions.get());
 }
 
-/// Weights that are quantized while they are uploaded take the memory that was planned, and are there when a kernel reads them.
+/// Weights that are quantized during upload take the planned memory, and are complete when a kernel reads them.
 #[test]
 fn weights_are_quantized_while_they_are_uploaded() {
     let (model, stop) = (Model::new(), Arc::default());
@@ -255,20 +254,20 @@ fn weights_are_quantized_while_they_are_uploaded() {
         let [plain, fp8, nvfp4] =
             [None, Some(DType::E4m3), Some(DType::E2m1)].map(|quantize| load(LoadOptions { quantize, low_memory, ..OPTIONS }));
         assert!(plain.1 == 0 && nvfp4.0 < fp8.0 && fp8.0 < plain.0, "{plain:?} {fp8:?} {nvfp4:?}");
-        // What is saved is the difference, but for the rounding of each allocation; in low-memory mode it is that of one side.
+        // The saved memory is the difference, up to the rounding of each allocation. In low-memory mode only one side counts.
         let close =
             |(weights, saved): (u64, u64)| plain.0 - weights <= saved && (low_memory || plain.0 - weights > saved / 100 * 98);
         assert!(close(fp8) && close(nvfp4), "{plain:?} {fp8:?} {nvfp4:?}");
     }
 }
 
-/// The calls that fail, one in each run: all of them, or in a short run the first and the last ones, which are made once each, and
-/// some of the calls between, which are the same few again and again.
+/// The calls that fail, one in each run. A short run takes the first and the last calls, which are made once each, and some calls
+/// between, which repeat a few kinds.
 fn failing(calls: usize) -> impl Iterator<Item = usize> {
     (0..25).chain(one_in(96, "failing calls", 25..calls - 10)).chain(calls - 10..calls)
 }
 
-/// Every call of a run fails in turn: an error each time, everything given back, and the same engine works again.
+/// Every call of a run fails once: each failure is an error, everything is freed, and the same engine works again.
 #[test]
 fn any_call_of_a_run_may_fail() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -276,7 +275,7 @@ fn any_call_of_a_run_may_fail() {
     // With low memory, every run uploads all weights again.
     for ((variant, job), low_memory) in [(plain.clone(), false), (edit, false), ((plain.0, small(plain.1)), true)] {
         let mut engine = model.engine(&driver, &stop, variant, low_memory).unwrap();
-        // The second run finds its memory allocated.
+        // The memory of the second run is already allocated.
         generate(&mut engine, &job).unwrap();
         let start = driver.calls.get();
         generate(&mut engine, &job).unwrap();
@@ -288,7 +287,7 @@ fn any_call_of_a_run_may_fail() {
                 let result = generate(engine, &job);
                 (result, driver.heal())
             };
-            // A run after one that failed finds what that one had uploaded, and may end before it has made so many calls.
+            // A run after a failed one finds that run's uploads, and may end before it has made so many calls.
             let result = match attempt(&mut engine) {
                 (result, true) => result,
                 (result, false) => {
@@ -309,7 +308,7 @@ fn any_call_of_a_run_may_fail() {
     }
 }
 
-/// The first run uploads the rest of the weights. A second one completes what a failure left half done.
+/// The first run uploads the rest of the weights. A second run completes the uploads that a failure interrupted.
 #[test]
 fn any_call_of_the_first_run_may_fail() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -319,7 +318,7 @@ fn any_call_of_the_first_run_may_fail() {
     let start = driver.calls.get();
     generate(&mut engine, &job).unwrap();
     let calls = driver.calls.get() - start;
-    // Not every call, because each takes an engine of its own: uploads repeat the same three calls.
+    // Only some calls, because each needs a separate engine, and uploads repeat the same three calls.
     for n in one_in(112, "failing calls of the first run", 0..calls) {
         let mut engine = model.engine(&driver, &stop, variant, false).unwrap();
         driver.fail_after(n);
@@ -330,9 +329,8 @@ fn any_call_of_the_first_run_may_fail() {
     }
 }
 
-/// Uploads of the transformer overlap with the kernels of the text encoder, unless they overwrite what these read; uploads of the VAE
-/// overlap with those of the first step. That kernels wait for weights, and copies for kernels, is checked with every call: see
-/// [`common::order::Order`].
+/// Transformer uploads overlap with the text encoder's kernels, unless they overwrite what these read. VAE uploads overlap with those
+/// of the first step. [`common::order::Order`] checks with every call that kernels wait for weights, and copies for kernels.
 #[test]
 fn weights_are_uploaded_while_the_prompt_is_encoded() {
     let (model, stop) = (Model::new(), Arc::default());
@@ -351,7 +349,7 @@ fn weights_are_uploaded_while_the_prompt_is_encoded() {
     }
 }
 
-/// There is nothing between them that would wait anyway.
+/// Nothing else between these uploads and ops would wait, so the backend has to.
 #[test]
 fn uploads_wait_for_ops_that_read_the_same_weights() {
     let driver = StandIn::new(PLENTY);
@@ -369,7 +367,7 @@ fn uploads_wait_for_ops_that_read_the_same_weights() {
     assert_eq!((driver.order.borrow().beside, driver.order.borrow().behind), (0, 2));
 }
 
-/// Weight files may not change as long as something is read from them.
+/// Weight files may not change while the engine still reads from them.
 #[test]
 fn files_may_change_once_everything_is_uploaded() {
     let (model, stop) = (Model::new(), Arc::default());
@@ -405,7 +403,7 @@ fn any_call_of_loading_may_fail() {
         let driver = StandIn::new(PLENTY);
         driver.fail_after(n);
         let result = model.engine(&driver, &stop, Variant::Distilled, false).map(drop);
-        // A failure to synchronize when the backend is dropped cannot be reported.
+        // The backend cannot report a failure to synchronize while it is dropped.
         let failed = matches!(result, Err(Error::Device { .. }) | Err(Error::DeviceMemory { .. }));
         assert!(failed || (result.is_ok() && driver.failed.get() == "synchronize"), "call {n} ({})", driver.failed.get());
         assert!(driver.taken.borrow().is_empty(), "call {n} ({}): {:?}", driver.failed.get(), driver.taken.borrow());
@@ -427,8 +425,8 @@ fn a_run_ends_at_the_next_op_when_asked_to() {
     assert_eq!(generate(&mut engine, &job).unwrap().len(), 1);
 }
 
-/// The CUDA backend where it may have no kernels: weights in e5m2 and activations in NVFP4, and the ops on them, are to be
-/// refused.
+/// The CUDA backend, which must refuse formats that it may have no kernels for: weights in e5m2, activations in NVFP4, and the ops on
+/// them.
 struct Refusing {
     driver: Rc<StandIn>,
     refused: usize,
@@ -481,7 +479,7 @@ impl Observer<Cuda> for Refusing {
     }
 }
 
-/// An op that there are no kernels for launches none.
+/// An op without kernels launches nothing.
 #[test]
 fn quantized_operands_are_refused() {
     let driver = StandIn::new(PLENTY);
@@ -512,7 +510,7 @@ fn a_job_that_does_not_fit_is_refused_with_ways_down() {
     let estimate = estimate(open.estimate_request(options, cuda::gemm_formats((9, 0))), &job).unwrap();
     let need = estimate.weight_bytes + estimate.arena_bytes;
     let least = estimate.low_memory_weight_bytes + estimate.arena_bytes;
-    // What comes on top: the scratch, and up to 2 MiB by which the driver rounds up each of three allocations.
+    // In addition to the plan: the scratch, and up to 2 MiB by which the driver rounds up each of three allocations.
     let own = SCRATCH + 3 * (2 << 20);
     let saves = [(need + own, Some(false)), (need + own - 1, Some(true)), (least + own, Some(true))];
     for (memory, saves) in saves.into_iter().chain([least + own - 1, need / 2, 1 << 22].map(|memory| (memory, None))) {

@@ -42,7 +42,7 @@ fn cuda(stop: &Arc<AtomicBool>) -> Cuda {
     Cuda::new(StandIn::new(80 << 30), &|_| Ok(Cow::Borrowed(&[])), stop.clone()).unwrap()
 }
 
-/// A service whose engine keeps encoded prompts and references in so many bytes, and what counts how often they are used.
+/// A service whose engine caches encoded prompts and references in `bytes` bytes, and a counter of cache hits.
 fn keeping(bytes: u64) -> (Service, Arc<AtomicUsize>) {
     let used = Arc::<AtomicUsize>::default();
     let counter = used.clone();
@@ -58,8 +58,8 @@ fn keeping(bytes: u64) -> (Service, Arc<AtomicUsize>) {
     (Service::start(build).unwrap().0, used)
 }
 
-/// What an engine keeps between jobs, tables and dry runs, encoded prompts and references, never shows: every image is that of an engine
-/// that has made no other.
+/// Cached tables, dry runs, encoded prompts and references never change an image: it equals the image of an engine that has made no
+/// other.
 #[test]
 fn an_engine_makes_the_images_of_a_new_one() {
     let modes = common::modes::modes();
@@ -76,9 +76,9 @@ fn an_engine_makes_the_images_of_a_new_one() {
         Job { seeds: vec![8], ..small.clone() },
     ];
     let (service, used) = keeping(64 << 20);
-    // Twice, so that everything is found in what was kept; the second time in another order.
+    // Twice, so that the second pass finds everything in the cache; it runs in another order.
     let images: Vec<Vec<u8>> = jobs.iter().map(|job| one(submit(&service, job).wait())).collect();
-    // One prompt was there four times, another twice, and so was a reference.
+    // One prompt was used four times, another prompt and a reference twice each.
     assert_eq!(used.swap(0, Ordering::Relaxed), 3 + 1 + 1);
     let again: Vec<Vec<u8>> = jobs.iter().rev().map(|job| one(submit(&service, job).wait())).collect();
     let references = 2 + 1;
@@ -91,7 +91,7 @@ fn an_engine_makes_the_images_of_a_new_one() {
     used.store(0, Ordering::Relaxed);
     one(submit(&service, &small).wait());
     assert_eq!(used.load(Ordering::Relaxed), 0);
-    // Where there is little room, one takes the place of another.
+    // In a small cache, entries replace each other.
     let (little, used) = keeping(200 << 10);
     for (job, image) in jobs.iter().zip(&images).chain(jobs.iter().zip(&images)) {
         assert!(one(submit(&little, job).wait()) == *image);
@@ -102,12 +102,12 @@ fn an_engine_makes_the_images_of_a_new_one() {
         let alone = common::run(&mut engine(Box::new(cpu()), Variant::Kv).unwrap(), job).unwrap();
         assert!(alone.image.pixels == *image && image == again, "{} {:?} {}", job.prompt, job.size, job.steps);
     }
-    // Two seeds in one job are the same images, the noise of the second of which is drawn while the first is made.
+    // Two seeds in one job give the same images. The second image's noise is drawn while the first is generated.
     let both = submit(&service, &Job { seeds: vec![5, 8], ..small }).wait().unwrap();
     assert!(both[0].image.pixels == images[0] && both[1].image.pixels == images[6] && images[0] != images[6]);
 }
 
-/// A CPU backend that stops behind an op, tells so, and goes on when it is told to.
+/// A CPU backend that stops after an op, reports it, and waits until it may continue.
 fn halting(at: usize, reached: Sender<()>, go_on: Receiver<()>) -> Wrapped<Cpu> {
     wrapped::after_op(cpu(), move |number, _: Op<'_>, _: &mut Cpu| {
         if number == at {
@@ -151,7 +151,7 @@ fn a_failed_job_ends_alone() {
     one(good);
 }
 
-/// On the CUDA backend the flag of a job, and that of the process, end jobs before the next op is launched.
+/// On the CUDA backend a job's flag and the process's flag end jobs before the next op is launched.
 #[test]
 fn jobs_on_a_gpu_end_when_asked_to() {
     let stop = Arc::<AtomicBool>::default();
@@ -176,7 +176,7 @@ fn jobs_on_a_gpu_end_when_asked_to() {
 #[test]
 fn dropping_the_service_ends_its_thread() {
     let (reached, at_op) = channel();
-    // Its first job never gets beyond an op, which it repeats until the job is canceled.
+    // The first job never gets beyond one op, which it repeats until the job is canceled.
     let repeating = move |number, op: Op<'_>, cpu: &mut Cpu| {
         if number == 5 {
             reached.send(()).unwrap();
@@ -187,7 +187,7 @@ fn dropping_the_service_ends_its_thread() {
     let service = service(move || Box::new(wrapped::after_op(cpu(), repeating)), Variant::Distilled);
     let tickets = [(); 3].map(|()| submit(&service, &small_job()));
     at_op.recv().unwrap();
-    // This cancels all jobs and waits for the thread.
+    // Dropping the service cancels all jobs and waits for its thread.
     drop(service);
     assert!(tickets.map(Ticket::wait).iter().all(|result| matches!(result, Err(Error::Interrupted))));
 }
@@ -198,7 +198,7 @@ fn a_panic_is_an_error_for_everyone() {
         || {
             let mut jobs = 0;
             Box::new(wrapped::before_write(cpu(), move |_, values| {
-                // The noise of the second job.
+                // A write of this length is the noise of the second job.
                 jobs += usize::from(values.len() == 16 * 128);
                 assert!(jobs < 2, "planted");
             }))

@@ -1,4 +1,4 @@
-//! The VAE in tiles, on the CPU: its results, the memory that it takes, and the flag.
+//! The VAE in tiles, on the CPU: its results, its memory, and the flag.
 
 use common::sandbox::{Png, Sandbox};
 use common::{cpu, tiling};
@@ -19,7 +19,7 @@ fn small_images_have_no_tiles() {
     tiling::small_images_have_no_tiles(&|| Box::new(cpu()));
 }
 
-/// Bytes of working memory that klein's VAE takes for an image besides tokens and pixels: to decode it, and to encode it.
+/// Bytes of working memory that klein's VAE needs for an image in addition to tokens and pixels: to decode and to encode.
 fn working_bytes(side: usize, tiling: bool) -> [u64; 2] {
     let (mut plan, mut region, mut ignore) = (DryRun::new(GemmFormats::NONE), Arena::new(Region::Weights), |_| ());
     let mut loader = Loader::new(&mut plan, &mut region, None, Precision::Bf16, &mut ignore).shapes_only();
@@ -38,7 +38,7 @@ fn working_bytes(side: usize, tiling: bool) -> [u64; 2] {
     })
 }
 
-/// With tiles an image takes what one of 1024x1024 takes, but for its latents, a tile of the result, and what overlaps.
+/// With tiles an image takes as much memory as 1024x1024, plus its latents, a tile of the result, and the overlap.
 #[test]
 fn tiles_bound_the_working_memory() {
     let one = working_bytes(1024, false);
@@ -52,7 +52,7 @@ fn tiles_bound_the_working_memory() {
     }
 }
 
-/// The flag tiles the decoder and, with references, the encoder; what is no larger than a tile stays as it is.
+/// The flag tiles the decoder and, with references, the encoder. An image no larger than a tile does not change.
 #[test]
 fn the_flag_goes_for_images_and_references() {
     let sandbox = Sandbox::new();
@@ -73,7 +73,7 @@ fn the_flag_goes_for_images_and_references() {
     assert_eq!((whole.0.text.get("vae-tiling"), tiled.0.text.get("vae-tiling").map(String::as_str)), (None, Some("on")));
     let tiled = run("reference", "64", "wide.png", &["--vae-tiling"]);
     assert_ne!(run("other", "64", "wide.png", &[]).1, tiled.1);
-    // Both at once, and the plan is smaller.
+    // Both are tiled, and the plan is smaller.
     run("both", "1040", "wide.png", &["--vae-tiling"]);
     let plan = |flags: &[&str]| {
         let line = ["plan", "--json", "--model", "klein-4b", "--width", "2048", "--height", "2048"];

@@ -1,5 +1,5 @@
-//! Traces: GPU kernels on a stand-in for the driver, and the files that the real program writes. There is one recorder in a process,
-//! so tests that use it run alone.
+//! Traces: GPU kernels on a stand-in for the driver, and the files that the real program writes. A process has one recorder, so
+//! tests that use it run alone.
 
 use common::alone::alone;
 use common::sandbox::{QUICK, Sandbox, send};
@@ -48,14 +48,14 @@ impl Parsed {
         self.spans().filter(|event| event["name"] == name).collect()
     }
 
-    /// The names of processes or threads, by their numbers.
+    /// The names of processes or threads, with their numbers.
     fn metadata(&self, kind: &str) -> Vec<(u64, u64, String)> {
         let events = self.events.iter().filter(|event| event["ph"] == "M" && event["name"] == kind);
         let number = |value: &Value| value.as_u64().unwrap();
         events.map(|e| (number(&e["pid"]), number(&e["tid"]), e["args"]["name"].as_str().unwrap().into())).collect()
     }
 
-    /// Every thread has a name, and its spans lie inside each other or apart.
+    /// Checks that every thread has a name, and that its spans are nested or disjoint.
     fn check_nesting(&self) {
         let threads = self.metadata("thread_name");
         assert!(!threads.is_empty());
@@ -104,7 +104,7 @@ fn spans_of_all_threads_are_recorded() {
     let names: Vec<&str> = parsed.spans().map(|event| event["name"].as_str().unwrap()).collect();
     assert!(names == ["beside", "outer", "inner"] || names == ["outer", "inner", "beside"], "{names:?}");
     assert_eq!(parsed.named("inner")[0]["args"]["what"], "a \"quoted\"\n\u{1} name");
-    // The next one begins empty.
+    // The next trace begins empty.
     assert_eq!(Trace::start().unwrap().finish("a test").events, 0);
 }
 
@@ -137,7 +137,7 @@ fn kernels_have_a_track_of_their_own() {
     if !alone(kernels_have_a_track_of_their_own) {
         return;
     }
-    // Without a trace steps are replayed, and kernels overlap.
+    // Without a trace, steps are replayed and kernels overlap.
     let driver = StandIn::new(80 << 30);
     generate(&driver).unwrap();
     assert!(driver.replays.get() == 2 && driver.overlapping.get() > 0);
@@ -179,7 +179,7 @@ fn kernels_have_a_track_of_their_own() {
     assert!(parsed.about["note"].as_str().unwrap().contains("CUDA graphs"));
 }
 
-/// Whatever call fails, there is a trace, and no event is leaked: the stand-in checks that when it is dropped.
+/// Whatever call fails, there is a trace, and no event leaks. The stand-in checks that when it is dropped.
 #[test]
 fn a_failed_run_has_a_trace() {
     if !alone(a_failed_run_has_a_trace) {
@@ -198,7 +198,7 @@ fn a_failed_run_has_a_trace() {
         let Finished { bytes, untimed, .. } = trace.finish("a test");
         let parsed = Parsed::of(&bytes);
         let kernels = parsed.spans().filter(|event| event["pid"] == 2).count() as u64;
-        // A launch that was refused is none, and an event that was refused is no reason for a run to fail.
+        // A refused launch does not count as a launch, and a refused event does not make a run fail.
         let refused = u64::from(driver.failed.get() == "launch");
         assert_eq!(kernels + untimed + refused, driver.launches.get() as u64, "call {n} ({})", driver.failed.get());
         let quiet = ["event", "record_event", "elapsed", "synchronize", "fill"].contains(&driver.failed.get());
@@ -252,7 +252,7 @@ fn the_program_writes_what_each_thread_did() {
     let ((from, to), (start, end)) = (interval(parsed.named("denoising")[0]), interval(step));
     assert!(from <= start && end <= to && end > start);
 
-    // What is there is not replaced, and that is found before anything runs.
+    // An existing file is not replaced. kiln finds it before anything runs.
     let before = fs::read(sandbox.path("t.json")).unwrap();
     let refused = run(&["-o", "c.png", "--trace", "t.json"]);
     assert!(refused.code == Some(5) && refused.stderr.contains("t.json"), "{}", refused.stderr);
@@ -263,7 +263,7 @@ fn the_program_writes_what_each_thread_did() {
         (["-o", "d.png", "--trace", "d.png"], 2, "the image and --trace would be the same file"),
         (["-o", "d.png", "--trace", "-"], 2, "--trace writes a file"),
         (["-o", "d.png", "--trace", "none/t.json"], 5, "there is no such folder"),
-        // A request that is refused leaves no file behind.
+        // A refused request leaves no file behind.
         (["--steps=0", "-q", "--trace", "d.json"], 2, ""),
         (["--model=none", "-q", "--trace", "d.json"], 3, ""),
     ] {

@@ -1,4 +1,4 @@
-//! Checkpoints from the outside: hostile and damaged files, both layouts, manifests of the real models, and finding models.
+//! Checkpoint files from outside: hostile and damaged ones, both layouts, manifests of the real models, finding models.
 
 mod detection;
 mod faults;
@@ -24,13 +24,13 @@ fn described(name: &str, element: &'static str, shape: &[usize]) -> Described {
     (name.into(), element, shape.to_vec())
 }
 
-/// A safetensors file of zeros.
+/// A safetensors file whose tensors are zero.
 fn zeros(tensors: &[Described]) -> Vec<u8> {
     let (header, data) = header_of(tensors, "");
     raw(&header, data)
 }
 
-/// A file of this header, followed by `data` zero bytes.
+/// A file with this header and `data` zero bytes.
 fn raw(header: &str, data: usize) -> Vec<u8> {
     safetensors(header, &vec![0; data])
 }

@@ -14,12 +14,12 @@ fn open(bytes: Vec<u8>) -> Result<Shard> {
     Shard::from_bytes("x.safetensors", Bytes::new(Arc::new(bytes)))
 }
 
-/// A file of a header without data.
+/// A file with a header and no data.
 fn file(header: &str) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
 }
 
-/// The error that is expected for the only tensor of a file without data, by 128-bit arithmetic.
+/// The expected error for the only tensor of a file without data, by 128-bit arithmetic.
 fn verdict(shape: &[u64], bits: u64, [begin, end]: [u64; 2], header: usize) -> &'static str {
     // A product of many dimensions overflows even 128 bits, so it stops beyond 64.
     let fits = |value: &u128| *value <= u128::from(u64::MAX);
@@ -99,7 +99,7 @@ fn arena_offsets_equal_128_bit_arithmetic() {
                 near(random, power) as usize
             });
             let format = formats[random.below(formats.len())];
-            // NVFP4 has whole blocks.
+            // NVFP4 rows consist of whole blocks.
             let cols = if format.dtype == DType::E2m1 { 16 * cols } else { cols };
             let bits = rows as u128 * cols as u128 * format.dtype.bits() as u128;
             let scales = match format.scales {
@@ -107,7 +107,7 @@ fn arena_offsets_equal_128_bit_arithmetic() {
                 Scales::Rows => 4 * rows as u128,
                 Scales::Blocks16(_) => 512 * rows.div_ceil(128) as u128 * cols.div_ceil(64) as u128,
             };
-            // Elements and scales are allocated one after the other. Bits are counted in 64 bits as well.
+            // Elements and then scales are allocated. 64-bit arithmetic also counts the bits.
             let ends = [bits.div_ceil(8), scales].map(|bytes| {
                 let end = (top + bytes).next_multiple_of(u128::from(ALIGN));
                 let fits = bits <= most && end <= most;
@@ -131,11 +131,11 @@ fn arena_offsets_equal_128_bit_arithmetic() {
             assert_eq!((u128::from(arena.mark()), u128::from(arena.peak())), (top, peak));
         }
     });
-    // The control: wrapping arithmetic would place these wrongly.
+    // The control: wrapping arithmetic would give these wrong places.
     assert!(refused.into_inner() > 1000);
 }
 
-/// A header of exactly the largest size that is allowed, padded with spaces.
+/// A header of exactly the largest allowed size, padded with spaces.
 fn largest(entries: &str) -> Vec<u8> {
     let header = format!("{{{entries}}}");
     assert!(header.len() <= 4 << 20, "{}", header.len());
@@ -165,13 +165,13 @@ fn the_largest_headers_are_cheap() {
     }
 }
 
-/// Opens the largest file of a kind: it is accepted or not, in little memory and time.
+/// Opens the largest file of a kind, accepted or not, and checks memory and time.
 fn assert_cheap<T: std::fmt::Debug>(what: &str, accepted: bool, open: impl Fn() -> Result<T>) {
     let (result, allocated) = allocated_by(&open);
     println!("{what}: {:.1} MiB", allocated as f64 / f64::from(1 << 20));
     assert_eq!(result.is_ok(), accepted, "{what}: {result:?}");
     assert!(allocated <= 32 << 20, "{what}: {allocated} bytes");
-    // Usually 30 ms at most, on a machine with nothing else to do.
+    // Usually at most 30 ms, on an otherwise idle machine.
     if long() {
         let time = time_of(|| drop(open()));
         assert!(time <= Duration::from_millis(100), "{what}: {time:?}");

@@ -1,4 +1,4 @@
-//! Adapter files from the outside: hostile, damaged and foreign ones.
+//! Adapter files through the public interface: hostile, damaged and foreign ones.
 
 mod hostile;
 mod mutations;

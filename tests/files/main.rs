@@ -1,4 +1,4 @@
-//! Files and prompts that others wrote, and what reading them costs; and the memory that a run takes. An allocator counts.
+//! Files and prompts from elsewhere, and the cost of reading them. Also a run's memory, by a counting allocator.
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 mod checkpoint;

@@ -1,5 +1,5 @@
-//! Memory of a real run against the plan, by the counting allocator and by the peak RSS of the process; and that spans take none
-//! while nothing is recorded.
+//! Compares the memory of a real run with the plan, by the counting allocator and by the process's peak RSS. Also checks that
+//! spans take no memory while nothing is recorded.
 
 use common::adapter_files::{adapters, lora_of_all};
 use common::alone::alone;
@@ -22,7 +22,7 @@ use kiln::progress::Silent;
 use kiln::trace;
 use std::sync::Arc;
 
-/// A backend with one thread. What several threads keep depends on how many there are, and on which of them had time for a GEMM.
+/// A backend with one thread. With several, kept memory depends on their number and on which of them had time for a GEMM.
 fn cpu() -> Cpu {
     Cpu::new(1, Arc::default()).unwrap()
 }
@@ -40,13 +40,13 @@ fn wide_model() -> OpenModel {
     opened(tiny_weights(&model), Variant::Distilled, Found::Tiny.defaults().unwrap())
 }
 
-/// The tiny model from a file with NVFP4 layers in one of their orders.
+/// The tiny model from a file with NVFP4 layers in this form.
 fn nvfp4_model(form: Form) -> OpenModel {
     let file = Content::of("nvfp4").with_names_of_diffusers().file(form);
     quantized::model(quantized::weights(Component::Transformer, file), None, SHORT)
 }
 
-/// The bytes that a model takes beside its files after a run in bf16, and the bytes of weights that the plan says are copied.
+/// The bytes that a model takes in addition to its files after a bf16 run, and the copied weight bytes of the plan.
 fn copied_and_planned(model: OpenModel, job: &Job) -> [usize; 2] {
     let options = LoadOptions::DEFAULT;
     let planned = estimate(model.estimate_request(options, GemmFormats::ALL), job).unwrap().copied_bytes as usize;
@@ -58,13 +58,13 @@ fn copied_and_planned(model: OpenModel, job: &Job) -> [usize; 2] {
     [copied, planned]
 }
 
-/// Weights that have to be converted are copied, and the plan counts these bytes.
+/// Converted weights are copied, and the plan counts these bytes.
 fn copies_are_what_the_plan_says(job: &Job) {
     let [copied, planned] = copied_and_planned(wide_model(), job);
     // A thread keeps the packing buffers of GEMMs.
     assert!(planned > 32 << 20 && copied >= planned && copied - planned < 8 << 20, "{copied} bytes, {planned} planned");
 
-    // So are weights that are merged with an adapter, again up to what the thread keeps.
+    // Weights merged with an adapter are copied as well, again up to the memory that the thread keeps.
     let plain = || OpenModel::open(&Found::Tiny, None).unwrap();
     let mut merged = plain();
     let layers = lora_of_all(&transformer_manifest(&merged.configs.transformer), 4);
@@ -76,7 +76,7 @@ fn copies_are_what_the_plan_says(job: &Job) {
         "{copied} bytes, {planned} planned"
     );
 
-    // ModelOpt has elements and block scales in another order than tensors; ComfyUI has them in the same, so that only norms are
+    // ModelOpt stores elements and block scales in another order than tensors do. ComfyUI uses the same order, so only norms are
     // copied.
     let [less, norms] = copied_and_planned(nvfp4_model(Form::COMFY), job);
     let [copied, planned] = copied_and_planned(nvfp4_model(Form::MODELOPT), job);
@@ -113,7 +113,7 @@ fn a_run_uses_the_planned_memory_and_little_else() {
         assert_eq!(arena as u64, plan.arena_bytes.next_multiple_of(ALIGN), "the arena is what the plan says, to its alignment");
         let scratch = OTHER.peak() - weights;
         println!("{}: arena {} MiB, scratch {} MiB", precision.name(), arena / MIB, scratch / MIB);
-        assert!(scratch <= 256 * MIB, "{scratch} bytes beside the plan");
+        assert!(scratch <= 256 * MIB, "{scratch} bytes in addition to the plan");
 
         let resident = peak_resident();
         let limit = (weights + arena) + (weights + arena) / 10 + 256 * MIB;

@@ -1,7 +1,7 @@
-//! The tokenizer from the outside: ids equal those of the reference, and neither files nor prompts make it panic, run long or
-//! take much memory.
+//! The tokenizer through its public interface: ids equal the reference's, and no file or prompt makes it panic, run long or take much
+//! memory.
 //!
-//! `tests/fixtures/tokens.json` is written by `tools/goldens tokens`.
+//! `tools/goldens tokens` writes `tests/fixtures/tokens.json`.
 
 use common::cost::{allocated_by, peak_of, time_of};
 use common::fnv::fnv1a;
@@ -70,7 +70,7 @@ fn prompts_give_the_ids_of_the_reference() {
     check_cases(&QWEN3, cases, 0, 0);
 }
 
-/// Checks the ids of prompts. Those of short ones are recorded without `before` ids at the start and `after` at the end.
+/// Checks the ids of prompts. For short prompts the record omits `before` ids at the start and `after` at the end.
 fn check_cases(tokenizer: &Tokenizer, cases: Vec<Case>, before: usize, after: usize) {
     for case in cases {
         match case {
@@ -128,7 +128,7 @@ const PIECES: [&str; 24] = [
     "\\ud800",
 ];
 
-/// A prompt of mixed pieces and characters of all planes. Most are short, some as long as a prompt may be.
+/// A prompt of mixed pieces and characters of all planes. Most are short, some as long as the limit.
 fn prompt(random: &mut Random) -> String {
     let longest = if random.below(500) == 0 { MAX_PROMPT_BYTES } else { 200 };
     let (length, pieces) = (random.below(longest + 1), random.below(4) > 0);
@@ -321,7 +321,7 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
     }
 }
 
-/// The limit of memory for reading a file of so many bytes and encoding a short prompt with it.
+/// The memory limit for reading a file of so many bytes and encoding a short prompt with it.
 fn most(file_bytes: isize) -> isize {
     32 * file_bytes + (2 << 20)
 }
@@ -367,14 +367,14 @@ fn known_tokenizers_are_read_in_all_their_spellings() {
     assert_eq!(reference.encode_fast(text, false).unwrap().get_ids(), &want.ids[..want.real]);
 }
 
-/// The most that encoding a prompt may allocate, whether or not it is freed again. The library allocates several times for each word.
+/// The most bytes that encoding a prompt may allocate in total. The library allocates several times for each word.
 const ALLOCATED: usize = 96 << 20;
-/// The most CPU time that it may take, on a machine with nothing else to do. Nearly all prompts stay below 50 ms. The slowest have a word
-/// per character, and digits between spaces make the library's split pattern try every alternative, which takes up to 90 ms. Encoding
-/// cannot stop at the limit of tokens, because the result counts those beyond it. A core that other programs share takes twice as long.
+/// The most CPU time for encoding a prompt, on an otherwise idle machine. Nearly all prompts stay below 50 ms. The slowest have a word per
+/// character, and digits between spaces make the library's split pattern try every alternative, which takes up to 90 ms. Encoding cannot
+/// stop at the token limit, because the result counts the tokens beyond it. A core that other programs share takes twice as long.
 const TIME: Duration = Duration::from_millis(240);
 
-/// Encodes prompts, each of which has a name: none costs too much.
+/// Encodes named prompts and checks that none costs too much.
 fn assert_cheap(tokenizer: &Tokenizer, prompts: impl IntoIterator<Item = (String, String)>) {
     let (mut worst, mut slowest) = (Vec::new(), Vec::new());
     for (what, prompt) in prompts {
@@ -392,7 +392,7 @@ fn assert_cheap(tokenizer: &Tokenizer, prompts: impl IntoIterator<Item = (String
     assert!(slowest.last().is_none_or(|(time, _)| *time <= TIME), "{slowest:.1?}");
 }
 
-/// The worst files that are accepted: the shortest tokens, and words as long as a prompt.
+/// The worst accepted files: the shortest tokens, and words as long as a prompt.
 #[test]
 fn no_file_makes_prompts_take_long() {
     let think = r#""id":8,"content":"<think>","#;
@@ -430,7 +430,7 @@ fn loading_costs_no_more_than_in_the_library() {
     let [ours, theirs] = [allocated_by(here).1, allocated_by(in_the_library).1];
     println!("{ours} bytes, the library {theirs}");
     assert!(ours <= theirs, "{ours} bytes, the library {theirs}");
-    // For a machine with nothing else to do.
+    // For an otherwise idle machine.
     if long() {
         let [ours, theirs, unpacking] = [time_of(here), time_of(in_the_library), time_of(|| drop(unpacked()))];
         let tiny = time_of(|| drop(Tokenizer::from_json(tiny::TOKENIZER, Path::new("t.json")).unwrap()));
@@ -512,7 +512,7 @@ fn mutated(random: &mut Random) -> Vec<u8> {
 #[test]
 fn mutated_tokenizer_files_are_isolated() {
     static PANICS: AtomicUsize = AtomicUsize::new(0);
-    // Panics of the library are expected and caught, and not printed.
+    // The library's panics are expected and caught, and not printed.
     let others = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| match info.location() {
         Some(place) if place.file().contains("/tokenizers-") => drop(PANICS.fetch_add(1, Ordering::Relaxed)),
@@ -531,7 +531,7 @@ fn mutated_tokenizer_files_are_isolated() {
         match result {
             Ok((tokenizer, once)) => {
                 loaded.fetch_add(1, Ordering::Relaxed);
-                // Encoding is deterministic, whatever the file says.
+                // Encoding is deterministic for any file.
                 match (once, tokenizer.encode(short, LENGTH)) {
                     (Ok(once), Ok(again)) => assert_eq!(once, again),
                     (once, again) => assert!(once.is_err() && again.is_err()),
@@ -577,7 +577,7 @@ fn no_prompt_takes_long() {
     };
     assert_cheap(&QWEN3, texts.into_iter().map(prompt));
 
-    // One that is too long is not even copied.
+    // A prompt that is too long is not even copied.
     let too_long = "a".repeat(100 << 20);
     let encode = || assert_eq!(QWEN3.encode(&too_long, LENGTH).unwrap_err().exit_code(), 2);
     let ((), allocated) = allocated_by(encode);

@@ -1,6 +1,6 @@
-//! Reference images from the outside: results equal those of Pillow and of the diffusers pipeline, and hostile files are refused.
+//! Reference images from outside: results equal Pillow's and the diffusers pipeline's, and hostile files are refused.
 //!
-//! The fixtures are written by `tools/goldens references`.
+//! `tools/goldens references` writes the fixtures.
 
 mod bombs;
 mod equality;
@@ -31,7 +31,7 @@ fn refusal(bytes: &[u8]) -> String {
     error.to_string()
 }
 
-/// Name and data of a chunk of a PNG.
+/// Name and data of a PNG chunk.
 type Chunk<'a> = (&'a [u8; 4], &'a [u8]);
 
 /// A PNG of some chunks, each with the right length and checksum.

@@ -1,10 +1,10 @@
-//! Single elements: every code, and the rounding to the nearest one.
+//! Single elements: every code, and rounding to the nearest code.
 
 use super::{float, fp8_vectors, nvfp4_vectors};
 use kiln::internals::tensor::formats::{e2m1, e2m1_pair, e4m3, e5m2, to_e2m1, to_e4m3, to_e5m2};
 use serde_json::Value;
 
-/// A format: its table of values as the vectors have it, and how it is encoded.
+/// A format: its table of values from the test vectors, and its encoder.
 struct Format {
     name: &'static str,
     /// The value of each code, NaN and infinities included.
@@ -14,12 +14,12 @@ struct Format {
 }
 
 impl Format {
-    /// The bit of a code that is its sign.
+    /// The sign bit of a code.
     fn sign(&self) -> u8 {
         (self.values.len() / 2) as u8
     }
 
-    /// The codes of finite magnitudes in ascending order, which is that of their values.
+    /// The codes of finite magnitudes in ascending order, which is also the order of their values.
     fn magnitudes(&self) -> Vec<u8> {
         (0..self.sign()).take_while(|&code| self.value(code).is_finite()).collect()
     }
@@ -109,13 +109,13 @@ fn values_out_of_range_become_the_largest_and_zeros_keep_their_sign() {
     }
 }
 
-/// Between two neighbors the mean is a tie, which goes to the even code. The f32 before and after it do not.
+/// The mean of two neighbors is a tie and rounds to the even code. The f32 values before and after it do not tie.
 #[test]
 fn ties_go_to_the_even_code() {
     for format in formats() {
         for pair in format.magnitudes().windows(2) {
             let [low, high] = pair else { unreachable!() };
-            // The sum of two neighbors and its half are exact.
+            // The sum of two neighbors and half of it are exact.
             let tie = (format.value(*low) + format.value(*high)) / 2.0;
             let even = if low.is_multiple_of(2) { low } else { high };
             for (value, code) in [(tie.next_down(), low), (tie, even), (tie.next_up(), high)] {
@@ -126,7 +126,7 @@ fn ties_go_to_the_even_code() {
     }
 }
 
-/// The nearest of the codes to a magnitude, ties to even, by trying all of them. What is out of range becomes the largest.
+/// The code nearest to a magnitude, ties to even, found by trying all codes. Values out of range become the largest.
 fn nearest(codes: &[(u8, f64)], value: f32) -> u8 {
     let (_, most) = codes[codes.len() - 1];
     let away = |of: f64| (f64::from(value).min(most) - of).abs();

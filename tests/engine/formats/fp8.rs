@@ -1,11 +1,11 @@
-//! FP8 weights: quantizing them, and expanding them as a checkpoint stores them.
+//! FP8 weights: quantizing them, and expanding them from a checkpoint.
 
 use super::{bits, bytes, differences, expanded, f32_bits, fp8_vectors, largest, memory, quantized, scale, shape};
 use kiln::internals::tensor::formats::e4m3;
 use kiln::internals::tensor::{DType, Scale, SliceScaling, Stored, WeightSlice};
 
-/// The scale is the largest magnitude over 448, and a value is divided by it in f32, as the CUDA kernels do and the eager backend
-/// does for f32. For bf16 the eager backend multiplies by a reciprocal that it has rounded to bf16, which changes some codes.
+/// The scale is the largest magnitude over 448. A value is divided by it in f32, as the CUDA kernels do, and the eager backend
+/// for f32. For bf16 the eager backend multiplies by a reciprocal rounded to bf16, which changes some codes.
 #[test]
 fn weights_are_quantized_by_division_in_f32() {
     for case in &fp8_vectors().cases {
@@ -36,7 +36,7 @@ fn weights_are_expanded_with_one_rounding() {
     }
 }
 
-/// Rows with scales of their own, at an odd address, and codes without a scale.
+/// Rows with row scales, at an odd address, and codes without a scale.
 #[test]
 fn each_row_has_its_scale() {
     let codes: Vec<u8> = (0..=u8::MAX).filter(|code| code & 0x7f != 0x7f).collect();

@@ -10,13 +10,13 @@ use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, Scale, SliceSca
 use serde_json::Value;
 use std::collections::HashSet;
 
-/// The fourth order, which no known program writes.
+/// The fourth layout, which no known program writes.
 const HIGH_FIRST_PLAIN: Nvfp4Layout = Nvfp4Layout { high_first: true, tiled: false };
 const LAYOUTS: [Nvfp4Layout; 4] = [Nvfp4Layout::COMFY, Nvfp4Layout::MODELOPT, Nvfp4Layout::MODELOPT_SINGLE, HIGH_FIRST_PLAIN];
 
 #[test]
 fn scales_stand_where_tensor_cores_read_them() {
-    // A matrix of 64 blocks along a row.
+    // A matrix with 64 blocks per row.
     let tiles = tiles_along(64 * BLOCK);
     assert_eq!(tiles, 16);
     let places = [(0, 1), (32, 0), (64, 0), (96, 3), (1, 0), (127, 3), (0, 4), (128, 0)];
@@ -26,7 +26,7 @@ fn scales_stand_where_tensor_cores_read_them() {
 
 #[test]
 fn every_block_has_a_place_of_its_own() {
-    // The number of bytes is that of whole tiles, of 128 rows by four blocks.
+    // The size is a number of whole tiles, each of 128 rows by four blocks.
     let shapes = [((1, 16), 512), ((4, 32), 512), ((128, 64), 512), ((129, 65), 2048), ((144, 80), 2048), ((300, 1000), 24_576)];
     for ((rows, cols), size) in shapes {
         assert_eq!(scale_bytes(rows, cols), size, "{rows}x{cols}");
@@ -37,7 +37,7 @@ fn every_block_has_a_place_of_its_own() {
         assert!(places.into_iter().all(|place| place < size), "{rows}x{cols}");
     }
     assert_eq!([scale_bytes(0, 64), scale_bytes(64, 0)], [0, 0]);
-    // A matrix of whole tiles fills them, as all layers of klein do: the scales take as many bytes as there are blocks.
+    // All layers of klein consist of whole tiles, so their scales take as many bytes as there are blocks.
     for (rows, cols) in [(128, 64), (27_648, 3072), (4096, 12_288)] {
         assert_eq!(scale_bytes(rows, cols), rows * cols / BLOCK);
     }
@@ -64,7 +64,7 @@ fn products_of_elements_and_scales_are_exact_in_bf16() {
         let mut nonzero = 0;
         for (value, (scale, code)) in values.iter().zip(scales.iter().flat_map(|&scale| (0..16).map(move |code| (scale, code)))) {
             let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][code % 8];
-            // The product of two numbers of 2 and 4 bits has no more than 53 of them.
+            // The product of two numbers of 2 and 4 bits fits into 53 bits.
             let product = f64::from(e4m3(scale)) * if code < 8 { magnitude } else { -magnitude };
             assert_eq!(f64::from(*value).to_bits(), product.to_bits(), "{scale:#04x} times {code}");
             if *value > 0.0 {
@@ -78,7 +78,7 @@ fn products_of_elements_and_scales_are_exact_in_bf16() {
     }
 }
 
-/// The values of a case, filled up with zeros to the rows that it stores.
+/// The values of a case, padded with zeros to the stored number of rows.
 pub fn input(case: &Value) -> Vec<f32> {
     let ([rows, cols], [_, stored_cols]) = (shape(case, "padded_shape"), shape(case, "logical_shape"));
     assert_eq!(cols, stored_cols);
@@ -87,14 +87,14 @@ pub fn input(case: &Value) -> Vec<f32> {
     values
 }
 
-/// The scales of an array of tiles that belong to blocks, without the padding.
+/// The block scales in an array of tiles, row by row and without the padding.
 pub fn scales_in_rows(tiles: &[u8], rows: usize, cols: usize) -> Vec<u8> {
     let places = (0..rows).flat_map(|row| (0..cols / BLOCK).map(move |block| (row, block)));
     places.map(|(row, block)| tiles[scale_offset(row, block, tiles_along(cols))]).collect()
 }
 
-/// A value is divided by the product of both scales in f32, as the eager backend does. The CUDA kernels multiply by the
-/// reciprocal of the product instead, which changes some codes; both are nearest but for the rounding of the quotient.
+/// A value is divided by the f32 product of both scales, as in the eager backend. The CUDA kernels multiply by the product's
+/// reciprocal instead, which changes some codes. Both are nearest up to the rounding of the quotient.
 #[test]
 fn weights_are_quantized_by_division_in_f32() {
     for case in &nvfp4_vectors().cases {
@@ -120,7 +120,7 @@ fn weights_are_quantized_by_division_in_f32() {
     }
 }
 
-/// A slice of a larger tensor is stored as a tensor of its own would be.
+/// A slice of a larger tensor is stored like a separate tensor.
 #[test]
 fn a_slice_is_quantized_in_place() {
     for case in &nvfp4_vectors().cases {
@@ -142,7 +142,7 @@ fn a_slice_is_quantized_in_place() {
     }
 }
 
-/// A case as a file stores it.
+/// A case in the layout of a file.
 pub fn part(case: &Value, layout: Nvfp4Layout) -> WeightSlice {
     let codes = memory(case, if layout.high_first { "packed_hi_first_hex" } else { "packed_lo_first_hex" });
     let scales = memory(case, if layout.tiled { "weight_scale_swizzled_hex" } else { "weight_scale_plain_hex" });
@@ -150,8 +150,8 @@ pub fn part(case: &Value, layout: Nvfp4Layout) -> WeightSlice {
     WeightSlice { bytes: bytes(codes), dtype: DType::E2m1, rows: shape(case, "padded_shape")[0], scaling }
 }
 
-/// A weight is the element times the rounded product of both scales, in f32, rounded once to bf16, as the CUDA kernels compute
-/// it. The eager backend multiplies in bf16.
+/// A weight is the element times the rounded product of both scales, in f32, rounded once to bf16, as in the CUDA kernels. The
+/// eager backend multiplies in bf16.
 #[test]
 fn weights_are_expanded_from_every_layout() {
     for case in &nvfp4_vectors().cases {
@@ -164,7 +164,7 @@ fn weights_are_expanded_from_every_layout() {
             assert_eq!(bits(found), expected, "{} {layout:?}", case["name"]);
             let expected = memory(case, "dequant_bf16_hex");
             assert_eq!(halves[..expected.len()], expected, "{} {layout:?}", case["name"]);
-            // Rows that were added to have a multiple of sixteen are zero.
+            // Rows that pad to a multiple of sixteen are zero.
             assert!(padding.iter().all(|value| value.to_bits() == 0), "{} {layout:?}", case["name"]);
         }
     }
@@ -185,7 +185,7 @@ fn every_layout_becomes_that_of_a_tensor() {
     }
 }
 
-/// The scales of empty blocks are one there, and none is below the smallest e4m3; the weights are the same numbers.
+/// In these vectors the scales of empty blocks are one, and none is below the smallest e4m3. The weights are equal numbers.
 #[test]
 fn weights_of_modelopt_are_the_same_numbers() {
     for case in &nvfp4_vectors().cases {
@@ -193,7 +193,7 @@ fn weights_of_modelopt_are_the_same_numbers() {
         let (scales, tensor) = (bytes(memory(file, "weight_scale_plain_hex")), scale(file, "weight_scale_2_f32"));
         let scaling = SliceScaling::Blocks16 { scales, tensor, layout: Nvfp4Layout::MODELOPT };
         let part = WeightSlice { bytes: bytes(memory(file, "packed_hex")), dtype: DType::E2m1, rows, scaling };
-        // Equal as numbers: its codes for zero have another sign.
+        // Equal as numbers, because codes of zero have another sign there.
         assert_eq!(expanded(&part).0, DType::F32.decoded(&memory(case, "dequant_f32_hex")), "{}", case["name"]);
     }
 }
@@ -205,7 +205,7 @@ fn blocks_of_zeros_and_of_values_that_cannot_be_stored() {
     for value in [0.0, -0.0, 1e-9, -1e-9] {
         assert_eq!((encode_block(&[value; BLOCK], 1.0, &mut codes), codes), (0, [0; 8]), "{value}");
     }
-    // A NaN makes the whole block NaN, wherever it stands: it must not vanish.
+    // A NaN makes its whole block NaN, wherever it is: it must not vanish.
     for at in 0..BLOCK {
         let mut one = [1.0; BLOCK];
         one[at] = -f32::NAN;
@@ -213,7 +213,7 @@ fn blocks_of_zeros_and_of_values_that_cannot_be_stored() {
         decode_block(&codes, nvfp4::unit(1.0, scale), &mut values);
         assert!(values.iter().all(|value| value.is_nan()), "{at}: {values:?}");
     }
-    // What is out of range saturates in scale and element.
+    // Values out of range saturate in scale and element.
     let mut large = [448.0; BLOCK];
     (large[3], large[4], large[5]) = (f32::INFINITY, -1e9, 2688.0);
     let scale = encode_block(&large, 1.0, &mut codes);

@@ -8,7 +8,7 @@ use kiln::internals::tensor::formats::e4m3;
 use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, SliceScaling, Stored, WeightSlice};
 use serde_json::Value;
 
-/// What came of one run: the bytes that the input was stored as, its values, and the products in f32 and in bf16.
+/// The result of one run: the stored bytes of the input, its values, and the products in f32 and in bf16.
 struct Run {
     stored: Vec<Vec<u8>>,
     x: Vec<f32>,
@@ -39,8 +39,8 @@ fn run(products: &Products, input: Stored, weight: &WeightSlice) -> Run {
     Run { stored, x, y, y_bf16: DType::Bf16.encoded(&rounded) }
 }
 
-/// Holds products to those of the vectors, which are sums in f64 of `x` and the expanded weights. The error in f32 may be twice
-/// that of a plain loop, and in bf16 every bit must be the same.
+/// Compares products with the vectors, which are f64 sums of `x` and the expanded weights. The f32 error may be twice a plain
+/// loop's, and in bf16 every bit must match.
 fn check_products(run: &Run, x: &[f64], weight: &WeightSlice, expected: &Value) {
     let (w, k, label) = (expanded(weight).0, weight.cols(), &expected["label"]);
     let rows: Vec<Vec<f64>> = serde_json::from_value(expected["y_f64"].clone()).unwrap();
@@ -50,7 +50,7 @@ fn check_products(run: &Run, x: &[f64], weight: &WeightSlice, expected: &Value) 
         let (row, w) = (at / weight.rows * k, &w[at % weight.rows * k..][..k]);
         let terms = || x[row..][..k].iter().zip(w).map(|(x, &w)| x * f64::from(w));
         let (sum, magnitudes): (f64, f64) = (terms().sum(), terms().map(f64::abs).sum());
-        // Both sums have k products and additions in f64, in orders of their own.
+        // Both sums have k products and additions in f64, in different orders.
         assert!((sum - expected).abs() <= k as f64 * f64::EPSILON * magnitudes, "{label}, {at}: {sum}, not {expected}");
         let sum = run.x[row..][..k].iter().zip(w).fold(0.0, |sum, (x, w)| sum + x * w);
         error += (f64::from(found) - expected).powi(2);
@@ -60,7 +60,7 @@ fn check_products(run: &Run, x: &[f64], weight: &WeightSlice, expected: &Value) 
     assert_eq!(run.y_bf16, memory(expected, "y_bf16_hex"), "{label}");
 }
 
-/// W8A8. Inputs are divided by their scale in f32, as the CUDA kernels do; the eager backend multiplies by a reciprocal in bf16.
+/// W8A8. Inputs are divided by their scale in f32, as in the CUDA kernels; the eager backend multiplies by a reciprocal in bf16.
 #[test]
 fn fp8_products() {
     let vectors = fp8_vectors();
@@ -78,14 +78,14 @@ fn fp8_products() {
         assert_eq!(*codes, memory(expected, "q_cuda_hex"), "{}", expected["label"]);
         let eager = differences(codes, &memory(expected, "q_eager_hex"));
         assert_eq!(expected["n_bytes_different"], eager, "{}", expected["label"]);
-        // The vectors have expanded the input in f64.
+        // The vectors expand the input in f64.
         let scale = f64::from(float(expected, "input_scale_f32"));
         let x: Vec<f64> = codes.iter().map(|&code| f64::from(e4m3(code)) * scale).collect();
         check_products(&found, &x, &weight, expected);
     }
 }
 
-/// W4A4, with weights in the order of every kind of file.
+/// W4A4, with weights in every file layout.
 #[test]
 fn nvfp4_products() {
     let vectors = nvfp4_vectors();

@@ -1,4 +1,4 @@
-//! Plain weights, quantized as the checkpoint writer and `--quantize` do.
+//! Quantizes plain weights as the checkpoint writer and `--quantize` do.
 
 use super::nvfp4::{input, scales_in_rows};
 use super::{bytes, fp8_vectors, memory, nvfp4_vectors, quantized, scale, shape};
@@ -35,7 +35,7 @@ fn fp8_weights_equal_those_of_other_programs() {
         let mut codes = vec![0xaa; part.bytes.len() / 2];
         encode_scaled(&part, 0..rows, DType::E4m3, found, &mut codes);
         assert_eq!(codes, memory(case, "q_from_bf16_cuda_hex"), "{name}");
-        // A range of rows has the bytes it has in the whole.
+        // A range of rows has the same bytes as in the whole.
         let (inside, row) = (1..rows - 1, codes.len() / rows);
         let mut some = vec![0xaa; inside.len() * row];
         encode_scaled(&part, inside.clone(), DType::E4m3, found, &mut some);
@@ -57,8 +57,8 @@ fn nvfp4_weights_equal_those_of_other_programs() {
     }
 }
 
-/// Whole tiles of rows, each by itself, are the bytes of the whole, for every plain type, and for rows that are longer than what
-/// is decoded at a time.
+/// Row tiles that are quantized separately give the bytes of the whole weight. This holds for every plain type, and for rows
+/// longer than one decoding buffer.
 #[test]
 fn tiles_of_rows_are_quantized_by_themselves() {
     let (rows, cols) = (2 * TILE_ROWS + 5, 1024 + 5 * BLOCK);
@@ -87,8 +87,8 @@ fn tiles_of_rows_are_quantized_by_themselves() {
     }
 }
 
-/// Values whose scale underflows are zero in every format. Just above them the scale is the smallest number that there is, and far
-/// from the exact quotient: such values are clamped, and none becomes NaN.
+/// Values whose scale underflows are zero in every format. Just above them the scale is the smallest number, which is far from the
+/// exact quotient. Such values are clamped, and none becomes NaN.
 #[test]
 fn values_of_almost_zero() {
     for (bits, is_zero) in [(1, true), (200, true), (300, false), (600, false)] {
@@ -117,7 +117,7 @@ fn scales_that_there_are_not() {
         }
     }
     assert_eq!(largest_magnitude(&[]), 0.0);
-    // What no scale fits is found in any part, and at any place.
+    // A value without a possible scale is found in any part, at any place.
     for value in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         for (part, at) in [(0, 0), (1, 3000), (1, 4095)] {
             let mut parts = [vec![1.0; 1024], vec![-2.0; 4096]];
@@ -130,7 +130,7 @@ fn scales_that_there_are_not() {
     }
 }
 
-/// Weights are quantized when they are uploaded. The CPU then multiplies by their values in f32.
+/// Weights are quantized while they are uploaded. The CPU then multiplies by their values in f32.
 #[test]
 fn the_cpu_multiplies_by_weights_in_every_format() {
     let (rows, cols) = (130, 96);

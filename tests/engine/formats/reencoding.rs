@@ -1,4 +1,4 @@
-//! NVFP4 weights re-encoded as e4m3: every element under every block scale, and the one scale that the result has.
+//! NVFP4 weights re-encoded as e4m3: every element under every block scale, and the scale of the result.
 
 use super::{bytes, cpu, largest, stored_bytes};
 use kiln::internals::backend::{Backend, Role};
@@ -9,7 +9,7 @@ fn scale(value: f32) -> Scale {
     Scale::new(value).unwrap()
 }
 
-/// The value of an e4m3 code below that of NaN, as the specification has it.
+/// The value of an e4m3 code below NaN's code, as the specification defines it.
 fn e4m3(code: u8) -> f64 {
     let (exponent, fraction) = (i32::from(code >> 3), f64::from(code & 7) / 8.0);
     if exponent == 0 { fraction * 2f64.powi(-6) } else { (1.0 + fraction) * 2f64.powi(exponent - 7) }
@@ -20,13 +20,13 @@ fn e2m1(code: u8) -> f64 {
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code % 8)]
 }
 
-/// The e4m3 code next to a magnitude: of two that are as near the even one, and the last one beyond the range.
+/// The e4m3 code nearest to a magnitude: the even code on a tie, and the last code beyond the range.
 fn nearest(magnitude: f64) -> u8 {
     let distance = |code: u8| ((e4m3(code) - magnitude).abs(), code % 2);
     (0..0x7f).min_by(|a, b| distance(*a).partial_cmp(&distance(*b)).unwrap()).unwrap()
 }
 
-/// Rows of one block each with all sixteen elements, under these scales, in tiles whose padding is NaN.
+/// Rows of one block each with all sixteen elements, under these block scales, in tiles with NaN padding.
 fn all_elements(scales: &[u8], tensor: Scale) -> WeightSlice {
     let codes: Vec<u8> = (0..8).map(|pair| (2 * pair) << 4 | (2 * pair + 1)).collect();
     let mut tiles = vec![0x7f; scale_bytes(scales.len(), BLOCK)];
@@ -56,12 +56,12 @@ fn every_product_is_rounded_to_the_nearest_code() {
         for (row, codes) in codes.chunks_exact(BLOCK).enumerate() {
             for (element, &code) in (0..16).zip(codes) {
                 let product = e2m1(element) * e4m3(scales[row]) * 2f64.powi(-power);
-                // The sign is kept, of zero as well.
+                // The sign is kept, also of zero.
                 assert_eq!(code, nearest(product) | (element & 8) << 4, "{element} times {:#04x} by 2^{power}", scales[row]);
                 exact += usize::from(element < 8 && product > 0.0 && e4m3(code) == product);
             }
         }
-        // Of the 882 products of magnitudes that are not zero 225 have more bits than e4m3, and 50 are out of its range.
+        // There are 882 products of nonzero magnitudes; 225 have more bits than e4m3, and 50 are out of its range.
         assert!(power != 0 || exact == 607, "{exact}");
     }
 }
@@ -76,18 +76,18 @@ fn the_scale_is_the_smallest_that_keeps_the_largest_product_in_range() {
         f64::from(power)
     };
     for largest in 1..0x7f {
-        // The scale is found wherever it is, and not in the padding.
+        // The largest scale counts wherever it is, but not in the padding.
         let mut scales = vec![1; 131];
         scales[usize::from(largest) * 37 % 131] = largest;
         let power = power_of(&all_elements(&scales, tensor));
         let product = 6.0 * e4m3(largest);
         assert!(product <= 448.0 * power && product > 448.0 * power / 2.0, "{largest:#04x}: {power}");
     }
-    // As quantizers choose the scale of the tensor, so that the largest one of a block is 448.
+    // Quantizers choose the tensor scale so that the largest block scale is 448.
     assert_eq!(power_of(&all_elements(&[3, 0x7e], tensor)), 8.0);
     assert!(all_elements(&[0, 0], tensor).as_fp8().is_some());
 
-    // Where the scale of the tensor leaves no room for the power there is no such format, and other parts have none.
+    // If the tensor scale leaves no room for the power, there is no such format. Other parts have none either.
     assert_eq!(all_elements(&[0x7e], scale(f32::MAX)).as_fp8(), None);
     let plain = WeightSlice::plain(bytes(vec![0; 32]), DType::Bf16, 1);
     assert_eq!(plain.as_fp8(), None);
@@ -97,7 +97,7 @@ fn the_scale_is_the_smallest_that_keeps_the_largest_product_in_range() {
     assert!(!plain.converts_to(Stored::fp8(tensor)) && !part.converts_to(Stored { dtype: DType::E4m3, scales: Scales::Rows }));
 }
 
-/// Weights of normal distribution, by the sum of twelve uniform numbers, as a file stores them in an order.
+/// Normally distributed weights, as the sum of twelve uniform numbers, in a file layout.
 fn weights(rows: usize, cols: usize, layout: Nvfp4Layout) -> WeightSlice {
     let mut state = 1u32;
     let mut uniform = || {
@@ -119,7 +119,7 @@ fn weights(rows: usize, cols: usize, layout: Nvfp4Layout) -> WeightSlice {
     WeightSlice { bytes: bytes(codes), dtype: DType::E2m1, rows, scaling }
 }
 
-/// Three of four weights are exact or more, by their distribution, and the error of all is 2.2 %, in every order of a file.
+/// Given their distribution, three of four weights or more are exact, and the error of all is 2.2 %, in every file layout.
 #[test]
 fn most_weights_are_exact() {
     let (count, cols) = (131, 1040);
@@ -142,7 +142,7 @@ fn most_weights_are_exact() {
     let (share, error) = (exact as f64 / codes.len() as f64, (error / size).sqrt());
     assert!((0.75..0.82).contains(&share) && (0.020..0.023).contains(&error), "{share} {error}");
 
-    // On a backend, where other orders are the same, and the format is that of the tensor.
+    // On a backend: all layouts give the same bytes, and the tensor has this format.
     let (mut be, mut arena) = (cpu(), Arena::new(Region::Weights));
     for part in &parts {
         assert_eq!(part.as_fp8(), Some(to));

@@ -1,4 +1,4 @@
-//! Plain models that are quantized at load: what is computed is what the quantized file computes that they stand for.
+//! Plain models quantized at load compute the same as the equivalent quantized file.
 
 use common::quantized::{Content, Form, Plain, SHORT, engine, goldens::PLAIN_INPUTS, model, plain_tensors, weights, written};
 use common::{cpu, run, small_job};
@@ -22,7 +22,7 @@ fn options(quantize: DType) -> LoadOptions {
     LoadOptions { quantize: Some(quantize), ..LoadOptions::DEFAULT }
 }
 
-/// Everything that a run computes.
+/// All outputs of a run.
 fn dump(model: OpenModel, options: LoadOptions) -> Vec<u8> {
     let job = Job { record: true, ..small_job() };
     run(&mut engine(Box::new(cpu()), model, options), &job).unwrap().record.unwrap().to_safetensors().unwrap()
@@ -34,14 +34,14 @@ fn is_linear(tensor: &Plain) -> bool {
     tensor.shape.len() == 2 && blocks.iter().any(|blocks| tensor.name.starts_with(blocks))
 }
 
-/// The constant scale of a layer's input: larger where it is a product of SwiGLU.
+/// The constant input scale of a layer, larger for products of SwiGLU.
 fn input_scale(layer: &str, format: DType) -> f32 {
     let of_swiglu = ["_mlp.2", ".linear2", ".linear_out"].iter().any(|end| layer.ends_with(end));
     let [plain, swiglu] = if format == DType::E4m3 { [1.0, 8.0] } else { [0.0625, 1.0] };
     if of_swiglu || layer.starts_with("single") && layer.ends_with("attn.to_out") { swiglu } else { plain }
 }
 
-/// The tensors of a quantized layer in a file. FP8 has a scale for each row.
+/// The tensors of a quantized layer in a file. FP8 has row scales.
 fn quantized(weight: &Plain, format: DType, part: Component) -> Vec<Plain> {
     let (layer, &[rows, cols]) = (weight.name.strip_suffix(".weight").unwrap(), &weight.shape[..]) else { unreachable!() };
     let (named, values) = (|suffix: &str| format!("{layer}.{suffix}"), weight.values());
@@ -80,7 +80,7 @@ fn quantized(weight: &Plain, format: DType, part: Component) -> Vec<Plain> {
     tensors
 }
 
-/// The file of a part of the tiny model with quantized layers.
+/// The file of a component of the tiny model with quantized layers.
 fn file(part: Component, layout: Layout, format: DType) -> Vec<u8> {
     let (mut tensors, mut layers) = (Vec::new(), Map::new());
     for tensor in plain_tensors(part, layout) {
@@ -110,12 +110,12 @@ fn quantized_model(layout: Layout, format: DType) -> OpenModel {
 #[test]
 fn results_are_those_of_the_quantized_file() {
     let as_stored = dump(plain(Layout::Bfl), LoadOptions::DEFAULT);
-    // In the original layout queries, keys and values are one matrix, in that of diffusers three.
+    // The original layout has queries, keys and values in one matrix, diffusers' layout in three.
     for (format, layout) in FORMATS.into_iter().flat_map(|format| [(format, Layout::Bfl), (format, Layout::Diffusers)]) {
         let right = dump(quantized_model(layout, format), LoadOptions::DEFAULT);
         assert!(dump(plain(layout), options(format)) == right, "{format:?} {layout:?}: to the bit");
         assert!(right != as_stored, "quantizing makes a difference");
-        // What is planned is what the quantized model takes. On the CPU these weights and their scales are copies.
+        // The plan equals the quantized model's memory. On the CPU these weights and their scales are copies.
         let planned =
             |model: OpenModel, options| estimate(model.estimate_request(options, GemmFormats::ALL), &small_job()).unwrap();
         let (at_load, of_file) =
@@ -128,7 +128,7 @@ fn results_are_those_of_the_quantized_file() {
     }
 }
 
-/// In low-memory mode the text encoder is quantized again for every prompt; in f32 precision inputs stay in f32.
+/// In low-memory mode the text encoder is quantized again for every prompt. In f32 precision inputs stay in f32.
 #[test]
 fn in_low_memory_and_in_f32_as_well() {
     for (format, changed) in [
@@ -155,7 +155,7 @@ fn lines_tell_what_was_quantized() {
     assert_eq!(without[0], blocks("fp8 (w8a16: no GEMM of quantized inputs here)"));
     let formats = |format| model.formats(options(format), GemmFormats::ALL).unwrap();
     assert_eq!(FORMATS.map(|format| formats(format).quantized_at_load()), [Some(DType::E4m3), Some(DType::E2m1)]);
-    // Without calibration, the scales of blocks follow the inputs, and plain inputs are the other choice.
+    // Without calibration the block scales follow the inputs; plain inputs are the other choice.
     assert_eq!(formats(DType::E2m1).nvfp4_math(), Some(Nvfp4Math::Auto));
     let plain_inputs = LoadOptions { nvfp4_math: Nvfp4Math::Bf16, ..options(DType::E2m1) };
     assert_eq!(format_lines(&model.formats(plain_inputs, GemmFormats::ALL).unwrap())[0], blocks("nvfp4 (w4a16: as asked)"));
@@ -178,7 +178,7 @@ fn what_cannot_be_quantized_is_refused() {
     refused(&plain, DType::E4m3, GemmFormats::NONE, none);
     refused(&plain, DType::E4m3, GemmFormats { w8a16: false, ..GemmFormats::ALL }, none);
     refused(&plain, DType::E2m1, GemmFormats { w4a16: false, ..GemmFormats::ALL }, none);
-    // One layer is enough, in either part.
+    // One quantized layer is enough, in either component.
     let transformer = Content::of("fp8").with_plain_layers(|layer| layer != "single_blocks.1.linear2");
     let transformer = weights(Component::Transformer, transformer.file(Form::BFL));
     let why = "`single_blocks.1.linear2.weight` is stored as e4m3 already";
@@ -190,7 +190,7 @@ fn what_cannot_be_quantized_is_refused() {
     refused(&model(transformer, Some(encoder), SHORT), DType::E2m1, GemmFormats::ALL, why);
 }
 
-/// A value that no scale fits is found when the weight is loaded, and in a dry run nothing is read.
+/// A value that no scale fits is an error when the weight is loaded. A dry run reads no values.
 #[test]
 fn values_that_are_not_finite_are_refused() {
     for (format, value) in FORMATS.into_iter().flat_map(|format| [(format, f32::NAN), (format, f32::NEG_INFINITY)]) {

@@ -1,5 +1,5 @@
-//! Attention with queries and keys in e4m3: in which blocks, with which factors and bounds, and what it costs in accuracy. And
-//! activations that do not fit into FP8.
+//! Attention with e4m3 queries and keys: its blocks, factors and bounds, and its effect on accuracy. Also counts activations
+//! that saturate in FP8.
 
 use common::quantized::{Content, Form, Layer, SHORT, engine, model, weights};
 use common::wrapped;
@@ -32,13 +32,13 @@ fn values(be: &mut Cpu, tensor: Tensor) -> Vec<f32> {
     values
 }
 
-/// An attention that ran, and the projection before it.
+/// An attention op that ran, and the projection before it.
 #[derive(Clone, Debug, PartialEq)]
 struct Attended {
     q: Stored,
-    /// Keys and values of each segment.
+    /// Formats of the keys and values of each segment.
     kv: Vec<(Stored, Stored)>,
-    /// Factors of queries and keys.
+    /// The factors of queries and keys.
     scales: (f32, f32),
     bound: f32,
     /// The largest score of any query and key.
@@ -68,7 +68,7 @@ fn attended(model: OpenModel, options: LoadOptions, gemms: GemmFormats, job: &Jo
                 *scales.borrow_mut() = (streams[0].q_scale, streams[0].k_scale);
                 assert!(streams.iter().all(|s| (s.q_scale, s.k_scale) == *scales.borrow()), "streams of one block");
             }
-            // That of the text encoder and of the VAE has another softmax.
+            // The attention of the text encoder and of the VAE has another softmax.
             Op::Attention { q, kv, softmax: Softmax::Base2 { bound }, .. } => {
                 let keys: Vec<Tensor> = kv.iter().map(|segment| segment.k).collect();
                 list.borrow_mut().push(Attended {
@@ -91,7 +91,7 @@ fn attended(model: OpenModel, options: LoadOptions, gemms: GemmFormats, job: &Jo
 const FP8: Stored = Stored::fp8(Scale::ONE);
 const BF16: Stored = Stored::plain(DType::Bf16);
 
-/// Whether attention is in e4m3 throughout, and its factors and bound are those of its format.
+/// Whether attention is in e4m3 throughout, with the factors and the bound of its format.
 fn is_fp8(attention: &Attended) -> bool {
     let heads = attention.q;
     assert!(attention.kv.iter().all(|kv| *kv == (heads, BF16)), "{attention:?}");
@@ -105,7 +105,7 @@ fn is_fp8(attention: &Attended) -> bool {
 
 #[test]
 fn blocks_with_quantized_inputs_attend_in_fp8() {
-    // The tiny model has two blocks of each sort. A double block needs both streams.
+    // The tiny model has two blocks of each kind. A double block needs both streams.
     let whole = Content::of("fp8");
     let plain = |name: &'static str| whole.with_plain_layers(move |layer| layer == name);
     for (content, attention, gemms, want) in [
@@ -130,10 +130,10 @@ fn blocks_with_quantized_inputs_attend_in_fp8() {
     }
 }
 
-/// In e4m3 the bound on scores is larger. Where it needs a maximum and that of bf16 does not, bf16 is the faster one.
+/// In e4m3 the bound on scores is larger. If e4m3 needs a running maximum and bf16 does not, bf16 is faster.
 #[test]
 fn blocks_stay_in_bf16_where_only_that_needs_no_maximum() {
-    // The gain of a double block is the larger one of its streams.
+    // The gain of a double block is the larger gain of its streams.
     for (norms, small, block) in [
         ("double_blocks.1.txt_attn.norm.", "double_blocks.1.img_attn.norm.", 1),
         ("double_blocks.0.img_attn.norm.", "double_blocks.0.txt_attn.norm.", 0),
@@ -188,9 +188,9 @@ fn cached_keys_have_the_format_of_their_block() {
     let pixels = (0..3 * 256 * grid.tokens()).map(|i| ((i * 7919) % 257) as f32 / 128.0 - 1.0).collect();
     let job = Job { references: vec![ReferenceInput { grid, pixels }], ..small_job() };
     let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
-    // The plan is made with the same formats: where its memory did not suffice, an op would fail.
+    // The plan uses the same formats. If its memory were too small, an op would fail.
     let (found, _) = attended(model, options, GemmFormats::ALL, &job);
-    // While references are encoded, the last block has no queries. The stream of text is not part of that, but of the block.
+    // While references are encoded, the last block has no queries. That run leaves out the text stream, but the block has one.
     let blocks: Vec<bool> = found.iter().map(is_fp8).collect();
     assert_eq!(blocks, [false, true, true, false, true, true, true]);
     let segments: Vec<usize> = found.iter().map(|attention| attention.kv.len()).collect();
@@ -235,11 +235,11 @@ fn head(values: &[f32], cols: usize) -> Vec<Vec<f32>> {
     values.chunks(cols).map(|row| row[..HEAD_DIM].to_vec()).collect()
 }
 
-/// Up to the first attention both runs are the same, so that it differs by the rounding of queries and keys alone. That makes as
-/// much of a difference as it does in plain arithmetic, and not more than twice as much.
+/// Up to the first attention both runs are equal, so that it differs only by the rounding of queries and keys. The difference is
+/// the one that plain arithmetic gives, and at most twice as large.
 #[test]
 fn the_error_is_that_of_rounding_queries_and_keys() {
-    /// Queries, keys, values and results of the first attention, its first head.
+    /// Queries, keys, values and results of the first head of the first attention.
     fn first(attention: AttentionFormat) -> [Vec<Vec<f32>>; 4] {
         let found = Rc::new(RefCell::new(None));
         let first = found.clone();
@@ -251,7 +251,7 @@ fn the_error_is_that_of_rounding_queries_and_keys() {
             }
             Ok(())
         });
-        // The results themselves are not quantized, so that only queries and keys are.
+        // The results are not quantized, so only queries and keys are.
         let content = Content::of("fp8").with_plain_layers(|layer| layer.ends_with("_attn.proj"));
         run(&mut engine(Box::new(backend), open(&content), options(attention)), &small_job()).unwrap();
         found.take().unwrap()
@@ -263,7 +263,7 @@ fn the_error_is_that_of_rounding_queries_and_keys() {
     let rounded = |rows: &[Vec<f32>], factor: f32| -> Vec<Vec<f32>> {
         rows.iter().map(|row| row.iter().map(|v| e4m3(to_e4m3(v * factor))).collect()).collect()
     };
-    // Queries in bf16 have the whole factor, keys none of it.
+    // Queries in bf16 have the whole factor, keys have none.
     let (q_plain, k_plain) = (rounded(&q, 1.0 / scale), rounded(&k, scale));
     let rows = out.len();
     let (exact, plain) = (plain_attention(&q[..rows], &k, &v), plain_attention(&q_plain[..rows], &k_plain, &v));
@@ -272,8 +272,8 @@ fn the_error_is_that_of_rounding_queries_and_keys() {
     println!("attention in e4m3: {error:.2e}, plain {allowed:.2e}; in bf16 {bf16:.2e}");
     assert!(error <= 2.0 * allowed && error >= allowed / 2.0, "{error:.2e}, plain {allowed:.2e}");
     assert!(bf16 < allowed / 4.0, "{bf16:.2e}");
-    // What is stored is what plain rounding gives, but where the rounding to bf16 before it moves a value across a middle: its
-    // step is a 32nd of that of e4m3.
+    // The stored codes equal plain rounding, except where rounding to bf16 first moves a value across a tie. The step of bf16 is
+    // a 32nd of e4m3's step.
     for (got, want) in [(&q8, &q_plain), (&k8, &k_plain)] {
         let pairs: Vec<_> = got.iter().flatten().zip(want.iter().flatten()).collect();
         let other = pairs.iter().filter(|(got, want)| got != want).count();
@@ -281,13 +281,13 @@ fn the_error_is_that_of_rounding_queries_and_keys() {
     }
 }
 
-/// Values at both sides of the limit: 464 is halfway from 448 to what would be the next element.
+/// Values on both sides of the limit: 464 is halfway from 448 to the next element, if there were one.
 #[test]
 fn values_that_do_not_fit_are_counted() {
     let (rows, scale) = (37, 0.25);
     let below = [0.0, 1.0, -448.0, 463.99, -463.99, f32::NAN];
     let beyond = [464.0, -464.0, 464.01, 1e9, -1e30, f32::INFINITY, f32::NEG_INFINITY];
-    // More columns than are converted at once.
+    // More columns than one conversion takes.
     let elements: Vec<f32> = below.iter().chain(&beyond).copied().cycle().take(1300).collect();
     let planted = elements.iter().filter(|v| beyond.contains(v)).count() * rows;
     for (stored, factor, want) in [
@@ -306,7 +306,7 @@ fn values_that_do_not_fit_are_counted() {
         be.write(modulation, &vec![0.0; cols]).unwrap();
         be.write(x, &vec![1.0; rows * cols]).unwrap();
         assert_eq!(be.take_saturated().unwrap(), 0);
-        // The norm of a constant row is zero, so that the result is the shift.
+        // The norm of a constant row is zero, so the result is the shift.
         let streams = [Modulated { out, x, shift, scale: modulation }];
         for _ in 0..2 {
             be.run(Op::LayerNormModulate { streams: &streams, eps: 1e-6 }).unwrap();
@@ -316,7 +316,7 @@ fn values_that_do_not_fit_are_counted() {
     }
 }
 
-/// With an input scale that is far too small nothing fits: every input of that layer is counted, in every step, image by image.
+/// With an input scale that is far too small every input of that layer saturates and is counted, in every step, image by image.
 #[test]
 fn an_image_tells_how_many_activations_did_not_fit() {
     fn too_small(layer: &mut Layer, _: &[Layer]) {

@@ -1,4 +1,4 @@
-//! In which formats layers are held, and how much memory that takes.
+//! The formats in which layers are held in memory, and how much memory they take.
 
 use common::quantized::goldens::PLAIN_INPUTS;
 use common::quantized::{Content, Form, Layer, SHORT, engine, model, plain_tensors, weights};
@@ -26,7 +26,7 @@ fn is_block(layer: &LayerFormat) -> bool {
 /// Bytes of a layer in a format.
 fn bytes(layer: &Layer, dtype: DType) -> u64 {
     let elements = (layer.rows * layer.cols) as u64;
-    // An element of NVFP4 has half a byte, and a block of them one more.
+    // An NVFP4 element takes half a byte, and each block one more byte.
     if dtype == DType::E2m1 { elements / 2 + elements / BLOCK as u64 } else { dtype.bytes(1) as u64 * elements }
 }
 
@@ -79,7 +79,7 @@ fn quantized_weights_take_the_memory_of_their_elements_and_scales() {
     }
 }
 
-/// Some files leave some layers in bf16, as that of klein base 4B does with these.
+/// Some files leave some layers in bf16, as klein base 4B's file does with these layers.
 #[test]
 fn layers_may_be_bf16_anywhere() {
     let is_plain = |name: &str| name.starts_with("double_blocks.0.") && name.ends_with(".proj");

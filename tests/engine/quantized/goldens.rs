@@ -1,4 +1,4 @@
-//! The recorded outputs of the quantized models, on the CPU.
+//! Compares the quantized models with recorded outputs, on the CPU.
 
 use common::cpu;
 use common::quantized::goldens;

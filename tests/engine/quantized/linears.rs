@@ -1,5 +1,5 @@
-//! Single layers of the quantized files: what their inputs become, and their products. The model's outputs do not tell a wrong
-//! input scale, because what it does to the elements is of the size of the quantization's own error; these do.
+//! Single layers of the quantized files: their quantized inputs and their products. The model's outputs do not show a wrong
+//! input scale, because its effect is as large as the quantization's own error. These layers show it.
 
 use common::modes::hashed;
 use common::quantized::{Change, Content, Form, Layer, RECORDED, hash, weights};
@@ -14,7 +14,7 @@ use kiln::internals::tensor::{Arena, DType, Nvfp4Layout, Region, Tensor, WeightS
 /// Rows of an input.
 const ROWS: usize = 8;
 
-/// The recorded input of a layer: rows of very different size. The last are beyond every input scale, the first underflow.
+/// A layer's recorded input: rows of very different size. The last rows exceed every input scale, the first underflow.
 fn input(layer: &Layer) -> Vec<f32> {
     let name = format!("linear.{}", layer.name);
     let size = |row: usize| 16_f32.powi(row as i32 - 4);
@@ -22,7 +22,7 @@ fn input(layer: &Layer) -> Vec<f32> {
     (0..ROWS * layer.cols).map(value).collect()
 }
 
-/// What a layer makes of its input.
+/// A layer's quantized input and its product.
 struct Output {
     /// Hashes of the quantized input: of the elements and of the block scales.
     input: Vec<String>,
@@ -60,7 +60,7 @@ fn run(weights: &Weights, layer: &Layer) -> Output {
     Output { input, product: product.into_iter().step_by(16).collect() }
 }
 
-/// Block scales of an input in tiles, with zeros behind the last row: there the memory may hold anything.
+/// Block scales of an input in tiles, with zeros after the last row, where the memory may hold anything.
 fn without_padding(scales: &[u8], cols: usize) -> Vec<u8> {
     let mut padded = vec![0; scale_bytes(ROWS, cols)];
     for (row, block) in (0..ROWS).flat_map(|row| (0..cols / BLOCK).map(move |block| (row, block))) {
@@ -70,8 +70,8 @@ fn without_padding(scales: &[u8], cols: usize) -> Vec<u8> {
     padded
 }
 
-/// The largest error of a row, in units of the limit. An f32 sum of k products is off by about the root of k roundings; twice
-/// that is allowed. A row of zeros has to be one.
+/// The largest error of a row, in units of the limit. The error of an f32 sum of k products is about the root of k roundings;
+/// the limit is twice that. The product of a zero row must be zero.
 fn error(got: &[f32], want: &[f32], k: usize) -> f64 {
     let (cols, allowed) = (want.len() / ROWS, 2.0 * (k as f64).sqrt() * 2_f64.powi(-24));
     let rows = got.chunks_exact(cols).zip(want.chunks_exact(cols)).map(|(got, want)| match want.iter().any(|v| *v != 0.0) {
@@ -87,7 +87,7 @@ fn error(got: &[f32], want: &[f32], k: usize) -> f64 {
     rows.fold(0.0, |most, error| if error.is_nan() { f64::INFINITY } else { error.max(most) })
 }
 
-/// The worst error of the recorded layers of a file in units of the limit, and whether all of their inputs have the recorded
+/// The worst error of the recorded layers of a file in units of the limit, and whether all their inputs have the recorded
 /// elements and scales.
 fn compare(file: &str, weights: &Weights) -> (f64, bool) {
     let (content, goldens) = (Content::of(file), Goldens::named("quantized.safetensors"));
@@ -113,7 +113,7 @@ fn inputs_become_the_recorded_elements_and_products_are_the_recorded_ones() {
     }
 }
 
-/// The same layer of the other stream; single blocks have only one.
+/// This layer of the other stream; single blocks have only one stream.
 pub fn other_stream<'a>(name: &str, all: &'a [Layer]) -> Option<&'a Layer> {
     let other = if name.contains("img") { name.replace("img", "txt") } else { name.replace("txt", "img") };
     all.iter().find(|layer| layer.name == other)

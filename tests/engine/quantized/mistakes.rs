@@ -1,5 +1,5 @@
-//! Files with a deliberate mistake: the recorded outputs must notice it. Wrong input scales are in `linears.rs`, because only
-//! single layers tell them.
+//! Files with a deliberate mistake, which the recorded outputs must notice. `linears.rs` tests wrong input scales, because
+//! only single layers show them.
 
 use super::linears::other_stream;
 use common::modes::{PredictionInputs, predict};
@@ -16,14 +16,14 @@ use kiln::internals::pipeline::{Job, LoadOptions};
 use kiln::internals::tensor::{Nvfp4Layout, Precision};
 use std::sync::LazyLock;
 
-/// A run of the first step, whose prompt embeddings and noise are those of all transformers in the same case.
+/// A run of the first step. All transformers of a case use its prompt embeddings and noise.
 static RUN: LazyLock<Record> = LazyLock::new(|| {
     let model = model(transformer(Content::of("nvfp4"), Form::BFL), None, ModelDefaults::klein().max_text_tokens);
     let job = Job { steps: 1, ..Golden::named("nvfp4.square").job() };
     run(&mut engine(Box::new(cpu()), model, LoadOptions::DEFAULT), &job).unwrap().record.unwrap()
 });
 
-/// How a model is run, and which of the recorded errors it is held to.
+/// How to run a model, and which recorded errors are its limits.
 #[derive(Clone, Copy)]
 struct Rule {
     case: &'static str,
@@ -32,7 +32,7 @@ struct Rule {
 }
 
 impl Rule {
-    /// The error of the first step's velocity with these weights of the transformer, from the inputs of a whole run.
+    /// The error of the first step's velocity with these transformer weights, from the inputs of a whole run.
     fn error(self, golden: &Golden, own: &Weights) -> f64 {
         let config = TransformerConfig::detect(own, None).unwrap();
         let (size, features, noise) = (golden.job().size, &RUN.prompt_embeds[..], &RUN.latents[0][..]);
@@ -61,7 +61,7 @@ impl Rule {
 fn refuse(golden: &Golden, what: &str, kind: &str, stage: &str, error: f64) {
     let allowed = 1.2 * golden.bf16_error(kind, stage);
     println!("{} {kind} {stage}, {what}: {error:.2e}, allowed {allowed:.2e}", golden.name());
-    // An error that is no number is that of an output which is none.
+    // An error that is NaN comes from an output that is NaN.
     assert!(error.is_nan() || error > allowed, "{}: {what} is not noticed", golden.name());
 }
 
@@ -96,12 +96,12 @@ fn wrong_nvfp4_weights_are_noticed() {
     rule.refuses("plain scales read as tiles", &order(Nvfp4Layout { tiled: false, ..Nvfp4Layout::COMFY }));
     rule.refuses("inverse scales", &transformer(&right.changed(inverse_scale), Form::BFL));
     rule.refuses("scales of the other stream", &transformer(&right.changed(scale_of_other_stream), Form::BFL));
-    // Of these only the first is larger than the error of quantized inputs.
+    // Only the first of these mistakes is larger than the error of quantized inputs.
     let rule = Rule { case: "nvfp4.square", gemms: GemmFormats::ALL, kind: "quantized" };
     rule.refuses("low nibble first", &order(Nvfp4Layout::MODELOPT_SINGLE));
 }
 
-/// Layers that are multiplied together have scales of their own: here they get that of the first one of the same format.
+/// Layers multiplied together have separate scales. Here they get the scale of the first layer in the same format.
 fn scale_of_first(layer: &mut Layer, all: &[Layer]) {
     for group in [&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"][..], &["mlp.gate_proj", "mlp.up_proj"]] {
         let Some(stem) = group.iter().find_map(|part| layer.name.strip_suffix(part)) else { continue };

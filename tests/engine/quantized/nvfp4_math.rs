@@ -1,5 +1,5 @@
-//! NVFP4 weights multiplied as bf16 and as FP8: what the layers of a model hold, and that the result is that of the file it
-//! stands for.
+//! NVFP4 weights multiplied as bf16 and as FP8: the formats of a model's layers, and that the result equals the equivalent
+//! file's.
 
 use common::quantized::{Content, Form, Layer, SHORT, engine, goldens::PLAIN_INPUTS, model, weights};
 use common::wrapped;
@@ -22,15 +22,15 @@ fn options(nvfp4_math: Nvfp4Math) -> LoadOptions {
     LoadOptions { nvfp4_math, ..LoadOptions::DEFAULT }
 }
 
-/// Everything that a run computes.
+/// All outputs of a run.
 fn dump(model: OpenModel, options: LoadOptions, gemms: GemmFormats) -> Vec<u8> {
     let backend = wrapped::with_formats(cpu(), gemms);
     let job = Job { record: true, ..small_job() };
     run(&mut engine(Box::new(backend), model, options), &job).unwrap().record.unwrap().to_safetensors().unwrap()
 }
 
-/// The FP8 file that a re-encoded NVFP4 file stands for: one scale for a weight, that of the tensor times the smallest power of
-/// two that leaves room for six times the largest block scale, and six times the input scale.
+/// The FP8 file that equals a re-encoded NVFP4 file. Each weight has one scale: the tensor scale times the smallest power of
+/// two that leaves room for six times the largest block scale. The input scale is multiplied by six.
 fn reencoded(layer: &mut Layer, _: &[Layer]) {
     let blocks = layer.blocks.take().unwrap();
     let largest = 6.0 * blocks.iter().map(|scale| e4m3(*scale)).fold(0.0, f32::max);
@@ -56,11 +56,11 @@ fn re_encoded_weights_are_those_of_an_fp8_file() {
         .collect();
     assert!(blocks.iter().all(|layer| layer.input == DType::E4m3 && layer.why.is_none()));
     assert!(blocks.iter().flat_map(|layer| &layer.parts).all(|part| (part.stored, part.held) == (DType::E2m1, DType::E4m3)));
-    assert!(formats.attention.iter().all(|block| block.heads == DType::E4m3), "attention is that of FP8 inputs");
+    assert!(formats.attention.iter().all(|block| block.heads == DType::E4m3), "attention has FP8 queries and keys");
     assert_eq!(format_lines(&formats)[0], "transformer double blocks, single blocks: nvfp4 as fp8 (w8a8)");
     assert_eq!((formats.nvfp4_math(), formats.expansion()), (Some(Nvfp4Math::Fp8), None));
     assert!(dump(open(nvfp4, Form::BFL), math, GemmFormats::ALL) == right, "to the bit");
-    // Whatever the order of the file, and where parts of a weight are layers of their own.
+    // This holds for any order of the file, and if parts of a weight are separate layers.
     assert!(dump(open(nvfp4, Form::MODELOPT_SINGLE), math, GemmFormats::ALL) == right);
     let (split, fp8_split) = (nvfp4.with_names_of_diffusers(), fp8.with_names_of_diffusers());
     let own = split.changed(reencoded);
@@ -71,7 +71,7 @@ fn re_encoded_weights_are_those_of_an_fp8_file() {
         assert!(dump(open(nvfp4, Form::BFL), options(other), GemmFormats::ALL) != right, "{other:?}");
     }
 
-    // What is planned is what an FP8 model takes.
+    // The plan equals an FP8 model's memory.
     let planned = |content: &Content, options| {
         estimate(open(content, Form::BFL).estimate_request(options, GemmFormats::ALL), &small_job()).unwrap()
     };
@@ -111,7 +111,7 @@ fn only_layers_with_an_input_scale_are_re_encoded() {
     assert_eq!(lines[1], "transformer single blocks (linear2): nvfp4 (w4a16: as the file asks)");
     assert!(lines.iter().any(|line| line.starts_with("text encoder") && line.contains("nvfp4 (w4a16)")), "{lines:?}");
 
-    // Files without NVFP4 are what they were.
+    // Files without NVFP4 do not change.
     let fp8 = open(Content::of("fp8"), Form::BFL);
     let [asked, auto] = [Nvfp4Math::Fp8, Nvfp4Math::Auto].map(|math| fp8.formats(options(math), GemmFormats::ALL).unwrap());
     assert_eq!((format_lines(&asked), asked.nvfp4_math()), (format_lines(&auto), None));
@@ -134,7 +134,7 @@ fn fp8_that_cannot_be_had_is_an_error() {
         assert_eq!(error.hint().unwrap(), "leave open what they are multiplied as; kiln then uses what the device supports");
         assert!(of(Nvfp4Math::Bf16).is_ok() && of(Nvfp4Math::Auto).is_ok());
     }
-    // A model without NVFP4 does not need it.
+    // A model without NVFP4 needs no such GEMM.
     let fp8 = open(Content::of("fp8"), Form::BFL);
     assert!(fp8.formats(options(Nvfp4Math::Fp8), GemmFormats::NONE).is_ok());
 }

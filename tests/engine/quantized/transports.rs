@@ -1,4 +1,4 @@
-//! The same weights in every form of file give the same tensors, to the byte, in every stage.
+//! Weights give the same tensors in every file form, to the byte, in every stage.
 
 use common::quantized::{Content, Form, Plain, SHORT, engine, model, plain_tensors, weights};
 use common::{cpu, run, small_job};
@@ -20,7 +20,7 @@ fn of_transformer(file: Vec<u8>) -> Vec<u8> {
     dump(weights(Component::Transformer, file), None)
 }
 
-/// That of a file of Black Forest Labs.
+/// All stages with a file of Black Forest Labs, as bytes.
 fn right(file: &str) -> &'static [u8] {
     static FP8: LazyLock<Vec<u8>> = LazyLock::new(|| of_transformer(Content::of("fp8").file(Form::BFL)));
     static NVFP4: LazyLock<Vec<u8>> = LazyLock::new(|| of_transformer(Content::of("nvfp4").file(Form::BFL)));
@@ -39,7 +39,7 @@ fn every_declaration_gives_the_same_model() {
         ("declared by tensors", Form::COMFY),
         ("declared by tensors, with a prefix", prefixed(Form::COMFY)),
         ("declared by both, with another prefix", Form { prefix: "net.", settings: true, ..Form::BFL }),
-        // The dtypes of the weights and the tensors beside them tell the rest.
+        // The weights' dtypes and their companion tensors identify the format.
         ("not declared", Form::BARE),
     ];
     let forms_of_fp8 = [
@@ -57,7 +57,7 @@ fn every_declaration_gives_the_same_model() {
     assert!(right("fp8") != right("nvfp4"), "other weights are other images");
 }
 
-/// Settings of 19 bytes stand among the weights, so that the models above were read from odd places.
+/// Settings of 19 bytes lie between the weights, so the models above were read from odd addresses.
 #[test]
 fn files_of_comfyui_have_weights_at_odd_places() {
     let file = Content::of("nvfp4").file(Form::COMFY);
@@ -67,12 +67,12 @@ fn files_of_comfyui_have_weights_at_odd_places() {
     assert!(odd.count() > 4, "the file has no weights at odd places");
 }
 
-/// The address of a file's first tensor, which stands at a multiple of eight bytes.
+/// The address of a file's first tensor, which is a multiple of eight bytes.
 fn file_start(shard: &Shard) -> usize {
     shard.tensors().map(|(name, _)| shard.bytes(name).unwrap().as_ptr() as usize).min().unwrap()
 }
 
-/// Under the names of diffusers, queries, keys and values are tensors of their own, each with the scales of the whole.
+/// In diffusers' names queries, keys and values are separate tensors, each with the scales of the whole.
 #[test]
 fn layers_in_parts_give_the_same_model() {
     for file in ["fp8", "nvfp4"] {
@@ -81,13 +81,13 @@ fn layers_in_parts_give_the_same_model() {
         assert!(of_transformer(split.file(Form::BFL)) == right, "{file}, metadata");
         if file == "nvfp4" {
             assert!(of_transformer(split.file(Form::MODELOPT)) == right, "ModelOpt's folder");
-            // Without its mark in the metadata the names tell.
+            // Without the mark in the metadata, the names identify the order.
             assert!(of_transformer(split.file(Form { modelopt: false, ..Form::MODELOPT })) == right, "ModelOpt's order");
         }
     }
 }
 
-/// The orders of NVFP4 cannot be told from the bytes, so there is an override.
+/// The bytes do not show the order of NVFP4, so there is an override.
 #[test]
 fn a_file_that_looks_like_another_is_right_with_the_override_only() {
     let (content, right) = (Content::of("nvfp4"), right("nvfp4"));
@@ -117,14 +117,14 @@ fn a_mixed_text_encoder_is_the_same_in_every_form() {
     ] {
         assert!(of_encoder(content.file(form)) == right, "{what}");
     }
-    // Input scales of a text encoder are not used, as in ComfyUI.
+    // As in ComfyUI, a text encoder's input scales are not used.
     let scaled = content.changed(|layer, _| layer.input_scale = Some(0.01));
     assert!(of_encoder(scaled.file(Form::COMFY)) == right, "with input scales");
     let plain = Content { layers: Vec::new(), plain: plain_tensors(Component::TextEncoder, Layout::Bfl) };
     assert!(of_encoder(plain.file(Form::BARE)) != right, "bf16 is another model");
 }
 
-/// FP8 without any scale, as a plain conversion of all tensors leaves it, norms included. The values are exact in bf16.
+/// FP8 without any scale, including norms, as a plain conversion of all tensors leaves it. The values are exact in bf16.
 #[test]
 fn raw_fp8_is_the_model_of_its_values() {
     let raw: Vec<Plain> =

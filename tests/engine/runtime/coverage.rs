@@ -1,4 +1,4 @@
-//! Which kernels the small op cases and the self-test launch.
+//! The kernels that the small op cases and the self-test launch.
 
 use super::{PLENTY, cuda};
 use common::ops;
@@ -8,7 +8,7 @@ use kiln::internals::backend::cuda::{Cuda, Kernel, KernelChoice};
 use kiln::selftest::{self, Extent, Outcome};
 use std::sync::Arc;
 
-/// The kernels that were never launched.
+/// The kernels that no case has launched.
 fn missed(cuda: &Cuda) -> Vec<Kernel> {
     cuda.launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect()
 }
@@ -23,7 +23,7 @@ fn the_small_cases_launch_every_kernel() {
     let mut pairs: Vec<_> = KernelChoice::all().flat_map(|choice| cases.iter().map(move |case| (choice, case))).collect();
     pairs.retain(|(choice, case)| ops::is_within(ops::SMALL, &case.name) && ops::tiles::runs_with(*choice, &case.name));
     pairs.sort_by_cached_key(|_| random.next());
-    // A short run takes cases until they have launched every kernel; whatever the order, all of them do if some do.
+    // A short run takes cases until they have launched every kernel. In any order, all cases together launch all kernels.
     let mut pairs = pairs.into_iter();
     while (long() || missed(&cuda).iter().any(|kernel| !kernel.file().starts_with("selftest")))
         && let Some((choice, case)) = pairs.next()
@@ -31,7 +31,7 @@ fn the_small_cases_launch_every_kernel() {
         cuda.set_choice(choice);
         ops::run(&mut cuda, &mut weights, case, false, &mut Vec::new());
     }
-    // The self-test launches kernels of its own and compares what comes back, which here are zeros: nothing passes.
+    // The self-test launches its own kernels. Their results are zeros on the stand-in, so nothing passes.
     let lines = selftest::run(&mut cuda, &Extent { burst: false, ..Extent::QUICK }, &mut |_| Ok(())).unwrap();
     assert!(lines.iter().all(|line| !matches!(line.outcome, Outcome::Passed(_))), "{lines:?}");
     assert!(missed(&cuda).is_empty(), "never launched: {:?}", missed(&cuda));

@@ -1,4 +1,4 @@
-//! When kernels are loaded.
+//! Tests when kernels are loaded.
 
 use super::{Model, PLENTY, generate, jobs};
 use common::stand_in::StandIn;
@@ -8,7 +8,7 @@ use kiln::internals::sequence::Pixels;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Only files of kernels that a job needs are loaded, and all of them before the first launch.
+/// Loads only files of kernels that a job needs, and all of them before the first launch.
 #[test]
 fn kernels_are_found_before_the_first_one_runs() {
     let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
@@ -24,7 +24,7 @@ fn kernels_are_found_before_the_first_one_runs() {
             "{opened:?} {before} {after} of {}",
             files.len()
         );
-        // Those of another size are mostly there.
+        // A job of another size mostly needs the same files.
         generate(&mut engine, &Job { size: Pixels::new(96, 64).unwrap(), ..job }).unwrap();
         let [_, late] = driver.loads.take();
         assert!(late <= 2, "{late}");

@@ -1,4 +1,4 @@
-//! Rows of the microbenchmark on the stand-in: which kernels they launch, and how often.
+//! Rows of the microbenchmark on the stand-in: their kernels, and the number of launches.
 
 use super::cuda;
 use common::stand_in::StandIn;
@@ -16,7 +16,7 @@ fn every_op_can_be_timed() {
         let (launches, replays) = (driver.launches.get(), driver.replays.get());
         let figure = row.measure(&mut cuda, &Protocol::QUICK).unwrap();
         assert!(figure.kernels.iter().all(|name| name.starts_with("kl_")) && !figure.kernels.is_empty(), "{figure:?}");
-        // The warm-up launches, and captures what no earlier row has captured; what is timed is the replay.
+        // The warm-up launches, and captures graphs that no earlier row has captured. Only the replay is timed.
         let graphs = if figure.of_copy.is_some() { 2 } else { 1 };
         assert_eq!(driver.replays.get() - replays, graphs * (1 + 1 + figure.seconds.len()), "{figure:?}");
         assert!(driver.launches.get() - launches >= graphs * figure.sets, "{figure:?}");

@@ -1,4 +1,4 @@
-//! Configurations detected from weights and compared with config files, and the tiny model compared with that of the reference.
+//! Configurations detected from weights and compared with config files. Also compares the tiny model with the reference's.
 
 use super::{Described, described, message, shard, zeros};
 use common::scratch::Scratch;
@@ -147,7 +147,7 @@ fn a_vocabulary_of_another_size_needs_a_configuration() {
     let weights = tiny::weights_of(Component::TextEncoder, &text_manifest(&text), DType::Bf16).unwrap();
     let config = ConfigFile::parse(Path::new("config.json"), br#"{"vocab_size": 704}"#).unwrap();
     assert_eq!(detect_text(&weights, Some(&config)).unwrap().vocab, 704);
-    // Without a config file the vocabulary is that of known encoders of this width.
+    // Without a config file, the vocabulary comes from known encoders of this width.
     let known = detect_text(&weights, None).unwrap();
     let error = weights.check(&text_manifest(&known)).unwrap_err();
     assert!(message(&error).contains("`model.embed_tokens.weight` is [704, 128], this model needs [320, 128]"), "{error}");
@@ -254,7 +254,7 @@ fn config_files_are_compared_and_read() {
     assert_eq!(vae("batch_norm_eps", 1e-5.into()).unwrap().stats_eps, 1e-5);
 }
 
-/// Keys of a `config.json` that are about the computation, and not about sizes, must agree with the engine.
+/// Computation keys of a `config.json` must agree with the engine. These keys do not describe sizes.
 #[test]
 fn config_files_that_ask_for_another_computation_are_refused() {
     let (scratch, [transformer, text, vae]) = tiny_model();

@@ -1,4 +1,4 @@
-//! Tensors that are there twice, under other names or besides those that a model needs.
+//! Tensors that appear twice, under other names, or in addition to the tensors of the model.
 
 use super::{Described, described, message, shard, zeros};
 use kiln::error::{Error, Result};
@@ -9,7 +9,7 @@ use kiln::internals::names::{Layout, TensorSpec, file_tensors};
 use kiln::internals::tensor::DType;
 use kiln::internals::tiny;
 
-/// The tensors of a tiny part as a file of `layout` has them.
+/// The tensors of a tiny component in a file of this layout.
 fn tensors(part: Component, layout: Layout) -> Vec<Described> {
     manifest(part).iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
 }
@@ -96,7 +96,7 @@ fn rows_are_stacked_and_swapped_as_the_layouts_say() {
     for (part, name) in parts.iter().zip(["add_q_proj", "add_k_proj", "add_v_proj"]) {
         assert!(part.bytes[..] == file(&format!("transformer_blocks.1.attn.{name}.weight"))[..]);
     }
-    // Whole shapes are compared where the caller does not know the parts.
+    // If the caller does not know the parts, whole shapes are compared.
     assert!(matches!(
         weights.weight(&TensorSpec::new("double_blocks.1.txt_attn.qkv.weight", &[2 * h, h])),
         Err(Error::TensorShape { .. })

@@ -1,4 +1,4 @@
-//! Files and folders on disk: single files, shards with and without an index, and everything else.
+//! Files and folders on disk: single files, shards with and without an index, and other entries.
 
 use super::{described, message, zeros};
 use common::scratch::Scratch;
@@ -8,7 +8,7 @@ use kiln::internals::component::Component;
 use kiln::internals::names::TensorSpec;
 use std::path::Path;
 
-/// Two tensors of a text encoder, in a shard each.
+/// Two tensors of a text encoder, each in a shard.
 fn halves() -> [(&'static str, Vec<u8>); 2] {
     [
         ("model-00001-of-00002.safetensors", zeros(&[described("model.embed_tokens.weight", "BF16", &[8, 4])])),
@@ -43,8 +43,8 @@ fn shards_are_read_with_and_without_an_index() {
     }
 }
 
-/// A sharded checkpoint with an index takes precedence over a single file beside it, unless that has the usual name of a
-/// checkpoint. Otherwise the choice is ambiguous, and an error.
+/// A sharded checkpoint with an index takes precedence over a single file next to it, unless that file has a usual checkpoint
+/// name. Then the choice is ambiguous and an error.
 #[test]
 fn a_stray_file_does_not_take_the_place_of_a_checkpoint() {
     let other = || zeros(&[described("model.embed_tokens.weight", "F32", &[2, 2])]);
@@ -137,7 +137,7 @@ fn incomplete_and_misleading_folders_are_refused() {
         let error = refused(scratch.path());
         assert!(error.contains(expected) && error.contains(name), "{error}");
     }
-    // The same tensor in two shards.
+    // A tensor that is in two shards.
     scratch.write(second, other);
     std::fs::copy(&shard, scratch.path().join("model-00003-of-00003.safetensors")).unwrap();
     let twice = r#","model.norm.weight":"model-00003-of-00003.safetensors""#;

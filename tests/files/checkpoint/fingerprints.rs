@@ -1,4 +1,4 @@
-//! The published quantized files as `kiln doctor` knows them are opened, and every layer has the format that it is stored in.
+//! Opens the published quantized files that `kiln doctor` knows, and checks that every layer has its stored format.
 
 use super::message;
 use common::header::safetensors;
@@ -16,7 +16,7 @@ use std::io::Write;
 #[test]
 fn published_files_are_opened() {
     let scratch = Scratch::new();
-    // A sparse file: the scales, which are all F32 and come first, are one, and everything else is zero.
+    // A sparse file: the scales, which are all F32 and come first, are one, and all other bytes are zero.
     let open = |header: &[u8], scales: usize, bytes: u64| {
         let path = scratch.path().join("published.safetensors");
         let mut sparse = File::create(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Hostile and damaged headers: each is a typed error that names the fault, and none a panic.
+//! Hostile and damaged headers: each is a typed error that names the fault, and none causes a panic.
 
 use super::{described, message, raw, shard, zeros};
 use kiln::error::Error;
@@ -9,7 +9,7 @@ fn tensor(name: &str, shape: &str, offsets: &str) -> String {
     format!(r#""{name}":{{"dtype":"U8","shape":{shape},"data_offsets":{offsets}}}"#)
 }
 
-/// A number below a million as messages show it.
+/// A number below a million in the format of messages.
 fn grouped(number: usize) -> String {
     match (number / 1000, number % 1000) {
         (0, rest) => rest.to_string(),
@@ -24,7 +24,7 @@ fn directed_attacks_are_refused_by_name() {
     let mut eight = Vec::new();
     for i in 0..8u64 {
         let size: u64 = (1 << 61) - 1;
-        // The offsets stay below 2^64; their sum with the length of the header does not.
+        // The offsets stay below 2^64; their sum with the header length does not.
         eight.push(tensor(&format!("t{i}"), &format!("[{huge}]"), &format!("[{},{}]", i * size, (i + 1) * size)));
     }
     let length = |n: u64| [&n.to_le_bytes()[..], br#"{"a":1}"#].concat();

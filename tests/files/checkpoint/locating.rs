@@ -60,7 +60,7 @@ fn a_folder_is_found_and_its_parts_can_be_replaced() {
     assert_eq!(files(&request), whole);
     assert_eq!(ModelFiles::config_of(&whole.parts.transformer).unwrap(), folder.join("transformer/config.json"));
     assert_eq!(ModelFiles::config_of(&whole.parts.vae), None);
-    // The same through KILN_MODEL, over which the flag takes precedence.
+    // KILN_MODEL names the same folder, but the flag takes precedence.
     let environment = Environment { kiln_model: Some(folder.clone()), ..Environment::default() };
     assert_eq!(files(&LocateRequest { environment: environment.clone(), ..LocateRequest::default() }), whole);
     let nowhere = LocateRequest { model: Some("nowhere".into()), environment, ..LocateRequest::default() };
@@ -128,7 +128,7 @@ fn single_files_need_no_folder() {
     // A folder that holds the single files is a model, too.
     found.origin = scratch.path().to_str().unwrap().into();
     assert_eq!(files(&LocateRequest { model: Some(scratch.path().into()), ..LocateRequest::default() }), found);
-    // With two candidates for the transformer neither is guessed.
+    // With two candidates, kiln does not guess the transformer.
     scratch.write("flux-2-klein-4b.safetensors", "");
     let error = locate(&LocateRequest { model: Some(scratch.path().into()), ..LocateRequest::default() }).unwrap_err();
     let both = "2 files could be the transformer: flux-2-klein-4b.safetensors, flux-2-klein-9b.safetensors";
@@ -140,7 +140,7 @@ fn single_files_need_no_folder() {
         ..LocateRequest::default()
     };
     assert!(files(&picked).parts.transformer.ends_with("flux-2-klein-4b.safetensors"));
-    // One part alone is not a model.
+    // One component alone is not a model.
     let error = locate(&LocateRequest { parts: only_vae(vae), ..LocateRequest::default() }).unwrap_err();
     assert!(message(&error).contains("there is no transformer and no text encoder / expected transformer/"), "{error}");
 }
@@ -173,7 +173,7 @@ fn a_model_without_files_is_the_last_resort() {
     };
     let mut environment = Environment { hf_hub_cache: Some(scratch.path().into()), ..Environment::default() };
 
-    // A program without the built-in model uses the tiny one.
+    // A program that does not embed the model uses the tiny one.
     assert_eq!(found(None, &environment).unwrap(), Found::Tiny);
     assert_eq!(found(Some("tiny"), &environment).unwrap(), Found::Tiny);
     let text = message(&found(Some("builtin"), &environment).unwrap_err());
@@ -188,7 +188,7 @@ fn a_model_without_files_is_the_last_resort() {
     assert_eq!((defaults.name.as_deref(), defaults.height), (Some("shapes"), 96));
     assert!(!format!("{model:?}").contains("96"), "content is not shown");
 
-    // The cache takes precedence over it, and KILN_MODEL over the cache.
+    // The cache takes precedence over the built-in model, and KILN_MODEL over the cache.
     let cached = write_model(&scratch, "models--black-forest-labs--FLUX.2-klein-4B/snapshots/a");
     let Found::Files(files) = found(None, &environment).unwrap() else { panic!() };
     assert_eq!(files.parts.transformer, cached.join("transformer"));
@@ -211,7 +211,7 @@ fn a_model_without_files_has_no_parts_to_replace() {
         let parts = PerComponent { vae: part.clone(), ..PerComponent::default() };
         let mut request = LocateRequest { model: Some(name.into()), parts, environment, ..LocateRequest::default() };
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
-        // All three parts are a model, which takes precedence over KILN_MODEL.
+        // All three components are a model, which takes precedence over KILN_MODEL.
         request.parts = PerComponent::from_fn(|_| part.clone());
         assert_eq!(locate(&request).unwrap_err().exit_code(), 2, "{name}");
         request.environment.kiln_model = request.model.take();
@@ -328,7 +328,7 @@ fn a_repository_that_was_only_asked_about_is_none() {
     scratch.write(&format!("{repository}/.no_exist/abc/config.json"), "");
     scratch.write(&format!("{repository}/refs/main"), "abc");
     assert_eq!(locate(&request).unwrap(), Found::Tiny);
-    // A partial file means that a download has begun.
+    // A partial file shows that a download has begun.
     scratch.write(&format!("{repository}/blobs/0123.incomplete"), "");
     let text = message(&locate(&request).unwrap_err());
     assert!(
@@ -337,7 +337,7 @@ fn a_repository_that_was_only_asked_about_is_none() {
     );
 }
 
-/// A missing cache is no error. A cache that cannot be read is one, because the model may be in it.
+/// A missing cache is not an error. An unreadable cache is one, because the model may be in it.
 #[cfg(unix)]
 #[test]
 fn a_cache_that_cannot_be_looked_at_is_not_an_empty_one() {
@@ -345,7 +345,7 @@ fn a_cache_that_cannot_be_looked_at_is_not_an_empty_one() {
     let repository = "models--black-forest-labs--FLUX.2-klein-4B";
     let file = |path: &Path| std::fs::write(path, "").unwrap();
     let dangling = |path: &Path| symlink("none", path).unwrap();
-    // A link to itself fails like a folder without read permission.
+    // A link to itself fails like an unreadable folder.
     let looped = |path: &Path| symlink(path, path).unwrap();
     type Put<'a> = &'a dyn Fn(&Path);
     let puts: [(Put<'_>, &str); 3] =

@@ -92,7 +92,7 @@ fn believing(file: &[u8]) -> Option<Vec<Range<usize>>> {
     tensors.map(|(_, entry)| Some(offset(&entry["data_offsets"][0])?..offset(&entry["data_offsets"][1])?)).collect()
 }
 
-/// The number of accepted files, of those with a tensor outside of the file, and of those with overlapping tensors.
+/// The number of accepted files, of files with a tensor outside the file, and of files with overlapping tensors.
 fn faults(reader: Reader, short: u64, long: u64) -> [usize; 3] {
     let [accepted, outside, shared] = [const { AtomicUsize::new(0) }; 3];
     cases("mutated headers", short, long, |random| {
@@ -158,7 +158,7 @@ struct Layers {
     names: Vec<&'static str>,
 }
 
-/// One of the kinds of weights that are read in different ways.
+/// A file with one weight, of a kind that has its own reader.
 fn layers(random: &mut Random) -> Layers {
     let whole = |file| {
         let names = vec!["double_blocks.0.img_attn.proj"];
@@ -187,8 +187,8 @@ fn split() -> Layers {
     Layers { file, part: Component::TextEncoder, weight, names: names.into() }
 }
 
-/// The final modulation under the name of diffusers, where its halves are in the other order: in FP8 with scales of rows, or in
-/// NVFP4 with row-major scales.
+/// The final modulation under its diffusers name, with its halves in the other order: in FP8 with row scales, or in NVFP4 with
+/// row-major scales.
 fn halves(random: &mut Random) -> Layers {
     let (name, mut file) = ("norm_out.linear", Written::default());
     file.note("quantization_config", "{}");
@@ -204,8 +204,8 @@ fn halves(random: &mut Random) -> Layers {
     Layers { file, part: Component::Transformer, weight, names: vec![name] }
 }
 
-/// Changes a few things of a file: bytes of tensors and of metadata, scales, dtypes, shapes, names; tensors may be missing, and in
-/// a quarter of the files some bytes of the whole are changed.
+/// Changes a few things of a file: bytes of tensors and metadata, scales, dtypes, shapes, names. Tensors may be missing, and in a
+/// quarter of the files some bytes anywhere are changed.
 fn mutated_layers(random: &mut Random, Layers { mut file, names, .. }: Layers) -> Vec<u8> {
     if random.below(3) == 0 {
         let (key, text) = file.metadata.remove(0);
@@ -258,7 +258,7 @@ fn mutated_layers(random: &mut Random, Layers { mut file, names, .. }: Layers) -
     bytes
 }
 
-/// Everything that a run checks of a weight, and its rows.
+/// Runs all checks of a weight, and returns its rows.
 fn load(weights: &Weights, spec: &TensorSpec) -> Result<Vec<WeightSlice>> {
     let weight = weights.weight(spec)?;
     weights.check(std::slice::from_ref(spec))?;
@@ -268,12 +268,12 @@ fn load(weights: &Weights, spec: &TensorSpec) -> Result<Vec<WeightSlice>> {
     Ok(weight.parts)
 }
 
-/// The number of values that are not finite, although their codes are. Codes of NVFP4 always are.
+/// The number of non-finite values with finite codes. NVFP4 codes are always finite.
 fn overflows(part: &WeightSlice) -> usize {
     let is_finite = match part.dtype {
         DType::E4m3 | DType::E5m2 => |dtype, code| Codes::of(dtype).decode(code).is_finite(),
         DType::E2m1 => |_, _| true,
-        // Plain values are not multiplied by anything.
+        // Plain values have no factor.
         _ => return 0,
     };
     let (cols, mut row) = (part.cols(), vec![0.0; part.cols()]);

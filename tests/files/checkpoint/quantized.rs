@@ -1,5 +1,5 @@
-//! Quantized layers in every way that files store them: the values are those of a decoder written from the definitions of the
-//! formats, and the stored input of a layer is what the file says.
+//! Quantized layers in every file form. Their values equal those of a decoder written from the format definitions, and the
+//! stored input of a layer follows the file.
 
 use super::written::{Written, padded};
 use super::{described, shard, zeros};
@@ -17,7 +17,7 @@ const QKV: &str = "double_blocks.0.img_attn.qkv";
 const FP8: &str = r#"{"format": "float8_e4m3fn"}"#;
 const NVFP4: &str = r#"{"format": "nvfp4"}"#;
 
-/// An NVFP4 weight of random codes and scales.
+/// An NVFP4 weight with random codes and scales.
 struct Nvfp4 {
     size: [usize; 2],
     codes: Vec<u8>,
@@ -59,7 +59,7 @@ impl Nvfp4 {
     }
 }
 
-/// Random FP8 codes that are finite in both types.
+/// Random FP8 codes that are finite in both FP8 types.
 fn codes(seed: u64, count: usize) -> Vec<u8> {
     let mut random = Random::new(seed);
     (0..count).map(|_| random.next() as u8 & 0xfb).collect()
@@ -165,7 +165,7 @@ fn rows_may_have_scales_of_their_own() {
     let want: Vec<f32> = codes.chunks(cols).zip(&scales).flat_map(|(row, &scale)| scaled(row, DType::E4m3, scale)).collect();
     for shape in [&[rows][..], &[rows, 1]] {
         let mut file = Written::default();
-        // An odd number of bytes in front, so that the scales are not aligned.
+        // An odd number of preceding bytes, so that the scales are not aligned.
         file.settings(QKV, FP8);
         file.add(&format!("{QKV}.weight_scale"), "F32", shape, stored.clone());
         file.add(&format!("{QKV}.weight"), "F8_E4M3", &[rows, cols], codes.clone());
@@ -217,7 +217,7 @@ fn nvfp4_layers_of_every_layout() {
     const OUT: &str = "transformer_blocks.0.attn.to_out.0";
     const DOWN: &str = "model.layers.0.mlp.down_proj";
     let modelopt = |file: &mut Written| file.note("quantization_config", "{}");
-    // Both declarations mean the same.
+    // Both declarations say the same.
     let declared_twice = |file: &mut Written| {
         file.declare(&[(PROJ, NVFP4)]);
         file.settings(PROJ, r#"{"format":"nvfp4","full_precision_matrix_mult":false}"#);
@@ -244,7 +244,7 @@ fn nvfp4_layers_of_every_layout() {
         case(OUT, PROJ, modelopt, plain),
         case(PROJ, PROJ, modelopt, single),
         case(OUT, PROJ, declared_by_modelopt, single),
-        // What a file states counts before what else it has.
+        // A file's statement takes precedence over its other contents.
         case(PROJ, PROJ, |file| file.note("nvfp4_layout", "modelopt"), plain),
         case(OUT, PROJ, |file| file.note("nvfp4_layout", "comfy"), comfy),
         case(PROJ, PROJ, declared_with_layout, single),
@@ -275,7 +275,7 @@ fn nvfp4_layers_of_every_layout() {
                 let input = Stored::nvfp4(Scale::new(0.02).unwrap());
                 assert_eq!(found.input, (part == Component::Transformer).then_some(input), "{i}");
                 weights.check_scales(&name).unwrap();
-                // Without a scale the input stays as it is.
+                // Without a scale the input stays plain.
                 file.remove(&format!("{layer}.input_scale"));
                 assert_eq!(weight(&file.open(part).unwrap().with_nvfp4_layout(forced), &name, &size).input, None);
             }
@@ -352,7 +352,7 @@ fn prefixes_are_seen_through_and_other_parts_passed_over() {
     let (codes, prefix) = (codes(6, 128 * 64), "model.diffusion_model.");
     let down = "text_encoders.qwen3_8b.transformer.model.layers.3.mlp.down_proj";
     let stored = Nvfp4::new(7, [128, 64], Nvfp4Layout::COMFY);
-    // Metadata spell layers with the prefix or without.
+    // Metadata may spell layers with the prefix or without.
     for declared in [format!("{prefix}{QKV}"), QKV.into()] {
         let mut file = Written::default();
         file.declare(&[(&declared, FP8), (down, NVFP4), ("vae.decoder.conv_in", r#"{"format": "mxfp8"}"#)]);
@@ -369,7 +369,7 @@ fn prefixes_are_seen_through_and_other_parts_passed_over() {
         let text = super::message(&file.open(Component::Vae).unwrap_err());
         assert!(text.contains("tensor `vae.decoder.conv_in.weight` is MXFP8"), "{text}");
     }
-    // A marker counts for the part that its prefix names.
+    // A marker applies to the component that its prefix names.
     let mut file = Written::default();
     file.add(&format!("{prefix}scaled_fp8"), "F8_E4M3", &[0], []);
     file.add(&format!("{prefix}{QKV}.weight"), "F8_E4M3", &[128, 64], codes);
@@ -381,7 +381,7 @@ fn prefixes_are_seen_through_and_other_parts_passed_over() {
 fn weights_at_odd_offsets_and_scales_in_another_file() {
     let stored: Vec<Nvfp4> = (0..3).map(|i| Nvfp4::new(20 + i, [128, 64], Nvfp4Layout::COMFY)).collect();
     let layer = |i: usize| format!("double_blocks.{i}.img_attn.proj");
-    // The reference writer sorts settings among the elements.
+    // The reference writer sorts settings between the elements.
     let mut file = Written::default();
     for (i, weight) in stored.iter().enumerate() {
         file.settings(&layer(i), NVFP4);
@@ -406,7 +406,7 @@ fn weights_at_odd_offsets_and_scales_in_another_file() {
     }
 }
 
-/// A whole transformer of the tiny model in BFL's layout, with its block layers in NVFP4 and FP8 by turns.
+/// A whole transformer of the tiny model in BFL's layout, with block layers alternating between NVFP4 and FP8.
 fn mixed_transformer() -> Written {
     let mut file = Written::default();
     let manifest = transformer_manifest(&Configs::TINY.transformer);
@@ -440,7 +440,7 @@ fn a_mixed_transformer_is_detected_and_complete() {
         weights.note_used(&name, false);
     }
     weights.check_written().unwrap();
-    // The same from a file on disk.
+    // The model again, from a file on disk.
     let scratch = Scratch::new();
     let path = scratch.write("mixed.safetensors", file.bytes());
     assert!(Weights::open(Component::Transformer, &path).unwrap().check(&transformer_manifest(&config)).unwrap().is_empty());

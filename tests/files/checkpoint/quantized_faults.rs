@@ -47,12 +47,12 @@ pub fn nvfp4() -> Written {
     file
 }
 
-/// Where the scale of a block is.
+/// The byte position of a block's scale.
 fn at(row: usize, block: usize) -> usize {
     tiled(row, block, SIZE[1] / 16)
 }
 
-/// Everything that a run checks of the layer.
+/// Runs all checks of the layer.
 fn load(weights: &Weights) -> Result<()> {
     weights.weight(&spec())?;
     weights.check(&[spec()])?;
@@ -63,7 +63,7 @@ fn refused(file: &Written) -> String {
     message(&file.open(Component::Transformer).and_then(|weights| load(&weights)).unwrap_err())
 }
 
-/// Damages a file that is right, which is then refused with this message and hint.
+/// Damages a valid file and checks that kiln refuses it with this message and hint.
 fn check_hint(file: &Written, change: impl Fn(&mut Written), what: &str, hint: &str) {
     load(&file.open(Component::Transformer).unwrap()).unwrap();
     let mut file = file.clone();
@@ -84,7 +84,7 @@ fn invalid(detail: &str) -> String {
     format!("invalid quantization (x.safetensors): {detail}")
 }
 
-/// The message about a tensor beside the weight.
+/// The message about a companion tensor of the weight.
 fn tensor(suffix: &str, what: &str) -> String {
     invalid(&format!("tensor `{LAYER}.{suffix}` {what}"))
 }
@@ -126,7 +126,7 @@ fn scales_of_rows_are_positive_and_finite() {
     check(&file, narrow, &tensor("weight_scale", "is BF16, needed is F32"));
 }
 
-/// Whatever a scale is, the file is refused, or the largest elements times the largest block scale are finite.
+/// For any scale, either the file is refused, or the largest elements times the largest block scale are finite.
 #[test]
 fn scales_so_large_that_values_overflow_are_refused() {
     let (mut fp8, mut nvfp4) = (fp8(), nvfp4());
@@ -160,7 +160,7 @@ fn scales_so_large_that_values_overflow_are_refused() {
     }
 }
 
-/// Replaces the weight by one in BF16.
+/// Replaces the weight by a BF16 weight.
 fn in_bf16(file: &mut Written) {
     replace(file, "weight", "BF16", &SIZE, vec![0; 2 * SIZE[0] * SIZE[1]]);
 }
@@ -229,7 +229,7 @@ fn declarations_that_do_not_fit() {
         check(&file, settings, &invalid(&format!("tensor `{LAYER}.comfy_quant`: {detail}")));
     }
     check(&nvfp4(), in_bf16, &tensor("weight", "is BF16, but declared as NVFP4"));
-    // A marker makes every layer with a scale FP8.
+    // A marker makes every layer with a scale an FP8 layer.
     let mut file = fp8();
     file.metadata.clear();
     file.add("scaled_fp8", "F8_E4M3", &[0], []);
@@ -254,7 +254,7 @@ fn shapes_that_do_not_fit() {
     check(&nvfp4(), scales("F32", 256, 8), &tensor("weight_scale", "is F32, needed is F8_E4M3"));
     let what = tensor("weight_scale", &format!("is [144, 5], {fits}; this is the shape of row-major ones"));
     check_hint(&nvfp4(), scales("F8_E4M3", 144, 5), &what, ORDER);
-    // The other way round.
+    // The reverse.
     let mut file = nvfp4();
     scales("F8_E4M3", 144, 5)(&mut file);
     let weights = file.open(Component::Transformer).unwrap().with_nvfp4_layout(Some(Nvfp4Layout::MODELOPT));
@@ -264,7 +264,7 @@ fn shapes_that_do_not_fit() {
     let what = "is [256, 8], a weight of 144 x 80 has block scales of [144, 5]; this is the shape of tiled ones";
     assert_eq!(text, format!("{} / {ORDER}", tensor("weight_scale", what)));
 
-    // A model whose layer has no whole number of blocks.
+    // A model whose layer has an incomplete block.
     let mut file = nvfp4();
     weight(144, 36)(&mut file);
     let odd = file.open(Component::Transformer).unwrap().weight(&TensorSpec::new(name("weight"), &[144, 72])).unwrap_err();
@@ -292,7 +292,7 @@ fn block_scales_are_checked_one_by_one() {
             check(&nvfp4(), put(row, block, scale), &what(fault));
         }
         check_hint(&nvfp4(), put(row, block, 0x00), &what("is zero over elements that are not"), ORDER);
-        // Elements that are zero, and the largest ones, which a quantizer writes where the scale underflows.
+        // Zero elements, and the largest elements, which a quantizer writes where the scale underflows.
         for code in [0x00, 0x08, 0x88, 0xf7, 0x70] {
             let mut file = nvfp4();
             put(row, block, 0)(&mut file);
@@ -304,7 +304,7 @@ fn block_scales_are_checked_one_by_one() {
         let what = format!("is not zero in its padding, at block {block} of row {row}");
         check(&nvfp4(), put(row, block, 1), &tensor("weight_scale", &what));
     }
-    // Padding that looks like scales: all of it, and only whole rows. The first one in memory is named.
+    // Padding that resembles scales: all of it, and only whole rows. The message names the first one in memory.
     for (first_row, named) in [(0, "block 5 of row 0"), (SIZE[0], "block 0 of row 160")] {
         let fill = |file: &mut Written| {
             let scales = &mut file.tensor(&name("weight_scale")).1;
@@ -313,7 +313,7 @@ fn block_scales_are_checked_one_by_one() {
         };
         check(&nvfp4(), fill, &tensor("weight_scale", &format!("is not zero in its padding, at {named}")));
     }
-    // Row-major scales have no padding; the first fault is named, whichever thread finds one first.
+    // Row-major scales have no padding. The message names the first fault, whichever thread finds one first.
     let mut file = Written::default();
     let (rows, cols) = (4096, 1024);
     let mut scales = vec![0x38; rows * cols / 16];

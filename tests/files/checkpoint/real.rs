@@ -1,4 +1,4 @@
-//! One fault in one tensor of the tiny model and of the real ones, for every tensor in turn: refused by name before any weight is read.
+//! One fault in each tensor of the tiny model and of the real ones. kiln names the tensor before it reads any weight.
 
 use super::Described;
 use common::header::write_sparse;
@@ -12,7 +12,7 @@ use kiln::internals::names::{Layout, file_tensors};
 use rayon::prelude::*;
 use std::path::Path;
 
-/// The tensors of one part under the names of its file.
+/// The tensors of a component, named as in its file.
 fn tensors(part: Component, configs: &Configs, layout: Layout) -> Vec<Described> {
     configs.manifest(part).iter().flat_map(|spec| file_tensors(part, layout, spec)).map(|s| (s.name, "BF16", s.shape)).collect()
 }
@@ -22,7 +22,7 @@ fn open(part: Component, path: &Path, tensors: &[Described]) -> Result<Weights> 
     Weights::open(part, path)
 }
 
-/// A model of which one part may be changed.
+/// A model with one component that a test may change.
 struct Model<'a> {
     scratch: Scratch,
     configs: &'a Configs,
@@ -33,8 +33,8 @@ impl<'a> Model<'a> {
         Self { scratch: Scratch::new(), configs }
     }
 
-    /// The checks before a run, with another file for one part: detect its configuration, compare it with the other parts, check
-    /// all tensors. Returns unknown tensors.
+    /// The checks before a run, with another file for one component: detects its configuration, compares it with the other components,
+    /// checks all tensors. Returns unknown tensors.
     fn with(&self, part: Component, tensors: &[Described]) -> Result<Vec<String>> {
         let weights = open(part, &self.scratch.path().join("changed"), tensors)?;
         let mut configs = self.configs.clone();
@@ -48,17 +48,17 @@ impl<'a> Model<'a> {
     }
 }
 
-/// A change of a list of tensors.
+/// A change to a list of tensors.
 type Change<'a> = dyn Fn(&mut Vec<Described>) + 'a;
 
-/// Whether a tensor is in the sample of a short run: those outside of blocks and those of the first, second and tenth block or
-/// layer of each kind, because all blocks of a kind have the same tensors.
+/// Whether a short run samples a tensor: tensors outside blocks, and tensors of the first, second and tenth block or layer of each
+/// kind. All blocks of a kind have the same tensors.
 fn is_sampled(name: &str) -> bool {
     let mut numbers = name.split('.').filter_map(|word| word.parse::<usize>().ok());
     numbers.next().is_none_or(|block| [0, 1, 9].contains(&block))
 }
 
-/// Tries every fault in every tensor of one part, and returns how many there were.
+/// Tries every fault in every tensor of a component, and returns the number of faults.
 fn faults(model: &Model<'_>, part: Component, whole: &[Described]) -> usize {
     assert!(model.with(part, whole).unwrap().is_empty());
     let mut count = 0;
@@ -80,7 +80,7 @@ fn faults(model: &Model<'_>, part: Component, whole: &[Described]) -> usize {
         }
         let extra = format!("{name}.bias");
         match with(&|t| t.push((extra.clone(), "BF16", vec![1]))) {
-            // Only the transformer may not have unknown tensors; files of the other parts also serve other programs.
+            // Only the transformer may not have unknown tensors; files of the other components also serve other programs.
             Err(Error::TensorUnknown { name: n, .. }) if part == Component::Transformer => assert_eq!(n, extra),
             Ok(unknown) if part != Component::Transformer => assert_eq!(unknown, [extra]),
             other => panic!("{name}: {other:?}"),
@@ -97,11 +97,11 @@ fn faults(model: &Model<'_>, part: Component, whole: &[Described]) -> usize {
             let error = refused(&|t| t[i].2[dim] += 128);
             count += 1;
             let named = match &error {
-                // A matrix may be wanted as a 1x1 convolution, and the other way round.
+                // The model may want a 1x1 convolution where the file has a matrix, or the reverse.
                 Error::TensorShape { name: n, got, want, .. } => {
                     n == name && shape.starts_with(want) && got[dim] == shape[dim] + 128
                 }
-                // This dimension is that of the prompt embeddings, so it has to match the text encoder.
+                // This dimension is the prompt embeddings' width, so it has to match the text encoder.
                 Error::Mismatch { .. } => dim == 1 && (name == "txt_in.weight" || name == "context_embedder.weight"),
                 _ => false,
             };

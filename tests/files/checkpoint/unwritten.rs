@@ -1,4 +1,4 @@
-//! Preallocated files whose download has not finished: they end with zeros, wherever these begin, and are noticed.
+//! Preallocated files with an unfinished download: they end with zeros, and kiln notices wherever these begin.
 
 use super::{message, shard};
 use common::random::one_in;
@@ -12,7 +12,7 @@ use kiln::internals::tiny;
 use std::ops::Range;
 use std::path::Path;
 
-/// The files of the tiny model, each with the tensors that a run reads.
+/// The tiny model's files, each with the tensors that a run reads.
 fn parts() -> [(Component, Vec<u8>, Vec<TensorSpec>); 3] {
     let model = tiny::model(Layout::Diffusers, DType::Bf16).unwrap();
     Component::ALL.map(|part| (part, model.file(part).to_vec(), Configs::TINY.manifest(part)))
@@ -22,7 +22,7 @@ fn opened(part: Component, bytes: &[u8]) -> Weights {
     Weights::from_shards(part, vec![shard(bytes.to_vec()).unwrap()]).unwrap()
 }
 
-/// The check for zeros as a run does it.
+/// Checks for unwritten zeros as a run does.
 fn look(weights: &Weights, manifest: &[TensorSpec]) -> Result<()> {
     for spec in manifest.iter().filter(|spec| spec.shape.len() > 1) {
         weights.note_used(&spec.name, spec.name.contains("embed_tokens"));

@@ -6,7 +6,7 @@ use kiln::error::Result;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::Component;
 
-/// A file whose tensors are stored in the order in which they are added.
+/// A file that stores its tensors in the order in which they are added.
 #[derive(Clone, Default)]
 pub struct Written {
     pub tensors: Vec<(Described, Vec<u8>)>,
@@ -49,7 +49,7 @@ impl Written {
         self.scale(&format!("{layer}.weight_scale_2"), tensor);
     }
 
-    /// The tensor of a name, to be changed.
+    /// The tensor with this name, to be changed.
     pub fn tensor(&mut self, name: &str) -> &mut (Described, Vec<u8>) {
         self.tensors.iter_mut().find(|((other, ..), _)| other == name).unwrap()
     }

@@ -33,7 +33,7 @@ fn good() -> File {
     File::of(pair(QKV, PEFT, [768, 256], 4, DType::Bf16))
 }
 
-/// What is read, which takes milliseconds. How many is for a machine with nothing else to do.
+/// Reads a file, which takes milliseconds. The exact time is only checked on an otherwise idle machine.
 fn soon<T>(what: &str, read: impl FnOnce() -> T) -> T {
     let start = Instant::now();
     let out = read();
@@ -137,7 +137,7 @@ fn values_that_would_destroy_the_image_are_refused() {
             }
         }
     }
-    // Factors that are finite, and their product is not.
+    // The factors are finite, but their product is not.
     let large = |a, b| {
         File::of([f32s(&format!("{QKV}.lora_A.weight"), &[4, 256], a), f32s(&format!("{QKV}.lora_B.weight"), &[768, 4], b)])
     };
@@ -165,7 +165,7 @@ fn layers_that_are_there_twice_are_refused() {
         file.tensors.extend(other(layer, shape));
         refused(layer, &file, &targets, &["are for the same layer", layer, QKV]);
     }
-    // Queries and keys of one layer do not meet.
+    // Queries and keys of one layer do not overlap.
     let mut file = File::of(other(QUERY, [256, 256]));
     file.tensors.extend(other("transformer.transformer_blocks.0.attn.to_k", [256, 256]));
     assert_eq!(read(file.bytes(), &targets).unwrap().layers.len(), 2);
@@ -215,13 +215,13 @@ fn damaged_files_are_refused() {
         let error = read(changed(from, to), &targets).map(|_| ()).expect_err(from);
         assert!(error.to_string().contains(says), "{error}: {says}");
     }
-    // Many keys, each of them good.
+    // Many keys, each of them valid.
     let many = (0..100_000).map(|i| raw(&format!("lora_unet_x{i}.lora_down.weight"), "F32", &[0, 1], 0));
     let file = File::of(many);
     refused("100,000 keys", &file, &targets, &["limit 4,194,304"]);
     let many = (0..5000).map(|i| raw(&format!("x{i}.lora_down.weight"), "F32", &[0, 1], 0));
     refused("5,000 keys", &File::of(many), &targets, &["more than 4096 tensors"]);
-    // As many as a file can have, of which the model has none.
+    // As many layers as a file can have, none of which the model has.
     let none = (0..2048).flat_map(|i| pair(&format!("lora_unet_double_blocks_{i}_img_attn_q"), KOHYA, [2, 2], 1, DType::F32));
     refused("4,096 keys of another model", &File::of(none), &targets, &["and 2045 more", "nearest is"]);
 }
@@ -261,13 +261,13 @@ fn settings_in_the_metadata_may_be_anything() {
     let many: Vec<String> = (0..50_000).map(|i| format!("\"layer{i}\":1")).collect();
     let text = format!(r#"{{"transformer.lora_alpha": 2, "transformer.alpha_pattern": {{{}}}}}"#, many.join(","));
     assert_eq!(soon("many", || read(with(&text).bytes(), &targets)).unwrap().layers[0].delta.scale, 0.5);
-    // The text encoder has settings of its own.
+    // The text encoder has separate settings.
     let text = "text_encoder.model.layers.3.self_attn.q_proj";
     let mut both = with(r#"{"transformer.lora_alpha": 2, "text_encoder.lora_alpha": 8}"#);
     both.tensors.extend(pair(text, PEFT, [512, 128], 4, DType::F32));
     let scales = read(both.bytes(), &targets).unwrap().layers.into_iter().map(|layer| (layer.name, layer.delta.scale));
     assert_eq!(scales.collect::<Vec<_>>(), [(text.to_owned(), 2.0), (QUERY.to_owned(), 0.5)]);
-    // What is no setting of a scale does not matter.
+    // Settings other than scales do not matter.
     let text = r#"{"transformer.lora_alpha": 2, "transformer.target_modules": [["x"], 7], "unknown": null}"#;
     assert_eq!(read(with(text).bytes(), &targets).unwrap().layers[0].delta.scale, 0.5);
 }

@@ -33,7 +33,7 @@ const WORDS: [&str; 20] = [
     ".",
 ];
 
-/// Small files in several spellings, one of them with settings.
+/// Small files in several spellings, one of which has settings.
 fn valid(random: &mut Random) -> File {
     let dtype = [DType::F32, DType::Bf16, DType::F16][random.below(3)];
     let rank = 1 + random.below(3);
@@ -60,7 +60,7 @@ fn valid(random: &mut Random) -> File {
     }
 }
 
-/// A fault in the header's text, in the values, or in which tensors there are.
+/// A fault in the header's text, in the values, or in the set of tensors.
 fn mutated(random: &mut Random) -> Vec<u8> {
     let mut file = valid(random);
     let at = random.below(file.tensors.len());
@@ -100,7 +100,7 @@ fn f64s(matrix: &Matrix) -> Vec<f64> {
     values.collect()
 }
 
-/// An element of a delta by its definition.
+/// An element of a delta, computed by its definition.
 fn element(delta: &WeightDelta, row: usize, col: usize) -> f64 {
     let dot = |a: &Matrix, b: &Matrix, i: usize, j: usize| -> f64 {
         let (x, y) = (f64s(a), f64s(b));
@@ -120,7 +120,7 @@ fn element(delta: &WeightDelta, row: usize, col: usize) -> f64 {
     unscaled * f64::from(delta.scale)
 }
 
-/// An adapter that was accepted is one: finite, of the model's shapes, and what it adds is what its factors say.
+/// Checks an accepted adapter: it is finite, has the model's shapes, and its delta is the product of its factors.
 fn check(adapter: &Adapter, random: &mut Random) {
     assert!(!adapter.layers.is_empty());
     for layer in &adapter.layers {
@@ -150,7 +150,7 @@ fn files_with_faults_are_refused_or_right() {
             Err(error) => assert!(matches!(error, Error::BadFile { .. }), "{error:?}"),
         }
     });
-    // Neither all nor none, or nothing was tested.
+    // Some are accepted and some refused; otherwise nothing was tested.
     let accepted = accepted.into_inner();
     println!("{accepted} accepted");
     assert!(accepted > 200, "{accepted}");

@@ -1,4 +1,4 @@
-//! Decompression bombs and the like: refused or decoded at once, in little memory.
+//! Decompression bombs and similar files: refused or decoded at once, in little memory.
 
 use super::{Chunk, decode, fixture, jpeg_claiming, png, png_header};
 use common::cost::{allocated_by, time_of};
@@ -8,7 +8,7 @@ use flate2::write::ZlibEncoder;
 use std::io::Write;
 use std::time::Duration;
 
-/// The most memory that a bomb may allocate, whether or not it is freed again.
+/// The most bytes that decoding a bomb may allocate in total.
 const MEMORY: usize = 1 << 20;
 const TIME: Duration = Duration::from_millis(50);
 
@@ -119,7 +119,7 @@ fn bombs_are_harmless() {
             (Ok(_), Refused(why)) => panic!("{name} must be refused: {why}"),
         }
         assert!(allocated <= MEMORY, "{name}: {allocated} bytes");
-        // For a machine with nothing else to do.
+        // For an otherwise idle machine.
         if long() {
             let time = time_of(|| drop(decode(&bytes)));
             assert!(time <= TIME, "{name}: {time:?}");

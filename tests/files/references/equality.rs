@@ -1,4 +1,4 @@
-//! Pixels equal those of the reference implementation.
+//! Pixels equal the reference implementation's.
 
 use super::{decode, fixture, fixtures};
 use common::fnv::fnv1a;
@@ -40,7 +40,7 @@ struct Prepared {
 struct Decoded {
     file: String,
     size: Size,
-    /// The hash of the pixels of a PNG; those of a JPEG are stored whole.
+    /// The hash of a PNG's pixels; a JPEG's pixels are stored whole.
     pixels: Option<String>,
 }
 
@@ -52,7 +52,7 @@ fn tensors() -> Shard {
     Shard::open(&fixtures().join("references.safetensors")).unwrap()
 }
 
-/// The image `tools/goldens/references.py` makes from the same seed.
+/// The image that `tools/goldens/references.py` makes from this seed.
 fn source(seed: u64, (width, height): Size) -> Image {
     let byte = |i| match (splitmix(seed, i) >> 56) as u8 {
         byte if seed.is_multiple_of(2) => byte,

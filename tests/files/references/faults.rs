@@ -95,7 +95,7 @@ fn mutated(original: &[u8], random: &mut Random) -> Vec<u8> {
 
 #[test]
 fn mutated_files_neither_panic_nor_take_long() {
-    /// The most that a file may allocate, whether or not it is freed again.
+    /// The most bytes that decoding a file may allocate in total.
     const ALLOCATED: usize = 8 << 20;
     const LIMIT: Duration = Duration::from_millis(100);
     let mut originals: Vec<Vec<u8>> = [
@@ -128,12 +128,12 @@ fn mutated_files_neither_panic_nor_take_long() {
     cases("mutated images", 5_000, 1_000_000, |random| {
         let original = &originals[random.below(originals.len())];
         let bytes = mutated(original, random);
-        // Without this nearly all of them would be refused by a checksum.
+        // Without correct checksums, nearly all files would be refused by a checksum.
         let right = bytes.starts_with(b"\x89PNG") && random.below(8) > 0;
         let bytes = if right { with_right_checksums(bytes) } else { bytes };
         let (result, allocated) = allocated_by(|| decode(&bytes));
         assert!(allocated <= ALLOCATED, "{allocated} bytes");
-        // For a machine with nothing else to do. There a file that is slow is slow every time.
+        // For an otherwise idle machine, where a slow file is slow every time.
         let time = || {
             let start = Instant::now();
             drop(decode(&bytes));
@@ -256,7 +256,7 @@ fn fixtures_are_all_tried() {
 #[should_panic(expected = "planted")]
 fn a_panic_in_one_case_of_many_is_noticed() {
     // The control of the mutations above. It prints nothing, because that would look like a failure.
-    // One case in 500: that none of 20,000 is hit has a chance of 4e-18, whatever the seed.
+    // One case in 500: the chance that none of 20,000 is hit is 4e-18, for any seed.
     cases("planted", 20_000, 20_000, |random| {
         if random.below(500) == 0 {
             std::panic::resume_unwind(Box::new("planted"));
