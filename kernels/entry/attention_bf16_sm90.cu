@@ -1,4 +1,4 @@
-// Attention on Hopper: what kl_attention_bf16_sm80 computes, with TMA, wgmma and clusters, after FlashAttention-3 (Shah et al. 2024).
+// Attention on Hopper: the results of kl_attention_bf16_sm80, with TMA, wgmma and clusters, after FlashAttention-3 (Shah et al. 2024).
 //
 //   kl_attention_bf16_sm90_max_free         2^(q k^T) v divided by the row sum, where logits are known to be bounded (see
 //                                           attention/kernel_sm90.cuh)

@@ -1,5 +1,5 @@
-// Attention with queries and keys in FP8 on compute capability 12.x: attention_fp8_sm89.cu by the MMA that takes scales of blocks. These are
-// one; that instruction has twice the rate of the plain one there, four times that of bf16.
+// Attention with queries and keys in FP8 on compute capability 12.x: attention_fp8_sm89.cu with the block-scaled MMA. Its scales are one;
+// it has twice the rate of the plain MMA there, and four times the rate of bf16.
 //
 //   kl_attention_fp8_sm120_max_free, _online_softmax   as kl_attention_fp8_sm89_..., with the same needs
 #include <attention/kernel_mma.cuh>

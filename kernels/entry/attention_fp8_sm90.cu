@@ -1,5 +1,5 @@
-// Attention on Hopper with queries and keys in FP8: attention_bf16_sm90.cu on operands of e4m3, values of bf16. MMAs of queries and keys take
-// half the time, and K takes half the bytes of a stage.
+// Attention on Hopper with queries and keys in FP8: attention_bf16_sm90.cu with e4m3 queries and keys, bf16 values. MMAs of queries and
+// keys take half the time, and K takes half the bytes of a stage.
 //
 //   kl_attention_fp8_sm90_max_free, _online_softmax   as kl_attention_bf16_sm90_...
 //

@@ -4,7 +4,8 @@
 //
 // Bound: tensor cores. 4 * queries * keys * 512 FLOP: 0.55 TFLOP for 1024x1024. The smaller tile is for GPUs with less than 132 KiB of
 // shared memory per CTA.
-// Needs: heads of 512, or a single one of a multiple of 8 up to it; bf16, strides multiples of 8, 16-byte aligned addresses; outputs at 4-byte aligned addresses.
+// Needs: heads of 512, or a single smaller head that is a multiple of 8; bf16, strides multiples of 8, 16-byte aligned addresses; 4-byte
+// aligned outputs.
 #include <attention/wide_mma.cuh>
 
 using namespace kl::attention::portable;

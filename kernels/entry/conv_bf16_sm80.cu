@@ -19,8 +19,8 @@ using namespace kl::conv::portable;
   KL_TILE_ENTRY(kl_##family##_##m##x##n, KlConv, Tile##m##x##n, ctas_per_sm) { conv<Tile##m##x##n>(p); }
 #include <kernels.def>
 
-// One CTA per group. In f64, the moments of tiles are added up as sums of differences from the mean of the first tile and of their squares,
-// which takes no division and cancels nothing that matters.
+// One CTA per group. The moments of tiles are added up in f64, as sums of differences from the mean of the first tile and of their squares:
+// no division, and nothing that matters cancels.
 KL_ENTRY(kl_conv_stats, KlConv, KL_CONV_STATS_THREADS) {
   constexpr int kBatch = 4, kWarps = KL_CONV_STATS_THREADS / 32;  // loads in flight
   KL_SHARED(double, shares, [3][kWarps]);

@@ -3,19 +3,19 @@
 //   kl_norm_conv_narrow   group norm, SiLU and a convolution to at most three channels: the decoder's last layer, 128 to 3
 //   kl_conv_narrow_in     a convolution of at most three channels, + bias: the encoder's first layer, 3 to 128
 //
-// Bound: HBM, 268 MB each at 1024x1024: what is read of 128 channels, or what is written.
-// Needs: bf16 (but for the result of the first), runs of 32 channels at 16-byte addresses on the wide side, at most KL_NARROW_CHANNELS of
-// them where they are normalized.
+// Bound: HBM, 268 MB each at 1024x1024: reading or writing 128 channels.
+// Needs: bf16 (except the result of the first), runs of 32 channels at 16-byte addresses on the wide side, at most KL_NARROW_CHANNELS of
+// them if they are normalized.
 //
 // kl_norm_conv_narrow: with three outputs a GEMM of the usual form would be padded to eight columns, and would read each pixel nine times
 // from shared memory. Here every pixel is multiplied by all nine taps at once, which are 27 columns of 32, and the results are added up
 // where they belong: out(y, x) is the sum of products(y + dy, x + dx) of tap (dy, dx). So an input pixel is read once, from global memory
-// to the registers of the MMA that it is an operand of, normalized on the way, and only 27 f32 of it go through shared memory. A CTA
-// walks down a strip of the image, a row of kCols pixels to each warp at a time; outputs are two columns narrower. Warps keep the
-// products of their row in a ring of rows, whose last two are needed again with the next rows.
+// to the registers of its MMA, and normalized on the way. Only 27 f32 of it go through shared memory. A CTA walks down a strip of the
+// image, a row of kCols pixels to each warp at a time; outputs are two columns narrower. Warps keep the products of their row in a ring of
+// rows, whose last two are needed again with the next rows.
 //
-// In which order K is summed is free, as long as both operands agree. So a lane takes eight adjacent channels, 16 bytes, of a run of 32
-// for two MMAs: elements 0, 1 and 2, 3 are its two pairs of the first, 4, 5 and 6, 7 those of the second.
+// The order of K is free, as long as both operands agree. So a lane takes eight adjacent channels, 16 bytes, of a run of 32 for two MMAs.
+// Elements 0, 1 and 2, 3 are its two pairs of the first MMA, 4, 5 and 6, 7 its pairs of the second.
 #include <common/math.cuh>
 #include <common/types.cuh>
 #include <common/vectors.cuh>
@@ -31,7 +31,7 @@ constexpr uint32_t kRun = 32;   // channels that a quad of lanes loads at once
 constexpr uint32_t kCols = KL_NARROW_COLS, kWarps = KL_NARROW_THREADS / 32, kTiles = kCols / 16;
 constexpr uint32_t kOutputs = KL_NARROW_OUTPUTS, kProducts = 9 * kOutputs, kColumnTiles = 4;
 constexpr uint32_t kRing = kWarps + 2;
-// Products are stored by column, then pixel. Lanes of a quad have every second column: this pitch puts them eight banks apart.
+// Products are stored by column, then pixel. The lanes of a quad have every second column, and this pitch puts them eight banks apart.
 constexpr uint32_t kPitch = kCols + 4;
 static_assert(kProducts <= 8 * kColumnTiles && 2 * kPitch % 32 == 8);
 
@@ -45,9 +45,9 @@ struct NarrowShared {
 };
 static_assert(sizeof(NarrowShared) == KL_NARROW_SHARED);
 
-// SiLU of two values with one division: of a / (1 + e^-a) and b / (1 + e^-b) the denominators are multiplied. The MUFU, which has both
-// the exponential and the reciprocal, would otherwise take longer than the memory. The exponents are capped so that the product is
-// finite: below -40 a value is multiplied by 4e-18.
+// SiLU of two values with one division: the denominators of a / (1 + e^-a) and b / (1 + e^-b) are multiplied. Otherwise the MUFU, which has
+// both the exponential and the reciprocal, would take longer than the memory. The exponents are capped so that the product is finite: below
+// -40 a value is multiplied by 4e-18.
 __device__ __forceinline__ uint32_t silu_pair(float a, float b) {
   constexpr float kLog2E = 1.4426950408889634f, kCap = 58.0f;
   const float c = 1.0f + exp2_approx(fminf(-kLog2E * a, kCap)), d = 1.0f + exp2_approx(fminf(-kLog2E * b, kCap));
@@ -65,13 +65,13 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
   const uint32_t x0 = blockIdx.x % col_strips * (kCols - 2), y0 = blockIdx.x / col_strips * p.strip_rows;
 
   // Rows of the strip begin one above its outputs, and their pixels one to the left. The row of this warp goes down kWarps at a time. A
-  // lane loads every eighth pixel of it, of which `columns` has a bit for each that is inside the image.
+  // lane loads every eighth pixel of the row; `columns` has a bit for each of them that is inside the image.
   int32_t y = static_cast<int32_t>(y0 + warp) - 1;
   const int32_t stride = p.x.stride, end = min(y0 + p.strip_rows + 1, p.height), left = static_cast<int32_t>(x0 + quad) - 1;
   uint32_t columns = 0;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(2 * kTiles); i++) columns |= static_cast<uint32_t>(is_inside(left + 8 * i, p.width)) << i;
-  // The loads of a run of channels are issued one run ahead, from here.
+  // From here on, the loads of a run of channels are issued one run ahead.
   const bf16* from = row_of<const bf16>(p.x, 0) + (static_cast<int64_t>(y) * static_cast<int32_t>(p.width) + left) * stride +
                      static_cast<int32_t>(quad_lane * 8);
   uint4 ahead[kTiles][2] = {};
@@ -88,7 +88,7 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
   for (uint32_t c = threadIdx.x; c < channels; c += KL_NARROW_THREADS) {
     const uint32_t group = c / (channels / p.stats.rows);
     const float scale = load<float>(p.gain, 0, c) * rsqrtf(load<float>(p.stats, group, 1) + p.eps);
-    // The mean is part of the offset. What cancels then is less than what bf16 has rounded off the input.
+    // The mean is part of the offset. The cancellation costs less than the rounding of the input to bf16.
     shared.norm[c] = make_float2(scale, load<float>(p.shift, 0, c) - load<float>(p.stats, group, 0) * scale);
   }
   for (uint32_t i = threadIdx.x; i < 8 * kColumnTiles * channels / 8; i += KL_NARROW_THREADS) {
@@ -99,7 +99,7 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
   }
   __syncthreads();
 
-  // As many steps for all warps: the last rows of some are below the strip.
+  // All warps take the same number of steps: the last rows of some are below the strip.
   for (uint32_t row = warp; row < p.strip_rows + 2; row += kWarps, y += kWarps) {
     float acc[kTiles][kColumnTiles][4] = {};
 #pragma unroll 1
@@ -127,8 +127,8 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
             a[i / 2][i % 2 * 2 + half] = silu_pair(v[2 * i] * norm[i].x + norm[i].y, v[2 * i + 1] * norm[i].z + norm[i].w);
           }
         }
-        // The loads replace the values that were just used. Otherwise the compiler would issue those of all tiles first, for which there
-        // are no registers.
+        // The loads replace the values that were just used. Otherwise the compiler would issue the loads of all tiles first, and registers
+        // would run out.
         asm volatile("" : "+r"(a[0][0]), "+r"(a[0][1]), "+r"(a[0][2]), "+r"(a[0][3])
                      : "r"(a[1][0]), "r"(a[1][1]), "r"(a[1][2]), "r"(a[1][3]));
         fetch(tile, next);
@@ -145,7 +145,7 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const uint32_t pixel = tile * 16 + e / 2 * 8 + quad;
-        // The padding is that of the normalized image: pixels outside contribute nothing.
+        // Padding applies to the normalized image: pixels outside contribute nothing.
         const bool exists = is_inside(y, p.height) && columns >> (tile * 2 + e / 2) & 1;
 #pragma unroll
         for (uint32_t n = 0; n < kColumnTiles; n++) {
@@ -155,7 +155,7 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
       }
     }
     __syncthreads();
-    // With these rows, outputs are complete up to one row above the last of them. This warp adds up those of the row above its own.
+    // With these rows, outputs are complete up to one row above the last of them. This warp adds up the outputs of the row above its own.
     if (row >= 2 && y - 1 < static_cast<int32_t>(p.height)) {
 #pragma unroll 1
       for (uint32_t col = lane; col < kCols; col += 32) {
@@ -175,18 +175,18 @@ KL_ENTRY(kl_norm_conv_narrow, KlNormConv, KL_NARROW_THREADS, 3) {
   }
 }
 
-// A warp computes 32 pixels at a time, all output channels of them. K is the taps by the channels of a pixel, 27 of 32; lanes gather
-// what they need of it, through L1. Output channels are assigned to columns of the MMAs so that a lane has eight adjacent ones.
+// A warp computes all output channels of 32 pixels at a time. K is the taps by the channels of a pixel, 27 of 32; lanes gather their part
+// of it through L1. Output channels are assigned to columns of the MMAs so that a lane has eight adjacent ones.
 KL_ENTRY(kl_conv_narrow_in, KlConv, KL_NARROW_IN_THREADS, 2) {
   KL_SHARED_ALIGNED(16, bf16, filters, [KL_NARROW_IN_OUTPUTS * kRun]);
-  constexpr uint32_t kPixels = KL_NARROW_IN_THREADS;  // 32 of each warp
+  constexpr uint32_t kPixels = KL_NARROW_IN_THREADS;  // 32 per warp
   const uint32_t channels = p.x.cols, k_size = 9 * channels, outputs = p.out.cols;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, quad_lane = lane % 4;
   for (uint32_t i = threadIdx.x; i < outputs * kRun; i += KL_NARROW_IN_THREADS) {
     filters[i] = i % kRun < k_size ? row_of<const bf16>(p.w, i / kRun)[i % kRun] : from_float<bf16>(0.0f);
   }
-  // The eight elements of K that the lane gathers: their offset from the center, and the bits of the filter rows (0 to 2) and columns (3
-  // to 5) that have to be inside the image. Those beyond K have a bit that no pixel has.
+  // The eight elements of K that the lane gathers: their offset from the center, and the bits of the filter rows (0 to 2) and columns (3 to
+  // 5) that have to be inside the image. Elements past K need a bit that no pixel has.
   int32_t offset[kVector];
   uint32_t needed[kVector];
 #pragma unroll
@@ -230,7 +230,7 @@ KL_ENTRY(kl_conv_narrow_in, KlConv, KL_NARROW_IN_THREADS, 2) {
       float acc[2][4][4];
 #pragma unroll
       for (uint32_t n = 0; n < 4; n++) {
-        // Column `quad` of MMA n is this channel; the lane's own columns are channels 2 n and 2 n + 1 of its eight.
+        // The channel of column `quad` of MMA n. The lane's own columns are channels 2 n and 2 n + 1 of its eight.
         const uint32_t channel = first + quad / 2 * 8 + n * 2 + quad % 2;
         const uint4 b = *reinterpret_cast<const uint4*>(filters + channel * kRun + quad_lane * kVector);
         const float2 bias = load_pair(row_of<const float>(p.bias, 0) + first + quad_lane * 8 + n * 2);

@@ -1,15 +1,15 @@
-// Quantized weights as bf16, portable (sm_80 and newer): the pre-pass of a GEMM on a GPU whose tensor cores do not multiply them.
+// Expands quantized weights to bf16, portable (sm_80 and newer): the pre-pass of a GEMM on a GPU whose tensor cores do not multiply them.
 //
-//   kl_expand   to = codes of e4m3, or codes of e2m1 times the scales of their blocks, exactly: the GEMM applies the scales of rows and of
-//               whole tensors to its sums
+//   kl_expand   to = e4m3 codes, or e2m1 codes times their block scales, exactly. The GEMM applies row scales and tensor scales to its
+//               sums
 //
-// The grid has as many CTAs along x as the largest matrix takes, and a matrix for each index along y.
+// The grid has the CTAs of the largest matrix along x, and one matrix per index along y.
 // Bound: memory. A weight is read once in 8 or 4.5 bits and written in 16; much of that is still in L2 when the GEMM reads it.
 // Needs: columns and strides multiples of 16, 16-byte aligned addresses, matrices of less than 2^32 elements.
 #include <common/expand.cuh>
 #include <common/types.cuh>
 
-// Eight elements from (row, col) on.
+// Expands eight elements, from (row, col) on.
 __device__ __forceinline__ uint4 expand(const KlMat& w, uint32_t row, uint32_t col) {
   const uint64_t at = row * w.stride + col;
   if (w.dtype == KL_E4M3) {

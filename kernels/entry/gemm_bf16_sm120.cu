@@ -1,10 +1,10 @@
-// GEMM on operands of bf16 for compute capability 12.x: gemm_nvfp4_sm120.cu with another instruction.
+// GEMM on bf16 operands for compute capability 12.x: gemm_nvfp4_sm120.cu with another instruction.
 //
 //   kl_gemm_bf16_sm120_256x128, ...   out = epilogue(alpha x w^T + bias), bf16 operands, f32 accumulators
 //
-// Weights that are expanded to bf16 (expand.cu) take it, too: `alpha` and the scales of rows are applied to sums.
+// It also runs on weights that expand.cu has expanded to bf16: `alpha` and row scales are applied to sums.
 // Bound: tensor cores.
-// Needs: as gemm_bf16_sm90.cu; results of bf16 or e4m3, those of SwiGLU also of e2m1.
+// Needs: as gemm_bf16_sm90.cu; results in bf16 or e4m3 or, for SwiGLU, e2m1.
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 

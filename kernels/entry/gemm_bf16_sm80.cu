@@ -7,8 +7,8 @@
 //     gate_residual   out += gate * (...)
 //     qk_norm_rope    one head of 128 columns per tile: RMS norm with weight (qk-norm), then RoPE
 //
-// One launch takes up to two streams (the text and the image tokens of a double block), each with up to four ranges of weight rows that
-// have epilogues and outputs of their own (Q, K, V, MLP).
+// One launch takes up to two streams (the text and the image tokens of a double block). Each has up to four ranges of weight rows with
+// their own epilogues and outputs (Q, K, V, MLP).
 // Bound: tensor cores. A denoising step of klein 4B at 1024x1024 is 29 TFLOP of this.
 // Needs: bf16, K and the strides of x and w multiples of 8, 16-byte aligned addresses, operands of less than 2^32 elements; heads of 128.
 #include <gemm/kernel_mma.cuh>

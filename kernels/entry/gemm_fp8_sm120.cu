@@ -1,11 +1,11 @@
-// GEMM on operands of e4m3 for compute capability 12.x: gemm_nvfp4_sm120.cu with another instruction.
+// GEMM on e4m3 operands for compute capability 12.x: gemm_nvfp4_sm120.cu with another instruction.
 //
 //   kl_gemm_fp8_sm120_256x128, ...   out = epilogue(alpha x w^T + bias), e4m3 operands, f32 accumulators
 //
-// The MMA is the block-scaled one with scales of one, which has twice the rate of plain FP8. It keeps 25 binary places of a sum, so that
-// nothing is promoted.
+// The MMA is block-scaled, with scales of one, which has twice the rate of plain FP8. It keeps 25 binary places of a sum, so nothing is
+// promoted.
 // Bound: tensor cores.
-// Needs: as gemm_bf16_sm90.cu; results of bf16 or e4m3, those of SwiGLU also of e2m1.
+// Needs: as gemm_bf16_sm90.cu; results in bf16 or e4m3 or, for SwiGLU, e2m1.
 #include <gemm/tma_mainloop.cuh>
 #include <gemm/policies_sm120.cuh>
 

@@ -1,11 +1,11 @@
-// GEMM on tensor cores in FP8 (sm_89 and newer), with a fused epilogue: the portable GEMM of gemm_bf16_sm80.cu on operands of e4m3.
+// GEMM on tensor cores in FP8 (sm_89 and newer), with a fused epilogue: gemm_bf16_sm80.cu on e4m3 operands.
 //
 //   kl_gemm_fp8_sm89_128x128   out = epilogue(alpha x w^T + bias), e4m3 operands, sums of 128 products promoted to f32 accumulators;
 //                              epilogues as in gemm_bf16_sm80.cu, SwiGLU also into e4m3
 //
-// Promotion is for sm_89, which keeps thirteen binary places of a sum (MMA-Sim, arXiv 2511.10909). It takes two accumulators an
-// output, so a warp has half of the rows that it has in bf16.
-// Bound: tensor cores. sm_90 has no such instruction: there it becomes conversions and MMAs in f16, slower than bf16, and serves tests alone.
+// Promotion is for sm_89, which keeps thirteen binary places of a sum (MMA-Sim, arXiv 2511.10909). It takes two accumulators per output, so
+// a warp has half of the rows that it has in bf16.
+// Bound: tensor cores. sm_90 has no such instruction. The compiler makes conversions and f16 MMAs of it, slower than bf16, for tests alone.
 // Needs: K and the strides of x and w multiples of 16, 16-byte aligned addresses, operands of less than 2^32 elements; heads of 128.
 #include <gemm/kernel_mma.cuh>
 

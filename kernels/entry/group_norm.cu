@@ -1,7 +1,7 @@
 // Group norm of NHWC images.
 //
 //   kl_group_stats_*, kl_group_stats_finish    mean and variance of each group of channels over all pixels
-//   kl_group_norm_*  y = (x - mean) / sqrt(var + eps) * weight + bias, then SiLU if asked; finishes the statistics itself if nothing
+//   kl_group_norm_*  y = (x - mean) / sqrt(var + eps) * weight + bias, then SiLU if requested; finishes the statistics itself if nothing
 //                    else needs them.  _8: bf16 images in aligned runs of eight channels; _any: all others
 //
 // Bound: HBM. An image whose statistics are computed here is read twice, the second time from its end, which L2 still holds. Group sums
@@ -44,9 +44,9 @@ struct OneChannel {
   }
 };
 
-// How a CTA of KL_GROUP_THREADS threads walks over pixels: each thread keeps to the same run of channels, so that per-channel values stay
-// in registers. Threads beyond the last whole pixel are idle. Images with more runs of channels than a CTA has threads are walked
-// over several times.
+// How a CTA of KL_GROUP_THREADS threads walks over pixels. Each thread keeps to the same run of channels, so that per-channel values stay
+// in registers. Threads past the last whole pixel are idle. Images with more channel runs than a CTA has threads are walked over several
+// times.
 struct PixelWalk {
   uint32_t runs, pixels, thread_pixel, thread_run;
 
@@ -61,7 +61,7 @@ struct PixelWalk {
 // All threads of the CTA must call this: once the first loads are issued they call `prepare`, which may contain a barrier.
 template <class Run, int kBatch, bool kBack, class P, class F>
 __device__ __forceinline__ void for_pixels(const KlMat& x, const PixelWalk& walk, uint32_t run, P prepare, F f) {
-  // Pixel indices fit in 32 bits, and so do the steps beyond the end: the grid is small.
+  // Pixel indices fit in 32 bits, and so do the steps past the end: the grid is small.
   const uint32_t step = gridDim.x * walk.pixels;
   const bool busy = walk.thread_pixel < walk.pixels && run < walk.runs;
   uint32_t next = busy ? blockIdx.x * walk.pixels + walk.thread_pixel : x.rows;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void for_pixels(const KlMat& x, const PixelWalk& walk
 // Threads that reduce one group.
 constexpr uint32_t kGroupLanes = KL_GROUP_THREADS / KL_GROUPS;
 
-// Sums and sums of squares of a CTA's pixels, per group, relative to the group's first value of the first pixel. A thread keeps them for
+// Sums and sums of squares of a CTA's pixels, per group, relative to the group's first value of the first pixel. A thread keeps sums for
 // each piece of kPiece channels; no piece spans two groups.
 template <class Run, int kPiece>
 __device__ __forceinline__ void group_sums(const KlGroupStats& p, float2* shares) {
@@ -167,14 +167,14 @@ struct GroupMoments {
   double2 shares[KL_GROUP_THREADS];
   float2 stats[KL_GROUPS];
 
-  // Reduces the partial sums that `blocks` CTAs of kl_group_stats stored for x. A thread adds those of every n-th CTA for its group, n
-  // being `threads_per_group`.
+  // Reduces the partial sums that `blocks` CTAs of kl_group_stats stored for x. A thread adds the sums of every `threads_per_group`-th CTA
+  // for its group.
   __device__ __forceinline__ void finish(const KlMat& x, uint32_t groups, uint64_t found, uint32_t blocks) {
     const float2* partials = reinterpret_cast<const float2*>(found);
     const uint32_t width = x.cols / groups, group = threadIdx.x % groups, threads_per_group = KL_GROUP_THREADS / groups;
     const double inverse = 1.0 / (static_cast<double>(x.rows) * width), shift = load_any(x, 0, group * width);
     double sum = 0.0, squares = 0.0;
-    // Loads are issued in batches: their latencies one after the other would take longer than the pass over the pixels.
+    // Loads are issued in batches: one after the other, their latencies would take longer than the pass over the pixels.
     constexpr int kBatch = 12;
     const uint32_t first = threadIdx.x < groups * threads_per_group ? threadIdx.x / groups : blocks;
     for (uint32_t block = first; block < blocks; block += kBatch * threads_per_group) {

@@ -1,13 +1,13 @@
-// The first product of a LoRA branch, portable (sm_80 and newer): what LoRA (Hu et al. 2021) multiplies an input by before the GEMM, which
-// multiplies the result by the second matrix in its epilogue.
+// The first product of a LoRA branch (Hu et al. 2021), portable (sm_80 and newer): the input times the down matrix. It runs before the
+// GEMM, which multiplies the result by the up matrix in its epilogue.
 //
 //   kl_lora_down   out = x down^T   x of bf16, e4m3 or e2m1, as the GEMM takes it; down and out of bf16
 //
-// Nothing goes through shared memory on its way in. The order of K is free as long as both operands have the same, so a lane loads sixteen
-// bytes of a row of either one, which are consecutive, and takes them for those elements of K that the fragments of an MMA have in its place.
-// The warps of a CTA divide K among them, and add up their sums at the end.
-// The grid has the rows of the longest stream along x, the columns along y, a stream for each index along z.
-// Bound: memory. x is read once for up to 64 columns, mostly from L2, where the op that wrote it has left it.
+// Inputs do not go through shared memory. The order of K is free as long as both operands agree, so a lane loads sixteen consecutive bytes
+// of a row of either one and takes them for the elements of K that MMA fragments have in its place. The warps of a CTA divide K among them,
+// and add up their sums at the end. The grid has the rows of the longest stream along x, the columns along y, and a stream per index along
+// z.
+// Bound: memory. x is read once for up to 64 columns, mostly from L2, where the op before has left it.
 // Needs: columns of x a multiple of 16, of out of KL_LORA_DOWN_STEP; rows that begin at multiples of 16 bytes.
 #include <common/expand.cuh>
 #include <common/math.cuh>
@@ -18,8 +18,8 @@
 
 constexpr int kWarps = KL_LORA_DOWN_THREADS / 32, kMmaM = KL_LORA_DOWN_ROWS / 16, kMaxMmaN = KL_LORA_DOWN_COLS / 8;
 
-// What a lane loads of a row at a time: kElements elements, and the eight of them with index `v` as pairs of bf16, which are its part of a row
-// of A in two MMAs.
+// A lane's load from a row: kElements elements. Index `v` selects eight of them as pairs of bf16, the lane's part of a row of A in two
+// MMAs.
 struct Bf16Rows {
   static constexpr int kElements = 8;
   static constexpr float kFactor = 1.0f;
@@ -71,9 +71,9 @@ __device__ __forceinline__ void reduce_rows(const KlReduction& p, Partials& part
   const uint32_t row0 = blockIdx.x * KL_LORA_DOWN_ROWS, col0 = blockIdx.y * KL_LORA_DOWN_COLS;
   constexpr uint32_t kVectors = Rows::kElements / 8, kStep = 4 * Rows::kElements;  // of K, for the lanes of a quad
   float acc[kMmaM][kMmaN][4] = {};
-  // Rows beyond the end repeat the last one: their results are not stored.
+  // Rows past the end repeat the last one: their results are not stored.
   const auto x_row = [&](int i) { return min(row0 + line + 8 * i, p.x.rows - 1); };
-  // As many loads in flight as there are registers for.
+  // As many loads in flight as registers allow.
   constexpr int kUnroll = kMmaN == 2 ? 2 : 1;
 #pragma unroll kUnroll
   for (uint32_t k = warp * kStep; k < p.x.cols; k += kWarps * kStep) {

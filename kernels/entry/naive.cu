@@ -3,7 +3,7 @@
 //
 //   kl_naive_gemm        out = epilogue(x w^T + bias)      x [m, k], w [n, k], out [m, n]
 //                        store | silu(gate) * up, with n gate rows and n up rows of types of their own | out += gate * (...)
-//                        with a LoRA branch, of which another kernel has computed the first product;
+//                        may have a LoRA branch, whose first product another kernel has computed;
 //                        inputs, weights and results may be e4m3, and rows of the weight have scales; all three may be NVFP4
 //   kl_naive_conv        3x3 convolution over an NHWC image, + bias, + residual; the input may be upsampled by two (nearest neighbor)
 //                        first, in phase form, or the stride may be two with zero padding at the right and bottom edge only
@@ -28,7 +28,7 @@ static_assert(kTile * kTile == static_cast<int>(KL_NAIVE_THREADS) * kPatch * kPa
 
 using SmemTile = float[kBlockK][kTile + 1];
 
-// The place of a thread's patch in the output. Rows are along x, the only grid dimension that is large enough for the pixels of an image.
+// The position of a thread's patch in the output. Rows are along x, the only grid dimension large enough for an image's pixels.
 __device__ __forceinline__ uint64_t patch_row(int r) {
   return static_cast<uint64_t>(blockIdx.x) * kTile + threadIdx.x / (kTile / kPatch) * kPatch + r;
 }
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t patch_col(int c) { return blockIdx.y * kTile
 template <int kGemms>
 using Patch = float[kPatch][kPatch][kGemms];
 
-// Calls f(row, col, accumulators, whether the place is inside the output); sixteen consecutive lanes have consecutive columns.
+// Calls f(row, col, accumulators, whether (row, col) is inside the output). Sixteen consecutive lanes have consecutive columns.
 template <int kGemms, class F>
 __device__ __forceinline__ void for_each_place(Patch<kGemms>& acc, uint64_t rows, uint32_t cols, F f) {
 #pragma unroll
@@ -118,7 +118,7 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
     const uint32_t m = p.out.rows, n = p.out.cols;
     const auto accumulate = [&](auto& b_tile, auto& acc) {
       constexpr int kGemms = std::extent_v<std::remove_reference_t<decltype(b_tile)>>;
-      // To find an element of any type takes registers.
+      // Finding an element of any type takes registers.
       tile_gemm<kCodes ? 1 : kTile * kBlockK / KL_NAIVE_THREADS>(a_tile, b_tile, acc, m, n, p.x.cols, x, w);
       for_each_place<kGemms>(acc, m, n, [&](uint64_t, uint32_t col, float(&sum)[kGemms], bool inside) {
 #pragma unroll
@@ -152,8 +152,8 @@ KL_ENTRY(kl_naive_gemm, KlNaiveGemm, KL_NAIVE_THREADS, 3) {
       });
     }
   };
-  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types. To store e2m1 takes the
-  // registers of loads in flight.
+  // Codes are few enough bytes to be read value by value, and so are gate and up rows of different types. Storing e2m1 takes the registers
+  // of loads in flight.
   const auto is_code = [](const KlMat& m) { return m.dtype == KL_E4M3 || m.dtype == KL_E2M1; };
   const bool codes = is_code(p.x) || is_code(p.w[0]) || p.out.dtype == KL_E2M1;
   if (codes || p.w[0].dtype != p.w[1].dtype) {
@@ -203,7 +203,7 @@ KL_ENTRY(kl_naive_norm_conv, KlNormConv, KL_NAIVE_THREADS) {
     const auto x = [&](uint64_t pixel, uint32_t i) {
       const uint32_t tap = i / channels, channel = i % channels, group = channel / group_width;
       const int32_t sy = conv_source(KL_SAME, pixel / p.width, 0, tap / 3), sx = conv_source(KL_SAME, pixel % p.width, 0, tap % 3);
-      // The padding is that of the normalized image.
+      // Padding applies to the normalized image.
       if (sy < 0 || sy >= static_cast<int32_t>(p.height) || sx < 0 || sx >= static_cast<int32_t>(p.width)) return 0.0f;
       const float v = load<X>(p.x, static_cast<uint64_t>(sy) * p.width + sx, channel);
       const float scale = load<float>(p.gain, 0, channel) * rsqrtf(load<float>(p.stats, group, 1) + p.eps);
@@ -219,7 +219,7 @@ KL_ENTRY(kl_naive_norm_conv, KlNormConv, KL_NAIVE_THREADS) {
 }
 
 // One warp per query and head, with online softmax one key at a time. A lane holds every 32nd element of the head. QK is the type of
-// queries and keys, V that of values.
+// queries and keys, V the type of values.
 template <class QK, class V>
 __device__ __forceinline__ void attention_row(const KlAttention& p, uint64_t query, uint32_t head) {
   constexpr int kHeld = KL_HEAD_DIM / 32;

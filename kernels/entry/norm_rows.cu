@@ -3,8 +3,8 @@
 //   kl_rms_norm_*    y = x / sqrt(mean(x^2) + eps) * weight
 //   kl_layer_norm_*  y = (1 + scale) * (x - mean) / sqrt(var + eps) + shift, per stream (AdaLN modulation)
 //                    _1024 to _8192: aligned rows of bf16 with at most that many columns, a multiple of 8
-//                    _e4m3_1024 to _e4m3_8192: the same with results of e4m3, divided by their scale
-//                    _e2m1_1024 to _e2m1_8192: the same with results of e2m1 and the scales of their blocks
+//                    _e4m3_1024 to _e4m3_8192: results in e4m3, divided by their scale
+//                    _e2m1_1024 to _e2m1_8192: results in e2m1 with block scales
 //                    _any: all others, in and out
 //
 // Bound: HBM. Rows are read once and stay in registers in their storage type. A warp computes squared deviations from its own mean, and
@@ -22,10 +22,10 @@
 
 constexpr uint32_t kRows = KL_NORM_ROWS;  // rows per CTA, which share the loads of modulations and the barriers
 
-// Makes these registers opaque to the compiler, which would otherwise keep eight unpacked floats alive beside every four words.
+// Makes these registers opaque to the compiler, which would otherwise keep eight unpacked floats alive next to every four words.
 __device__ __forceinline__ void forget(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
 
-// a / n, correctly rounded but for rare cases: an error in the mean shows where the values of a row hardly differ from it.
+// a / n, correctly rounded except in rare cases: an error in the mean shows if the values of a row hardly differ from it.
 __device__ __forceinline__ float divide(float a, float n) {
   const float inverse = __fdividef(1.0f, n), near = a * inverse;
   return fmaf(fmaf(-near, n, a), inverse, near);
@@ -34,8 +34,8 @@ __device__ __forceinline__ float divide(float a, float n) {
 // The type of results in NVFP4.
 struct e2m1 {};
 
-// Stores kVector values as one half of a block of e2m1, of which the neighboring lane has the other. All lanes of a warp call it; both
-// have a place inside the matrix or neither.
+// Stores kVector values as one half of an e2m1 block; the neighboring lane has the other half. All lanes of a warp call it. Both halves
+// have a place inside the matrix, or neither has.
 __device__ __forceinline__ void store_half_block(const KlMat& m, uint32_t row, uint32_t col, const float (&v)[kVector], bool inside) {
   const uint32_t mine = largest_magnitude(v);
   const QuantizedBlock block(max(mine, __shfl_xor_sync(0xffffffffu, mine, 1)), m.scale);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_half_block(const KlMat& m, uint32_t row, u
   if (col % 16 == 0) block_scale(m, row, col / 16) = static_cast<uint8_t>(block.scale);
 }
 
-// Normalizes rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors, of which only the last may lie past the end; it
+// Normalizes rows `first` to `first` + kRows of aligned bf16. A thread has kVecs vectors. Only the last may lie past the end; the thread
 // then loads the row's first vector instead, and neither counts nor stores it. A row past the end repeats the last row, with the same
 // result. With kRms there is no mean and no shift, and `scale` is the weight. Results are of type T: bf16, e4m3 or e2m1.
 template <class T, int kThreads, int kVecs, bool kRms>
@@ -136,7 +136,7 @@ __device__ __forceinline__ void norm_rows(const KlMat& out, const KlMat& x, cons
     }
     rstd[r] = rsqrtf(__fdividef(deviations, n) + eps);
     if constexpr (kCodes) {
-      // Which code is the nearest takes all bits of a value next to a tie, so the mean is subtracted first.
+      // Next to a tie, all bits of a value decide which code is nearest, so the mean is subtracted first.
       rstd[r] *= inverse;
       minus[r] = -whole;
     } else {
@@ -210,7 +210,7 @@ constexpr int e4m3_ctas(int ctas) {
 // Resident CTAs per SM of a norm into e2m1, which scales blocks on every GPU.
 constexpr int e2m1_ctas(int ctas) { return ctas > 1 ? ctas - 1 : 1; }
 
-// A CTA for rows of at most kCols columns, of which a thread has kVecs vectors.
+// A CTA for rows of at most kCols columns. A thread has kVecs vectors of a row.
 template <int kCols, int kVecs>
 struct RowConfig {
   static constexpr int kThreads = kCols / (kVecs * kVector);
@@ -218,8 +218,8 @@ struct RowConfig {
   static_assert(kThreads * kVecs * kVector == kCols, "threads have whole vectors");
 };
 
-// Entry points for rows of at most `vecs` vectors a thread, and more than one less. Each number of vectors has its own: one kernel for all
-// would allocate the registers of the largest.
+// Entry points for rows of at most `cols` columns, `vecs` vectors a thread. Each size has its own: one kernel for all would allocate the
+// registers of the largest.
 #define KL_FAMILY_norm_rows ~,
 #define KL_ROW(family, cols, vecs, layer_ctas_per_sm, rms_ctas_per_sm)                                                           \
   using Row##cols = RowConfig<cols, vecs>;                                                                                       \
@@ -239,7 +239,7 @@ struct RowConfig {
   }
 #include <kernels.def>
 
-// The sum of f(column) over all columns, by a CTA of KL_NORM_THREADS threads; every thread gets it.
+// The sum of f(column) over all columns, computed by a CTA of KL_NORM_THREADS threads; every thread gets it.
 template <class F>
 __device__ __forceinline__ float sum_of_columns(uint32_t cols, F f) {
   KL_SHARED(float, warps, [KL_NORM_THREADS / 32]);

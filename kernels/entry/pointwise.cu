@@ -89,7 +89,7 @@ KL_ENTRY(kl_unpatchify, KlPatch, KL_POINTWISE_THREADS) {
   });
 }
 
-// Rounds the product and the sum separately, without FMA, as the CPU backend does.
+// Rounds the product and the sum separately, without FMA, like the CPU backend.
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return __fadd_rn(c, __fmul_rn(a, b)); }
 
 template <class V>
@@ -168,7 +168,7 @@ KL_ENTRY(kl_pixels, KlPixels, KL_POINTWISE_THREADS) {
   }
 }
 
-// Reads a matrix that is one row, kVector values fit, in batches: calls f with the words of each, zeros beyond the end.
+// Reads a matrix of one row that allows vector accesses, in batches: calls f with the words of each batch, zeros past the end.
 template <class X, class F>
 __device__ __forceinline__ void for_each_batch(const KlMat& x, F f) {
   constexpr int kBatch = KL_REDUCTION_BATCH;
@@ -233,8 +233,8 @@ KL_ENTRY(kl_count_non_finite, KlCount, KL_POINTWISE_THREADS) {
   }
 }
 
-// The bits of the largest magnitude in a word, as a float: magnitudes are in the order of their bits. Of a pair of bf16 each is the upper
-// half of its float.
+// The largest magnitude in a word, as a float: magnitudes are in the order of their bits. Each bf16 of a pair is the upper half of its
+// float.
 template <class X>
 __device__ __forceinline__ uint32_t largest_of(uint32_t word) {
   if constexpr (sizeof(X) == sizeof(bf16)) return max(word << 16 & 0x7fff0000u, word & 0x7fff0000u);
@@ -257,7 +257,7 @@ __device__ __forceinline__ uint32_t largest_in(const KlMat& x) {
   return largest;
 }
 
-// A maximum is the same in any order.
+// The maximum does not depend on the order of CTAs.
 KL_ENTRY(kl_largest_magnitude, KlLargest, KL_POINTWISE_THREADS) {
   KL_SHARED(uint32_t, warps, [kThreads / 32]);
   uint32_t largest = 0;

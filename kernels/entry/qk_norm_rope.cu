@@ -56,7 +56,7 @@ __device__ __forceinline__ void qk_norm_rope_any(const KlQkHeads& part, uint64_t
   }
 }
 
-// Heads of any even size at any alignment, of models without a qk-norm.
+// Heads of any even size at any alignment, for models without a qk-norm.
 template <class X>
 __device__ __forceinline__ void rope_any(const KlQkHeads& part, uint64_t row, uint32_t first, uint32_t last, uint32_t d,
                                          bool interleaved) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void rope_any(const KlQkHeads& part, uint64_t row, ui
   }
 }
 
-// A warp takes one row, with the rows of all parts in sequence along the grid's x, and KL_HEADS_PER_WARP heads of it, along y.
+// A warp takes one row and KL_HEADS_PER_WARP of its heads. The rows of all parts are in sequence along the grid's x, the heads along y.
 KL_ENTRY(kl_qk_norm_rope, KlQkNormRope, KL_NORM_THREADS) {
   uint64_t row = blockIdx.x * (KL_NORM_THREADS / 32) + threadIdx.x / 32;
   uint32_t index = 0;

@@ -1,9 +1,9 @@
 // Kernels of `kiln selftest` that every supported GPU runs.
 //
 //   kl_selftest_convert    values as codes of e4m3 and of e2m1, by the instruction where there is one and in software elsewhere
-//   kl_selftest_mma_bf16   one MMA of bf16 per warp, on fragments as they lie in memory
+//   kl_selftest_mma_bf16   one MMA of bf16 per warp, on fragments stored in memory
 //
-// Bound: latency; there are a few megabytes.
+// Bound: latency; the data are a few megabytes.
 #include <common/nvfp4.cuh>
 #include <ptx/sm80.cuh>
 #include <selftest/fragments.cuh>

@@ -1,6 +1,6 @@
 // A kernel of `kiln selftest` for GPUs that multiply FP8.
 //
-//   kl_selftest_mma_e4m3   one MMA of e4m3 per warp, on fragments as they lie in memory
+//   kl_selftest_mma_e4m3   one MMA of e4m3 per warp, on fragments stored in memory
 #include <ptx/sm89.cuh>
 #include <selftest/fragments.cuh>
 

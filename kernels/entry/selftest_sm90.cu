@@ -1,7 +1,7 @@
 // Kernels of `kiln selftest` that use each Hopper launch feature once.
 //
 //   kl_selftest_copy_sm90      out = x in bf16, by TMA or by bulk copies (selftest/copy.cuh)
-//   kl_selftest_cluster_sm90   the same by TMA in clusters of two: each CTA stores the box that its *partner* loaded, which it reads from the
+//   kl_selftest_cluster_sm90   a copy by TMA in clusters of two: each CTA stores the box that its *partner* loaded, which it reads from the
 //                              partner's shared memory
 //
 // Bound: latency; the matrix is a few kilobytes.
