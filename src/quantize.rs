@@ -1,10 +1,10 @@
-//! Writes quantized models: the transformer and the text encoder in FP8 or NVFP4, in files as Black Forest Labs and ComfyUI publish
-//! them, or as diffusers reads them.
+//! Writes quantized models: the transformer and the text encoder in FP8 or NVFP4. The files have the form that Black Forest Labs
+//! and ComfyUI publish, or the form that diffusers reads.
 //!
-//! Everything about a file but its values follows from the shapes of its tensors, so the layout is known before the first byte is
-//! written, and so is the size on disk. Layers are then quantized one after the other, a few rows at a time, into their places.
-//! A journal beside the output says which are finished, so that a run that was stopped, by a signal or by a power failure, can be
-//! continued; the output gets its name when all of it is on disk.
+//! Everything about a file except its values follows from its tensors' shapes, so the layout and the size on disk are known before
+//! the first byte is written. Layers are then quantized in order, a few rows at a time, into their places. A journal next to the
+//! output lists the finished layers, so that a run stopped by a signal or a power failure can be continued. The output gets its
+//! name when all of it is on disk.
 
 pub mod calibrate;
 mod copies;
@@ -49,33 +49,33 @@ use std::io::Read;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes after which what was written is waited for and noted in the journal: a few seconds of work that may have to be repeated.
+/// Bytes between two syncs and journal entries: a few seconds of work that may have to be repeated.
 pub const CHECKPOINT_BYTES: u64 = 512 << 20;
 
 /// Bytes of a file that are copied at a time.
 const COPY_BYTES: usize = 4 << 20;
 
-/// What is made of the parts.
+/// Options of a quantization.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The format of their layers.
+    /// The format of the quantized layers.
     pub format: DType,
-    /// How those of the transformer are stored.
+    /// The storage layout of the transformer's layers.
     pub layout: WeightLayout,
     /// Patterns of layers that stay in BF16.
     pub keep: Vec<String>,
-    /// What is run for calibration, in words; `None` if the inputs of the transformer's layers are scaled by constants. The device
-    /// that runs it is not part of it: what was measured is in the journal, and is used wherever the work is continued.
+    /// What calibration runs, in words; `None` if constants scale the inputs of the transformer's layers. The device is not
+    /// included: the journal holds the measurements, and they are used wherever the work is continued.
     pub calibration: Option<String>,
 }
 
-/// The files of an output, decided to the last byte but for the values.
+/// The planned files of an output: everything except the values.
 #[derive(Clone, Debug)]
 pub struct FilePlan {
     files: Vec<PlannedFile>,
     copies: Vec<Copied>,
     calibration: Option<String>,
-    /// The files that calibration reads besides those that are quantized.
+    /// The files that calibration reads in addition to the quantized ones.
     calibrated_by: Vec<Identity>,
 }
 
@@ -83,29 +83,29 @@ pub struct FilePlan {
 #[derive(Clone, Debug)]
 struct PlannedFile {
     part: Component,
-    /// Its path in the folder of the output.
+    /// The file's path in the output folder.
     path: PathBuf,
     weights: Weights,
     layers: Vec<SourceLayer>,
     layout: FileLayout,
 }
 
-/// Where the output goes.
+/// The destination of the output.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// A file, or a folder.
+    /// The path of a file or a folder.
     pub path: PathBuf,
     /// Whether it is a folder.
     pub is_folder: bool,
-    /// Whether a file of that name may be replaced.
+    /// Whether an existing file may be replaced.
     pub force: bool,
-    /// Whether what an earlier run left unfinished is discarded.
+    /// Whether to discard what an earlier run left unfinished.
     pub restart: bool,
     /// Bytes between two entries of the journal, usually [`CHECKPOINT_BYTES`].
     pub checkpoint_bytes: u64,
 }
 
-/// Measures the largest magnitude of each layer's input, by the canonical name of its weight.
+/// Measures the largest input magnitude of each layer, by the canonical name of its weight.
 pub type Calibrate<'a> = &'a mut dyn FnMut() -> Result<BTreeMap<String, f32>>;
 
 impl PlannedFile {
@@ -142,14 +142,14 @@ impl PlannedFile {
     }
 }
 
-/// The path of a quantized transformer in a folder, named as the official files are.
+/// The path of a quantized transformer in the output folder, with the official files' name.
 fn transformer_file(config: &TransformerConfig, variant: Variant, format: DType) -> String {
     let size = ModelSize::of(config).map_or("", |size| size.in_file_name);
     let [before, after] = variant.spec().file_name;
     format!("transformer/{before}{size}{after}-{}.safetensors", format.label())
 }
 
-/// The path of a quantized text encoder in a folder, named likewise.
+/// The path of a quantized text encoder in the output folder, with the official files' name.
 fn text_encoder_file(weights: &Weights, format: DType) -> String {
     let hidden = weights.shape(&LayerRole::TokenTable.only().canonical()).and_then(|shape| shape.get(1).copied());
     let known = SIZES.iter().find(|size| Some(size.configs.text_encoder.hidden) == hidden);
@@ -158,7 +158,7 @@ fn text_encoder_file(weights: &Weights, format: DType) -> String {
 }
 
 impl FilePlan {
-    /// Decides what is written for these parts, and which files a folder gets besides.
+    /// Plans the files for these parts. `copies` are further files for a folder.
     pub fn new(parts: &[ComponentSource], copies: Vec<Copied>, options: &Options) -> Result<Self> {
         let files = parts.iter().map(|part| PlannedFile::new(part, options)).collect::<Result<Vec<_>>>()?;
         let layers = files.iter().flat_map(|file| &file.layers).filter(|layer| layer.spec.shape.len() == 2);
@@ -168,12 +168,12 @@ impl FilePlan {
         Ok(Self { files, copies, calibration, calibrated_by: Vec::new() })
     }
 
-    /// The same, with the files that calibration reads besides those that are quantized.
+    /// Adds the files that calibration reads in addition to the quantized ones.
     pub fn calibrated_by(self, files: Vec<Identity>) -> Self {
         Self { calibrated_by: files, ..self }
     }
 
-    /// Bytes of all files.
+    /// The size of all files in bytes.
     pub fn bytes(&self) -> u64 {
         let copied: u64 = self.copies.iter().map(Copied::bytes).sum();
         copied + self.files.iter().map(|file| file.layout.bytes()).sum::<u64>()
@@ -185,12 +185,12 @@ impl FilePlan {
         layers.filter(|layer| layer.spec.has_input_scale).map(|layer| layer.spec.weight.as_str()).collect()
     }
 
-    /// The number of tensors that are rounded to BF16 and not quantized.
+    /// The number of tensors that are not quantized, but rounded to BF16.
     pub fn narrowed(&self) -> usize {
         self.files.iter().flat_map(|file| &file.layers).filter(|layer| layer.is_narrowed()).count()
     }
 
-    /// The request as its journal has it.
+    /// The request, as the journal records it.
     fn record(&self) -> Record {
         let shards = self.files.iter().flat_map(|file| file.weights.shards());
         let file = |file: &PlannedFile| {
@@ -208,8 +208,8 @@ impl FilePlan {
         }
     }
 
-    /// Writes the output, or continues what an earlier run began. Ends with [`Error::Interrupted`] once `stop` is set; what is
-    /// finished by then is kept.
+    /// Writes the output, or continues an earlier run's. Returns [`Error::Interrupted`] once `stop` is set, and keeps the finished
+    /// work.
     pub fn write(&self, target: &Target, calibrate: Calibrate<'_>, progress: &dyn Progress, stop: &AtomicBool) -> Result<Report> {
         let mut staged = Staged::open(&target.path, target.is_folder, target.force, Journal::is_one)?;
         staged.check_space(self.bytes())?;
@@ -223,11 +223,11 @@ impl FilePlan {
                 Ok(report)
             }
             Err(error) => {
-                // A damaged or changing input has to be replaced by another one, which begins anew.
+                // A damaged or changing input has to be replaced by another one, which needs a new start.
                 if writer.journal.is_empty() || matches!(error, Error::BadFile { .. }) {
                     writer.staged.discard();
                 } else {
-                    // What cannot be saved now has to be done again, which is all that is lost.
+                    // Work that cannot be saved now has to be repeated; nothing else is lost.
                     let _ = writer.save();
                 }
                 Err(error)
@@ -235,7 +235,7 @@ impl FilePlan {
         }
     }
 
-    /// The journal of an earlier run of this request, or a new one.
+    /// The journal of an earlier run with this request, or a new one.
     fn earlier(&self, staged: &mut Staged, restart: bool, progress: &dyn Progress) -> Result<Journal> {
         let record = self.record();
         match staged.earlier().map(Journal::parse) {
@@ -265,9 +265,9 @@ struct Writer<'a> {
     plan: &'a FilePlan,
     staged: Staged,
     journal: Journal,
-    /// Lines of the journal that are not saved.
+    /// Journal lines that are not saved yet.
     notes: Vec<u8>,
-    /// Bytes that were written since the journal was saved.
+    /// Bytes written since the journal was saved.
     unsaved: u64,
     target: &'a Target,
     progress: &'a dyn Progress,
@@ -344,7 +344,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Notes that a layer is written.
+    /// Notes in the journal that a layer is written.
     fn finish(&mut self, index: usize, layer: &SourceLayer, finished: Finished, bytes: u64) -> Result<()> {
         if let Some(format) = layer.spec.format {
             let error = 100.0 * finished.error.relative();
@@ -355,14 +355,14 @@ impl Writer<'_> {
         if self.unsaved >= self.target.checkpoint_bytes { self.save() } else { Ok(()) }
     }
 
-    /// Adds something to the journal.
+    /// Adds an entry to the journal.
     fn note(&mut self, entry: Entry) {
         self.notes.extend(entry.line());
-        // Every file of the plan is in the journal.
+        // The journal knows every file of the plan, so this cannot fail.
         let _ = self.journal.add(entry);
     }
 
-    /// Waits until all layers that are noted are on disk, then saves the journal.
+    /// Waits until all noted layers are on disk, then saves the journal.
     fn save(&mut self) -> Result<()> {
         self.files.iter().try_for_each(StagedFile::sync)?;
         self.staged.append(&self.notes)?;

@@ -1,8 +1,8 @@
-//! Calibration: runs prompts on a plain model and finds the largest magnitude that each layer multiplies, from which the scales of
-//! quantized inputs follow.
+//! Calibration: runs prompts on an unquantized model and finds the largest input magnitude of each layer. The input scales follow
+//! from these magnitudes.
 //!
-//! A maximum does not depend on the order of what it is taken of, and every prompt starts from the same noise, so that the result
-//! is the same for any order of the prompts and any number of threads. Other kernels round differently, and so may other devices.
+//! A maximum does not depend on the order of its values, and every prompt starts from the same noise. So the result is the same
+//! for any order of the prompts and any number of threads. Other kernels round differently, and so may other devices.
 
 mod observer;
 
@@ -20,49 +20,49 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Prompts of many kinds, one per line. The first ones differ the most, for those who take only a few.
+/// Prompts of many kinds, one per line. The first ones differ the most, for runs that use only a few.
 const PROMPTS: &str = include_str!("calibrate/prompts.txt");
 /// The seed of every prompt.
 const SEED: u64 = 0;
-/// The factor between the largest input that was seen and the largest that a scale allows. It costs next to nothing: over fifteen
-/// octaves the relative precision of e4m3 is the same.
+/// The ratio between the largest input that a scale allows and the largest measured one. It costs next to nothing: over fifteen
+/// octaves the relative precision of e4m3 is constant.
 const HEAD_ROOM: f64 = 4.0;
-/// Most bytes of a file of prompts.
+/// The largest prompt file, in bytes.
 const MAX_PROMPT_FILE: u64 = 1 << 20;
 
-/// What is run to calibrate a model.
+/// The work of a calibration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibration {
-    /// The prompts, of which each makes one image.
+    /// The prompts. Each makes one image.
     pub prompts: Vec<String>,
     /// The size of the images.
     pub size: Pixels,
-    /// The denoising steps of each.
+    /// The denoising steps of each prompt.
     pub steps: usize,
 }
 
 impl Calibration {
-    /// For a GPU: all prompts of the built-in list, with the model's own number of steps, at up to 512x512.
+    /// A calibration for a GPU: all built-in prompts, with the model's default number of steps, at up to 512x512.
     pub fn thorough(defaults: &ModelDefaults, variant: Variant) -> Result<Self> {
         let steps = defaults.steps(variant);
         Ok(Self { prompts: lines(PROMPTS), size: size_within(512, defaults)?, steps })
     }
 
-    /// For the CPU: two prompts in up to two steps at up to 128x128. For a 4B model these are 20 TFLOP, nearly all of them for the
-    /// tokens of the prompts, which are as many as ever: two minutes on two cores at the speed of their GEMMs.
+    /// A calibration for the CPU: two prompts in up to two steps at up to 128x128. For a 4B model these are 20 TFLOP, nearly all
+    /// of them for the prompt tokens, whose number is constant: two minutes on two cores at GEMM speed.
     pub fn quick(defaults: &ModelDefaults, variant: Variant) -> Result<Self> {
         let steps = defaults.steps(variant).min(2);
         let prompts = lines(PROMPTS).into_iter().take(2).collect();
         Ok(Self { prompts, size: size_within(128, defaults)?, steps })
     }
 
-    /// The job of one prompt. A model has the guidance that it has by default.
+    /// The job of one prompt, with the model's default guidance.
     fn job(&self, prompt: &str, defaults: &ModelDefaults, variant: Variant) -> Result<Job> {
         let job = Job::new(prompt, SEED, defaults, variant)?;
         Ok(Job { size: self.size, steps: self.steps, ..job })
     }
 
-    /// The denoising steps of all prompts.
+    /// The number of denoising steps of all prompts together.
     fn total_steps(&self) -> usize {
         self.prompts.len() * self.steps
     }
@@ -77,23 +77,23 @@ impl std::fmt::Display for Calibration {
     }
 }
 
-/// The size by default, with sides of at most so many pixels.
+/// The default size, with each side limited to `side` pixels.
 fn size_within(side: usize, defaults: &ModelDefaults) -> Result<Pixels> {
     Pixels::new(defaults.width.min(side), defaults.height.min(side))
 }
 
-/// Lines that are not blank.
+/// The lines that are not blank.
 fn lines(text: &str) -> Vec<String> {
     text.lines().map(str::trim).filter(|line| !line.is_empty()).map(str::to_owned).collect()
 }
 
-/// Reads a file with one prompt per line. Blank lines are left out.
+/// Reads a file with one prompt per line. Skips blank lines.
 pub fn read_prompts(path: &Path) -> Result<Vec<String>> {
     let wrong = |detail: &str| Error::bad_file(path, "not a list of prompts", detail);
     let bytes = files::read(path, MAX_PROMPT_FILE).map_err(|source| Error::read(path, source))?;
     let text =
         String::from_utf8(bytes).map_err(|e| wrong(&format!("not valid UTF-8 at byte {}", e.utf8_error().valid_up_to())))?;
-    // Editors on Windows may begin a file with a mark of the byte order.
+    // Editors on Windows may begin a file with a byte order mark.
     let prompts = lines(text.trim_start_matches('\u{feff}'));
     match &prompts[..] {
         [] => Err(wrong("every line is blank")),
@@ -102,9 +102,8 @@ pub fn read_prompts(path: &Path) -> Result<Vec<String>> {
     }
 }
 
-/// Runs the prompts of a calibration on a backend and returns the largest magnitude of the input of every linear layer that is
-/// `wanted`, by the canonical name of its weight. Only layers that steps of the transformer run can be wanted. `machine` names the
-/// device in errors.
+/// Runs a calibration's prompts on a backend. Returns the largest input magnitude of every linear layer that is `wanted`, by the
+/// canonical name of its weight. Only layers that the transformer's steps run can be wanted. `machine` names the device in errors.
 pub fn calibrate(
     backend: Box<dyn Backend>,
     machine: &str,
@@ -139,12 +138,12 @@ pub fn calibrate(
     }
 }
 
-/// The scale of inputs whose largest magnitude in a calibration was this: the smallest power of two with which one of four times
-/// that magnitude is not beyond the largest value of the format. `None` if the magnitude is zero or not finite.
+/// The scale of inputs with this largest magnitude in a calibration: the smallest power of two that keeps four times the magnitude
+/// within the format's range. `None` if the magnitude is zero or not finite.
 pub fn input_scale(format: DType, largest: f32) -> Option<Scale> {
     let largest = Scale::new(largest)?.get();
     let top = f64::from(format.format().largest);
-    // Products of a power of two are exact in f64, and comparing them tells which side of it a quotient would be on.
+    // Products with a power of two are exact in f64. Comparing them shows on which side a quotient would be.
     let allows = |exponent: i32| HEAD_ROOM * f64::from(largest) <= top * f64::from(exponent).exp2();
     let mut exponent = (HEAD_ROOM * f64::from(largest) / top).log2().ceil() as i32;
     while !allows(exponent) {
@@ -156,12 +155,12 @@ pub fn input_scale(format: DType, largest: f32) -> Option<Scale> {
     Scale::new(f64::from(exponent).exp2() as f32)
 }
 
-/// Reports the steps of all prompts as one phase. What comes before the first step, such as loading, is reported as it is.
+/// Reports the steps of all prompts as one phase. Reports before the first step, such as loading, are passed through.
 struct Steps<'a> {
     inner: &'a dyn Progress,
     total: u64,
     begun: Cell<bool>,
-    /// Whether the phase in progress is that of steps.
+    /// Whether the current phase is denoising.
     denoising: Cell<bool>,
 }
 
@@ -170,7 +169,7 @@ impl<'a> Steps<'a> {
         Self { inner, total: total as u64, begun: Cell::new(false), denoising: Cell::new(false) }
     }
 
-    /// All prompts are done.
+    /// Ends the phase after all prompts.
     fn finish(&self) {
         if self.begun.get() {
             self.inner.end();

@@ -1,4 +1,4 @@
-//! What a folder needs besides quantized weights in order to be a model: the files that are taken over as they are.
+//! Lists the unmodified files that a folder needs, together with quantized weights, to be a model.
 
 use crate::checkpoint::{Identity, Weights};
 use crate::component::{Component, PerComponent};
@@ -20,9 +20,9 @@ const MAX_SETTINGS: u64 = 4 << 20;
 /// A file that is copied.
 #[derive(Clone, Debug)]
 pub struct Copied {
-    /// Its path in the folder of the output.
+    /// The file's path in the output folder.
     pub to: PathBuf,
-    /// What tells the original from other files and versions.
+    /// Identifies the original and its version.
     pub identity: Identity,
     from: Contents,
 }
@@ -43,12 +43,12 @@ impl Copied {
         Self { identity: Identity::of_bytes(&to, &bytes), to, from: Contents::Memory(bytes) }
     }
 
-    /// Its size.
+    /// The size in bytes.
     pub fn bytes(&self) -> u64 {
         self.identity.bytes
     }
 
-    /// Fails if the original has changed since.
+    /// Fails if the original has changed since it was listed.
     pub fn verify(&self) -> Result<()> {
         match &self.from {
             Contents::File(path) if Identity::of_file(path)? != self.identity => {
@@ -59,7 +59,7 @@ impl Copied {
         }
     }
 
-    /// Its content, and the path that it comes from if it is a file.
+    /// Opens the content. Also returns its path if it is a file.
     pub fn open(&self) -> Result<(Box<dyn Read + '_>, &Path)> {
         match &self.from {
             Contents::File(path) => {
@@ -71,7 +71,7 @@ impl Copied {
     }
 }
 
-/// The folder of a part.
+/// A part's folder.
 pub fn folder(part: Component) -> &'static str {
     match part {
         Component::Transformer => "transformer",
@@ -80,7 +80,7 @@ pub fn folder(part: Component) -> &'static str {
     }
 }
 
-/// The files of a model in a folder as diffusers lays it out, without the weights of the parts that are `quantized`.
+/// The files of a model folder in the diffusers layout, without the weights of the `quantized` parts.
 pub fn copies(found: &Found, weights: &PerComponent<Weights>, quantized: &[Component], variant: Variant) -> Result<Vec<Copied>> {
     let memory = |files: Vec<(&'static str, Bytes)>| -> Vec<Copied> {
         let is_replaced = |name: &str| {
@@ -93,14 +93,14 @@ pub fn copies(found: &Found, weights: &PerComponent<Weights>, quantized: &[Compo
         Found::BuiltIn(model) => memory(model.files.iter().map(|(name, bytes)| (*name, Bytes::new(Arc::new(*bytes)))).collect()),
         Found::Tiny => memory(tiny::contents(Layout::Diffusers, DType::Bf16)?),
     };
-    // The name of a single file may be all that tells its variant, so that is stated.
+    // A single file's name may be all that shows its variant, so the defaults state it.
     let own = copies.iter().position(|copied| copied.to == Path::new(KILN_JSON)).map(|i| copies.remove(i));
     copies.push(defaults(own.as_ref(), variant)?);
     Ok(copies)
 }
 
-/// The files that calibration reads besides the weights of the parts that are `quantized`: those of the rest of the model, but for
-/// the VAE, on which no input of the transformer's layers depends.
+/// The files that calibration reads in addition to the weights of the `quantized` parts: the rest of the model without the VAE,
+/// because the inputs of the transformer's layers do not depend on the VAE.
 pub fn calibration_inputs(
     found: &Found,
     weights: &PerComponent<Weights>,
@@ -146,14 +146,14 @@ fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantized: &[Co
     Ok(copies)
 }
 
-/// The index of the shards in a folder.
+/// The index of a folder's shards.
 fn index_of(folder: &Path) -> Result<Option<PathBuf>> {
     let entries = std::fs::read_dir(folder).map_err(|error| Error::read(folder, error))?;
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
     Ok(paths.filter(|path| path.to_string_lossy().ends_with(".safetensors.index.json")).min())
 }
 
-/// The defaults of a model, with the variant stated besides what a model's own say.
+/// A model's defaults, with the variant added.
 fn defaults(own: Option<&Copied>, variant: Variant) -> Result<Copied> {
     let mut defaults = json!({});
     if let Some(own) = own {

@@ -1,5 +1,5 @@
-//! Quantizes one layer after the other into its place in the file, a few rows at a time, so that memory is bounded whatever the
-//! size of a layer. The bytes do not depend on the number of threads, and neither do the errors that are measured on the way.
+//! Quantizes layers one by one into their places in the file, a few rows at a time, so that memory is bounded for layers of any
+//! size. The bytes and the measured errors do not depend on the number of threads.
 
 use super::layout::{Content, Tensor, WeightLayout, declaration};
 use super::source::SourceLayer;
@@ -16,25 +16,25 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Bytes of input that one thread works on at a time, about.
+/// Approximate input bytes per thread and chunk.
 const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes of input that are encoded before the result is written, about.
+/// Approximate input bytes that are encoded between two writes.
 const BATCH_BYTES: usize = 64 << 20;
 
-/// What became of a layer.
+/// The result of a finished layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Finished {
-    /// The bits of the scale of its weight, if it is quantized; of scales of rows those of the largest.
+    /// The bits of the weight scale, if the layer is quantized. Among row scales, the largest.
     pub scale_bits: Option<u32>,
-    /// The bits of the scale of its input, if the file has one.
+    /// The bits of the input scale, if the file has one.
     pub input_scale_bits: Option<u32>,
-    /// Its error.
+    /// The quantization error.
     pub error: ErrorSums,
-    /// The CRC-32 of each of its tensors, in the order in which they are stored.
+    /// The CRC-32 of each of the layer's tensors, in storage order.
     pub checksums: Vec<u32>,
 }
 
-/// Sums of squares, as bits of f64: those of the errors of all values, and those of the values.
+/// The sums of squared errors and of squared values, as bits of f64.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorSums {
     errors: u64,
@@ -46,36 +46,36 @@ impl ErrorSums {
         Self { errors: errors.to_bits(), values: values.to_bits() }
     }
 
-    /// The sums of both.
+    /// Adds two pairs of sums.
     pub fn plus(self, other: Self) -> Self {
         let sum = |a: u64, b: u64| f64::from_bits(a) + f64::from_bits(b);
         Self::new(sum(self.errors, other.errors), sum(self.values, other.values))
     }
 
-    /// The root of the mean square of the errors, relative to that of the values.
+    /// The root mean square of the errors, relative to the root mean square of the values.
     pub fn relative(self) -> f64 {
         let (errors, values) = (f64::from_bits(self.errors), f64::from_bits(self.values));
         if values > 0.0 { (errors / values).sqrt() } else { 0.0 }
     }
 }
 
-/// Rows of a part, and the row of the layer that they begin at.
+/// Rows of a part, and the row of the layer at which they begin.
 struct Chunk<'a> {
     part: &'a WeightSlice,
     rows: Range<usize>,
     at: usize,
 }
 
-/// A chunk as the file stores it.
+/// An encoded chunk, as the file stores it.
 struct Encoded {
     elements: Bytes,
-    /// The scales of rows or blocks; empty if there is only one for the whole.
+    /// The row or block scales; empty if the weight has only one scale.
     scales: Bytes,
     error: ErrorSums,
 }
 
-/// Writes all tensors of a layer. `path` is the file that it is read from, `batch_done` is called with the bytes of every batch
-/// that was written, and may fail in order to stop.
+/// Writes all tensors of a layer. `path` is its source file. `batch_done` is called with the size of every written batch, and may
+/// fail to stop the work.
 pub fn write_layer(
     layer: &SourceLayer,
     layout: WeightLayout,
@@ -139,7 +139,7 @@ pub fn write_layer(
     })
 }
 
-/// The scale of a weight as a whole. In a weight that has one for each row, that is the largest.
+/// The scale of a whole weight. For a weight with row scales it is the largest one.
 fn weight_scale(layer: &SourceLayer, format: DType, path: &Path) -> Result<Scale> {
     let scale = format.scale_for(largest_magnitude(&layer.parts));
     scale.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))
@@ -150,7 +150,7 @@ fn unscalable(layer: &SourceLayer, path: &Path, what: &str) -> Error {
     error.with_hint("the file is damaged; download it again")
 }
 
-/// The rows of a layer in pieces of about equal size. Those of a quantized one begin at whole tiles of block scales.
+/// The rows of a layer in chunks of about equal size. A quantized layer's chunks begin at whole tiles of block scales.
 fn chunks(layer: &SourceLayer) -> Vec<Chunk<'_>> {
     let grain = if layer.spec.format.is_some() { TILE_ROWS } else { 1 };
     let step = grain * (CHUNK_BYTES / (grain * layer.row_bytes()).max(1)).max(1);
@@ -166,8 +166,8 @@ fn chunks(layer: &SourceLayer) -> Vec<Chunk<'_>> {
     chunks
 }
 
-/// Encodes rows in a format with the scale of the whole weight, or rounds them to BF16. `None` if a row is to have a scale of its
-/// own, and none fits.
+/// Encodes rows in a format with the weight's scale, or rounds them to BF16. `None` if the format has row scales and none fits a
+/// row.
 fn encode(chunk: &Chunk<'_>, format: Option<(DType, Scale)>, layout: WeightLayout) -> Option<Encoded> {
     let (part, rows, cols) = (chunk.part, chunk.rows.clone(), chunk.part.cols());
     let Some((format, scale)) = format else {
@@ -212,7 +212,7 @@ fn encode(chunk: &Chunk<'_>, format: Option<(DType, Scale)>, layout: WeightLayou
     Some(Encoded { elements, scales, error })
 }
 
-/// Block scales out of their tiles.
+/// Rearranges block scales from tiles to row-major order.
 fn row_major(tiled: &[u8], rows: usize, cols: usize) -> Vec<u8> {
     let (blocks, along) = (cols / BLOCK, tiles_along(cols));
     (0..rows * blocks).map(|at| tiled[scale_offset(at / blocks, at % blocks, along)]).collect()
@@ -226,7 +226,7 @@ fn owned(bytes: Vec<u8>) -> Bytes {
 mod tests {
     use super::*;
 
-    /// A chunk as it is read again, and its error.
+    /// Encodes a chunk and decodes it again. Returns the values and their error.
     fn read(part: &WeightSlice, format: DType, scale: f32, layout: WeightLayout) -> Option<(Vec<f32>, ErrorSums)> {
         let (rows, scale) = (0..part.rows, Scale::new(scale).unwrap());
         let chunk = Chunk { part, rows: rows.clone(), at: 0 };
@@ -262,7 +262,7 @@ mod tests {
         };
         assert_eq!(fits(0.0), Some(vec![448.0, -1.0, 0.0, 0.0]));
         assert_eq!(fits(-0.5), Some(vec![448.0, -1.0, 0.0, -0.5]));
-        // A scale of this row would be zero, and so are its values.
+        // This row's scale would be zero, and so are its values.
         assert_eq!(fits(f32::from_bits(1)), Some(vec![448.0, -1.0, 0.0, 0.0]));
         assert_eq!(fits(f32::INFINITY), None);
     }

@@ -1,6 +1,6 @@
-//! What is finished of an output, so that a run that was stopped can be continued: the request it belongs to, what calibration
-//! measured, and every layer whose bytes are on disk. A journal is used only for the same request, and only as far as the bytes
-//! have the checksums that it states. It has a line of JSON for each of these, and lines are only added.
+//! Records the finished work of an output, so that a stopped run can be continued: its request, the calibration results, and
+//! every layer whose bytes are on disk. A journal is used only for the same request, and only for bytes that match its
+//! checksums. It has one line of JSON for each entry, and lines are only added.
 
 use super::encode::Finished;
 use crate::checkpoint::Identity;
@@ -11,11 +11,11 @@ use std::path::PathBuf;
 /// A journal.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Journal {
-    /// What is written.
+    /// The request of the output.
     pub request: Record,
-    /// The bits of the largest magnitude of each layer's input, by the canonical name of its weight, once they were measured.
+    /// The bits of the largest input magnitude of each layer, by the canonical name of its weight; `None` until they are measured.
     pub calibration: Option<BTreeMap<String, u32>>,
-    /// The layers that are on disk, for every file, by the name of their weight.
+    /// The layers on disk, for each file, by the name of their weight.
     pub finished: Vec<BTreeMap<String, Finished>>,
 }
 
@@ -25,47 +25,47 @@ pub struct Journal {
 pub enum Entry {
     /// The first line.
     Request(Record),
-    /// What calibration measured.
+    /// The calibration results.
     Calibration(BTreeMap<String, u32>),
-    /// A layer that is on disk: the number of its file, the name of its weight, and what became of it.
+    /// A layer that is on disk: the index of its file, the name of its weight, and its result.
     Finished(usize, String, Finished),
 }
 
 impl Entry {
-    /// Its line.
+    /// The entry as a line of JSON.
     pub fn line(&self) -> Vec<u8> {
-        // All keys are texts and no number is a float, so there is nothing that could fail.
+        // All keys are strings and no number is a float, so serializing cannot fail.
         let mut line = serde_json::to_vec(self).expect("an entry can be serialized");
         line.push(b'\n');
         line
     }
 }
 
-/// Everything that the bytes of an output depend on.
+/// Everything that the output's bytes depend on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
     /// The version of the program.
     pub version: String,
-    /// The files that are read: those of the weights, and those of calibration.
+    /// The files that are read, for weights and for calibration.
     pub inputs: Vec<Identity>,
     /// The files that are copied.
     pub copies: Vec<CopyRecord>,
-    /// The files that are written.
+    /// The files to write.
     pub files: Vec<FileRecord>,
-    /// How inputs of layers are scaled.
+    /// The way inputs of layers are scaled.
     pub calibration: String,
 }
 
-/// A file that is written.
+/// A file to write.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileRecord {
-    /// Its path in the folder of the output; a single file has it, too, though only its target counts.
+    /// The path in the output folder. A single file has one too, though only its target counts.
     pub path: PathBuf,
-    /// Its size.
+    /// The size in bytes.
     pub bytes: u64,
-    /// The CRC-32 of its header, which names every layer, its format and how that is stored.
+    /// The CRC-32 of the header, which states every layer's name, format and storage.
     pub header: u32,
 }
 
@@ -73,28 +73,28 @@ pub struct FileRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CopyRecord {
-    /// Its path in the folder of the output.
+    /// The path in the output folder.
     pub to: PathBuf,
     /// The original.
     pub from: Identity,
 }
 
-/// What every journal begins with: the request comes first, and its version first in it.
+/// The first bytes of every journal: the request comes first, and begins with its version.
 const BEGINNING: &[u8] = br#"{"request":{"version":"#;
 
 impl Journal {
-    /// The journal of an output of which nothing is finished.
+    /// The journal of an output without finished work.
     pub fn new(request: Record) -> Self {
         let finished = vec![BTreeMap::new(); request.files.len()];
         Self { request, calibration: None, finished }
     }
 
-    /// Whether these are the bytes of a journal, of any version, and not of some other file. It may be damaged, or end anywhere.
+    /// Whether these bytes are a journal of any version, rather than another file. The journal may be damaged or cut off.
     pub fn is_one(bytes: &[u8]) -> bool {
         bytes.starts_with(BEGINNING) || BEGINNING.starts_with(bytes)
     }
 
-    /// Reads the lines of a journal. A damaged one is as good as none.
+    /// Reads the lines of a journal. `None` if one is damaged.
     pub fn parse(bytes: &[u8]) -> Option<Self> {
         let mut entries = bytes.split_inclusive(|byte| *byte == b'\n').map(serde_json::from_slice);
         let Some(Ok(Entry::Request(request))) = entries.next() else { return None };
@@ -103,7 +103,7 @@ impl Journal {
         Some(journal)
     }
 
-    /// Notes something. There is none for a second request, or for a file that is not part of the request.
+    /// Adds an entry. `None` for a second request, or for a file that is not part of the request.
     pub fn add(&mut self, entry: Entry) -> Option<()> {
         match entry {
             Entry::Request(_) => return None,
@@ -115,14 +115,14 @@ impl Journal {
         Some(())
     }
 
-    /// Whether there is nothing in it that would have to be done again.
+    /// Whether the journal holds no work that would have to be repeated.
     pub fn is_empty(&self) -> bool {
         self.calibration.is_none() && self.finished.iter().all(BTreeMap::is_empty)
     }
 }
 
 impl Record {
-    /// What is different in another request; `None` if nothing is.
+    /// How another request differs from this one; `None` if it does not.
     pub fn difference(&self, other: &Self) -> Option<&'static str> {
         if self.version != other.version {
             Some("by another version of kiln")
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(Journal::parse(&bytes).as_ref(), Some(&journal));
         let whole = [first.len(), first.len() + measured.line().len()];
         for length in 0..bytes.len() {
-            // A line without its end counts as one, if nothing else of it is missing.
+            // A line without its line feed counts as whole, if nothing else is missing.
             let is_whole = whole.iter().any(|whole| [*whole, whole - 1].contains(&length)) || length == bytes.len() - 1;
             assert_eq!(Journal::parse(&bytes[..length]).is_some(), is_whole, "{length}");
         }

@@ -1,12 +1,12 @@
-//! The bytes of a quantized file that do not depend on any value: which tensors it holds, their order, and its header, to the byte
-//! as the official files have it.
+//! The bytes of a quantized file that do not depend on values: its tensors, their order, and its header, equal to the official
+//! files' to the byte.
 //!
-//! A layer in FP8 has an F8_E4M3 weight and its scale; one in NVFP4 a U8 weight of two elements to a byte, e4m3 scales of blocks in
-//! tiles, and the scale of the whole. Transformers list their quantized layers in the metadata of the header, text encoders have
-//! a tensor beside each.
+//! An FP8 layer has an F8_E4M3 weight and its scale. An NVFP4 layer has a U8 weight with two elements per byte, e4m3 block scales
+//! in tiles, and a scale for the whole weight. Transformers list their quantized layers in the header's metadata. Text encoders
+//! have a companion tensor for each quantized layer.
 //!
-//! For diffusers FP8 has a scale for each row, and NVFP4 another order. It goes by the tensors alone, so nothing is declared as for
-//! ComfyUI, which would take one order for the other.
+//! For diffusers, FP8 has row scales, and NVFP4 has another order. diffusers reads the tensors alone, so these files have none of
+//! ComfyUI's declarations: ComfyUI would mistake one order for the other.
 
 use super::policy::Policy;
 use crate::component::Component;
@@ -15,18 +15,18 @@ use crate::tensor::nvfp4::{BLOCK, TILE_ROWS};
 use crate::tensor::{DType, Nvfp4Layout, ScaleKind};
 use std::ops::Range;
 
-/// The programs that a file is laid out for, besides kiln.
+/// The programs, in addition to kiln, that a file is laid out for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightLayout {
-    /// ComfyUI, as the official files: one scale for an FP8 layer, NVFP4 in the order of [`Nvfp4Layout::COMFY`].
+    /// ComfyUI, like the official files: one scale per FP8 layer, NVFP4 in the order of [`Nvfp4Layout::COMFY`].
     #[default]
     Comfy,
-    /// diffusers: a scale for each row of an FP8 layer, NVFP4 in the order of [`Nvfp4Layout::MODELOPT`].
+    /// diffusers: row scales for FP8 layers, NVFP4 in the order of [`Nvfp4Layout::MODELOPT`].
     Diffusers,
 }
 
 impl WeightLayout {
-    /// The order of NVFP4.
+    /// The order of NVFP4 in this layout.
     pub(super) const fn nvfp4(self) -> Nvfp4Layout {
         match self {
             Self::Comfy => Nvfp4Layout::COMFY,
@@ -34,7 +34,7 @@ impl WeightLayout {
         }
     }
 
-    /// Shape and dtype of the scales of a layer's rows or blocks, if it has any.
+    /// Shape and dtype of a layer's row or block scales, if it has any.
     fn scales(self, format: DType, [rows, cols]: [usize; 2]) -> Option<(&'static str, Vec<usize>)> {
         let blocks = cols.div_ceil(BLOCK);
         match (format.format().scales, self) {
@@ -47,49 +47,49 @@ impl WeightLayout {
         }
     }
 
-    /// Bytes of the scales of so many rows or their blocks.
+    /// Bytes of the row or block scales of so many rows and columns.
     pub(super) fn scale_bytes(self, format: DType, size: [usize; 2]) -> u64 {
         self.scales(format, size).map_or(0, |(dtype, shape)| bytes(dtype, &shape))
     }
 }
 
-/// A layer of the file, or a tensor that stays as it is.
+/// A layer of the file, or a tensor that is stored in BF16.
 #[derive(Clone, Debug)]
 pub struct LayerSpec {
-    /// The name of its weight in the file.
+    /// The name of the weight in the file.
     pub weight: String,
-    /// The layer that it is, or that it is a piece of.
+    /// The model layer that the weight is, or is a piece of.
     pub layer: Option<LayerId>,
-    /// The shape of its values.
+    /// The shape of the values.
     pub shape: Vec<usize>,
-    /// The format that it is quantized to; `None` for BF16.
+    /// The quantization format; `None` for BF16.
     pub format: Option<DType>,
-    /// Whether the file has a scale of the layer's input.
+    /// Whether the file has a scale for the layer's input.
     pub has_input_scale: bool,
 }
 
 impl LayerSpec {
-    /// A layer in the format that the policy chooses for it.
+    /// A layer in the policy's format.
     pub fn new(weight: String, layer: Option<LayerId>, shape: Vec<usize>, policy: &Policy) -> Self {
         let mut spec = Self { weight, layer, shape, format: None, has_input_scale: false };
         spec.format = policy.format_of(&spec);
         spec
     }
 
-    /// Its name: that of the weight without `.weight`.
+    /// The layer's name: the weight's name without `.weight`.
     pub fn name(&self) -> &str {
         self.weight.strip_suffix(".weight").unwrap_or(&self.weight)
     }
 }
 
-/// What a tensor of a layer holds.
+/// The content of a layer's tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// The elements.
+    /// The weight's elements.
     Elements,
-    /// The scales of rows or of blocks.
+    /// The row or block scales.
     Scales,
-    /// The scale of the weight as a whole.
+    /// The scale of the whole weight.
     WeightScale,
     /// The scale of the layer's input.
     InputScale,
@@ -100,24 +100,24 @@ pub enum Content {
 /// A tensor of the file.
 #[derive(Clone, Debug)]
 pub struct Tensor {
-    /// The index of its layer.
+    /// The index of the tensor's layer.
     pub layer: usize,
-    /// What it holds.
+    /// The tensor's content.
     pub content: Content,
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
-    /// Its dtype, as the header spells it.
+    /// The tensor's dtype, as the header spells it.
     pub dtype: &'static str,
-    /// Its shape, as the header has it.
+    /// The tensor's shape, as the header states it.
     pub shape: Vec<usize>,
-    /// Its bytes in the file.
+    /// The tensor's byte range in the file.
     pub range: Range<u64>,
 }
 
-/// The order of dtypes in a file, the widest first, with the bytes of an element. Tensors of one dtype are in order of name.
+/// The order of dtypes in a file, widest first, with the bytes of an element. Tensors of one dtype are sorted by name.
 const DTYPES: [(&str, u64); 4] = [("F32", 4), ("BF16", 2), ("F8_E4M3", 1), ("U8", 1)];
 
-/// Bytes of a tensor.
+/// The size of a tensor in bytes.
 fn bytes(dtype: &str, shape: &[usize]) -> u64 {
     let size = DTYPES.iter().find(|(name, _)| *name == dtype).map_or(0, |(_, size)| *size);
     size * shape.iter().product::<usize>() as u64
@@ -126,17 +126,16 @@ fn bytes(dtype: &str, shape: &[usize]) -> u64 {
 /// The layout of a file.
 #[derive(Clone, Debug)]
 pub struct FileLayout {
-    /// How quantized layers are stored.
+    /// The storage layout of quantized layers.
     pub weights: WeightLayout,
-    /// The length in front of the header, and the header.
+    /// The header and the length in front of it.
     pub header: Vec<u8>,
-    /// The tensors in the order in which they are stored.
+    /// The tensors in storage order.
     pub tensors: Vec<Tensor>,
 }
 
 impl FileLayout {
-    /// The layout of a part with these layers. A text encoder is always laid out for ComfyUI: diffusers reads none that is
-    /// quantized.
+    /// The layout of a part with these layers. A text encoder always gets ComfyUI's layout: diffusers does not read quantized ones.
     pub fn new(part: Component, weights: WeightLayout, layers: &[LayerSpec]) -> Self {
         let weights = if part == Component::TextEncoder { WeightLayout::Comfy } else { weights };
         let each = layers.iter().enumerate();
@@ -154,13 +153,13 @@ impl FileLayout {
         Self { weights, header, tensors }
     }
 
-    /// Bytes of the whole file.
+    /// The size of the whole file in bytes.
     pub fn bytes(&self) -> u64 {
         self.tensors.last().map_or(self.header.len() as u64, |tensor| tensor.range.end)
     }
 }
 
-/// The tensors of one layer, whose places are not known yet.
+/// The tensors of one layer, without byte ranges yet.
 fn tensors_of(part: Component, weights: WeightLayout, layer: usize, spec: &LayerSpec) -> Vec<Tensor> {
     let tensor = |content, suffix: &str, dtype, shape: &[usize]| {
         let name = if content == Content::Elements { spec.weight.clone() } else { format!("{}.{suffix}", spec.name()) };
@@ -169,7 +168,7 @@ fn tensors_of(part: Component, weights: WeightLayout, layer: usize, spec: &Layer
     let elements = |dtype, shape: &[usize]| tensor(Content::Elements, "", dtype, shape);
     let Some(format) = spec.format else { return vec![elements("BF16", &spec.shape)] };
     let (rows, cols, dtype) = (spec.shape[0], spec.shape[1], format);
-    // Each dtype that elements of these formats are stored as is of one byte.
+    // Each dtype that stores elements of these formats has one byte.
     let mut tensors = vec![elements(dtype.format().stored_as, &[rows, dtype.bytes(cols)])];
     if dtype.format().scales == ScaleKind::Blocks {
         tensors.push(tensor(Content::WeightScale, "weight_scale_2", "F32", &[]));
@@ -188,18 +187,18 @@ fn tensors_of(part: Component, weights: WeightLayout, layer: usize, spec: &Layer
     tensors
 }
 
-/// The settings of a layer in this format, as the official files spell them.
+/// The declaration of this format, as the official files spell it.
 pub fn declaration(format: DType) -> String {
     format!(r#"{{"format": "{}"}}"#, format.format().declared)
 }
 
-/// The length and the header of a file, padded to a multiple of eight bytes.
+/// The header with its length, padded to a multiple of eight bytes.
 fn header(part: Component, weights: WeightLayout, layers: &[LayerSpec], tensors: &[Tensor]) -> Vec<u8> {
     let quoted = |text: &str| serde_json::Value::from(text).to_string();
     let mut entries = Vec::new();
     let metadata = |key: &str, value: &str| format!(r#""__metadata__":{{"{key}":{}}}"#, quoted(value));
     if weights == WeightLayout::Diffusers {
-        // Nothing else about such a file tells its order, which diffusers assumes.
+        // Nothing else in such a file shows its order, which diffusers assumes.
         if layers.iter().any(|layer| layer.format == Some(DType::E2m1)) {
             entries.push(metadata(NVFP4_LAYOUT_METADATA, "modelopt"));
         }

@@ -4,7 +4,7 @@
 pub fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
     let (mut p, mut n) = (0, 0);
-    // The latest star, and the end of what it stands for so far. Only the latest one ever has to stand for more.
+    // The latest star, and the end of the text that it matches so far. Only the latest star ever has to match more.
     let mut star: Option<(usize, usize)> = None;
     while n < name.len() {
         if p < pattern.len() && pattern[p] == '*' {
@@ -48,7 +48,7 @@ mod tests {
         ] {
             assert_eq!(matches(pattern, name), is_match, "{pattern} {name}");
         }
-        // A pattern of many stars takes no longer than their number times the length of the name.
+        // Matching a pattern with many stars takes no longer than their number times the length of the name.
         assert!(!matches(&"*a".repeat(200), &"a".repeat(199)));
     }
 }

@@ -1,4 +1,4 @@
-//! Which layers are quantized, and to which format: those that the official files quantize, less those that a user keeps.
+//! Chooses the layers to quantize, and their formats: the official files' choice, without the layers that a user keeps.
 
 use super::layout::LayerSpec;
 use super::pattern;
@@ -17,35 +17,35 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// The layers of a transformer that the official files of this size and variant quantize, without those that match `keep`.
+    /// The policy for a transformer: the layers that the official files of this size and variant quantize, without those that match `keep`.
     pub fn transformer(config: &TransformerConfig, variant: Variant, format: DType, keep: &[String]) -> Self {
         let kept = ModelSpec::of(config, variant).map_or(&[][..], |model| model.kept).iter();
         let official = kept.filter(|(kept, _)| *kept == format).map(|(_, pattern)| (*pattern).to_owned());
         Self { format, wider: official.chain(keep.iter().cloned()).collect() }
     }
 
-    /// All linear layers of a text encoder without those that match `keep`. The official files mix formats layer by layer, in a
-    /// way that follows no rule. Here NVFP4 is for the MLPs, two thirds of the weights, and attention is FP8.
+    /// The policy for a text encoder: all linear layers that do not match `keep`. The official files mix formats layer by layer, by no
+    /// rule. kiln uses NVFP4 for the MLPs, two thirds of the weights, and FP8 for attention.
     pub fn text_encoder(format: DType, keep: &[String]) -> Self {
         Self { format, wider: keep.to_vec() }
     }
 
-    /// The format of a layer, or `None` if it stays in BF16. Those of blocks can be quantized, embedders, modulations and the last layers
-    /// cannot.
+    /// The format of a layer, or `None` if it stays in BF16. Layers in blocks can be quantized. Embedders, modulations and the last
+    /// layers cannot.
     pub fn format_of(&self, layer: &LayerSpec) -> Option<DType> {
         let [_, cols] = layer.shape[..] else { return None };
         let id = layer.layer.filter(|id| id.block.is_some())?;
         if self.wider.iter().any(|pattern| pattern::matches(pattern, layer.name())) {
             return None;
         }
-        // Blocks are not cut off at the end of a row.
+        // A row has to divide into whole blocks.
         let in_blocks = cols.is_multiple_of(self.format.format().block)
             && (self.format.bits() >= 8 || !matches!(id.role, LayerRole::EncoderQkv | LayerRole::EncoderOut));
         Some(if in_blocks { self.format } else { DType::E4m3 })
     }
 }
 
-/// Fails if a pattern matches none of the layers, and names those that are spelled most like it.
+/// Fails if a pattern matches no layer, and names the most similar layers.
 pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a str> + Clone) -> Result<()> {
     for wanted in patterns {
         if layers.clone().any(|layer| pattern::matches(wanted, layer)) {
@@ -58,8 +58,8 @@ pub fn check_patterns<'a>(patterns: &[String], layers: impl Iterator<Item = &'a 
     Ok(())
 }
 
-/// The scale of an input that was not measured: a constant, by the op that makes it. NVFP4 without a scale takes the largest value of
-/// the moment, which no constant replaces.
+/// The scale of an input that was not measured: a constant, by the op that makes the input. Without a scale, NVFP4 uses the input's
+/// current largest value, which no constant can replace.
 pub fn constant_scale(layer: LayerId, format: DType) -> Option<f32> {
     let scale = layer.producer()?.input_scale(format).filter(|_| format.format().scales != ScaleKind::Blocks);
     scale.map(Scale::get)
@@ -89,7 +89,7 @@ mod tests {
         }
         let kept = Policy::text_encoder(Nvfp4, &["*.mlp.*".into()]);
         assert_eq!(of(&kept, "model.layers.7.mlp.down_proj", down, &[256, 128]), None);
-        // Rows that are no whole blocks.
+        // Rows that do not divide into whole blocks.
         let whole = Policy::text_encoder(Nvfp4, &[]);
         assert_eq!(of(&whole, "model.layers.7.mlp.down_proj", down, &[256, 24]), Some(Fp8));
         assert_eq!(of(&whole, "model.layers.7.self_attn.q_norm", LayerRole::EncoderQueryNorm.of_block(7), &[256]), None);

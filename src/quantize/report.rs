@@ -1,4 +1,4 @@
-//! What was written: the format and the error of every layer.
+//! The report of a quantization: the format and the error of every layer.
 
 use super::encode::{ErrorSums, Finished};
 use super::journal::Journal;
@@ -9,54 +9,54 @@ use crate::tensor::DType;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// What was written.
+/// The report of an output.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// The files with quantized layers.
     pub files: Vec<FileReport>,
-    /// Bytes of all files.
+    /// The size of all files in bytes.
     pub bytes: u64,
 }
 
 /// A file with quantized layers.
 #[derive(Clone, Debug)]
 pub struct FileReport {
-    /// The part of the model that it holds.
+    /// The part of the model in the file.
     pub part: Component,
-    /// Its path in the folder of the output.
+    /// The path in the output folder.
     pub path: PathBuf,
-    /// Its size.
+    /// The size in bytes.
     pub bytes: u64,
-    /// Its quantized layers.
+    /// The quantized layers.
     pub layers: Vec<LayerReport>,
-    /// The number of tensors that are in BF16.
+    /// The number of tensors in BF16.
     pub plain: usize,
 }
 
 /// A quantized layer.
 #[derive(Clone, Debug)]
 pub struct LayerReport {
-    /// Its name in the file.
+    /// The layer's name in the file.
     pub name: String,
-    /// Its format.
+    /// The layer's format.
     pub format: DType,
-    /// Rows and columns of its weight.
+    /// Rows and columns of the weight.
     pub shape: [usize; 2],
-    /// The scale of the weight as a whole, or the largest of its rows.
+    /// The scale of the whole weight, or its largest row scale.
     pub scale: f32,
-    /// The scale of its input, if the file has one.
+    /// The scale of the layer's input, if the file has one.
     pub input_scale: Option<f32>,
     error: ErrorSums,
 }
 
 impl LayerReport {
-    /// Its error: the root of the mean square of the differences between decoded and original values, relative to that of the
-    /// original values.
+    /// The layer's error: the root mean square of the differences between decoded and original values, relative to the root
+    /// mean square of the original values.
     pub fn error(&self) -> f64 {
         self.error.relative()
     }
 
-    /// Its kind: its name without the number of its block.
+    /// The layer's kind: its name without the block number.
     pub fn kind(&self) -> String {
         let mut numbered = false;
         let components = self.name.split('.').map(|component| {
@@ -68,18 +68,18 @@ impl LayerReport {
     }
 }
 
-/// The layers of one kind that have one format.
+/// The layers that share a kind and a format.
 #[derive(Clone, Debug)]
 pub struct KindReport {
-    /// Their kind.
+    /// The layers' kind.
     pub kind: String,
-    /// Their format.
+    /// The layers' format.
     pub format: DType,
-    /// How many they are.
+    /// The number of layers.
     pub layers: usize,
-    /// Their error as if they were one layer.
+    /// The error of all these layers as one.
     pub error: f64,
-    /// The largest error of one of them.
+    /// The largest error of a single layer.
     pub worst: f64,
 }
 
@@ -101,7 +101,7 @@ impl FileReport {
         Self { part: file.part, path: file.path.clone(), bytes: file.layout.bytes(), layers, plain }
     }
 
-    /// Its layers by kind, in the order in which the kinds first occur.
+    /// The file's layers by kind, in the order in which the kinds first occur.
     pub fn by_kind(&self) -> Vec<KindReport> {
         let mut kinds: Vec<(KindReport, ErrorSums)> = Vec::new();
         for layer in &self.layers {

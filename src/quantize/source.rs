@@ -1,5 +1,5 @@
-//! The layers of a part as its files store them, under the names of the file that is written: of a transformer those of the
-//! original single files, whatever layout it has, of a text encoder those of Hugging Face, which have every projection apart.
+//! Reads the layers of a part under the names of the file to write. A transformer has the names of the original single files,
+//! whatever its layout. A text encoder has Hugging Face's names, with separate projections.
 
 use super::layout::LayerSpec;
 use super::policy::Policy;
@@ -14,18 +14,18 @@ use crate::names::{self, TensorRole, TensorSpec};
 use crate::tensor::{Bytes, DType, WeightSlice};
 use std::path::{Path, PathBuf};
 
-/// A part that is quantized.
+/// A part to quantize.
 #[derive(Clone, Debug)]
 pub enum ComponentSource {
-    /// A transformer, with its sizes and its variant.
+    /// A transformer, with its sizes and variant.
     Transformer(Weights, TransformerConfig, Variant),
     /// A text encoder.
     TextEncoder(Weights),
 }
 
 impl ComponentSource {
-    /// Opens a part without the rest of its model: a safetensors file, or a folder of shards. `variant` overrides the one that
-    /// names and the index of the pipeline imply.
+    /// Opens a part without the rest of its model: a safetensors file, or a folder of shards. `variant` overrides the variant
+    /// that the names and the pipeline's index imply.
     pub fn open(part: Component, path: &Path, variant: Option<Variant>) -> Result<Self> {
         let weights = Weights::open(part, path)?;
         let read = |path: PathBuf| ConfigFile::read(&path);
@@ -45,12 +45,12 @@ impl ComponentSource {
     }
 }
 
-/// A layer, or another tensor, of the files.
+/// A layer, or another tensor, of the source files.
 #[derive(Clone, Debug)]
 pub struct SourceLayer {
-    /// What is made of it.
+    /// The specification of the layer in the new file.
     pub spec: LayerSpec,
-    /// Its rows in order. A vector is one row.
+    /// The layer's rows in order. A vector is one row.
     pub parts: Vec<WeightSlice>,
 }
 
@@ -62,18 +62,18 @@ impl SourceLayer {
         Ok(Self { spec, parts })
     }
 
-    /// Bytes of a row's elements in the widest of its parts.
+    /// Bytes of one row in the widest of the layer's parts.
     pub fn row_bytes(&self) -> usize {
         self.parts.iter().map(|part| part.dtype.bytes(part.cols())).max().unwrap_or(0)
     }
 
-    /// Whether values are rounded though the layer is not quantized: BF16 is all that such a file has.
+    /// Whether values are rounded although the layer is not quantized: such a file holds only BF16.
     pub fn is_narrowed(&self) -> bool {
         self.spec.format.is_none() && self.parts.iter().any(|part| part.dtype != DType::Bf16)
     }
 }
 
-/// The layers of a transformer whose tensors are those of `manifest`.
+/// The layers of a transformer with the tensors of `manifest`.
 pub fn transformer_layers(weights: &Weights, manifest: &[TensorSpec], policy: &Policy) -> Result<Vec<SourceLayer>> {
     let layer = |spec: &TensorSpec| {
         let layer = LayerSpec::new(spec.name.clone(), spec.layer, spec.shape.clone(), policy);
@@ -82,8 +82,8 @@ pub fn transformer_layers(weights: &Weights, manifest: &[TensorSpec], policy: &P
     manifest.iter().map(layer).collect()
 }
 
-/// The layers of a text encoder: all that its files have, those that no image needs as well, but not the head that predicts
-/// tokens, which the files of ComfyUI leave out.
+/// The layers of a text encoder: all layers in its files, including those that no image needs. The head that predicts tokens
+/// is left out, as in ComfyUI's files.
 pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<SourceLayer>> {
     let mut layers = Vec::new();
     for shard in weights.shards() {
@@ -104,7 +104,7 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
     Ok(layers)
 }
 
-/// A tensor of a file as one part.
+/// Reads a tensor of a file as one part.
 fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightSlice> {
     let dtype = match DType::stored_as(entry.dtype.name) {
         Some(dtype) if dtype.is_quantized() => return Err(quantized_already(shard.path(), name, entry.dtype.name)),

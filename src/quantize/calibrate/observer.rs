@@ -1,4 +1,4 @@
-//! Finds the largest magnitude of what layers multiply, while a backend runs them.
+//! Finds the largest input magnitudes of layers while a backend runs them.
 
 use crate::backend::{Backend, GemmFormats, Observer, Op};
 use crate::error::{Error, Result};
@@ -8,29 +8,29 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-/// The largest magnitude of the input of each layer.
+/// The largest input magnitude of each layer.
 pub type Largest = Rc<RefCell<BTreeMap<LayerId, f32>>>;
 
-/// Finds the largest inputs of layers within steps.
+/// Observes the largest inputs of layers within steps.
 pub struct LargestInputs {
     /// The watched layers in the order of the model.
     layers: Vec<LayerId>,
     largest: Largest,
-    /// One value for each layer, in working memory behind that of the stages; none before it was reserved.
+    /// One value per layer, in working memory after the stages' memory; `None` before it is reserved.
     found: Option<Tensor>,
     in_step: bool,
-    /// Gives back the memory of mapped files that were read.
+    /// Frees the memory of mapped files that were read.
     release: Box<dyn Fn()>,
 }
 
 impl LargestInputs {
-    /// An observer that watches no layer yet. `release` gives back the memory of mapped files that were read.
+    /// An observer without layers. `release` frees the memory of mapped files that were read.
     pub fn new(release: Box<dyn Fn()>) -> Self {
         let (layers, largest) = (Vec::new(), Largest::default());
         Self { layers, largest, found: None, in_step: false, release }
     }
 
-    /// Watches layers. Returns the largest magnitudes, which are updated after every step; a layer that no step has run has zero.
+    /// Adds layers to watch. Returns the largest magnitudes, which are updated after every step. They are zero for layers that no step ran.
     pub fn watch(&mut self, layers: impl Iterator<Item = LayerId>) -> Largest {
         self.layers.extend(layers);
         self.largest.borrow_mut().extend(self.layers.iter().map(|layer| (*layer, 0.0)));
@@ -42,7 +42,7 @@ impl LargestInputs {
         self.found.ok_or_else(|| Error::Op { op: "step", what: "no working memory was reserved".into() })
     }
 
-    /// Takes over what a step found.
+    /// Updates the largest magnitudes after a step.
     fn collect<B: Backend + ?Sized>(&mut self, be: &mut B) -> Result<()> {
         let mut values = vec![0.0; self.layers.len()];
         be.read(self.found()?, &mut values)?;
@@ -58,8 +58,8 @@ impl LargestInputs {
 }
 
 impl<B: Backend + ?Sized> Observer<B> for LargestInputs {
-    /// No quantized inputs, because it is plain ones that scales are chosen for. Nor are weights expanded by each GEMM, for which a
-    /// backend takes working memory behind that which is in use, where the values are.
+    /// Turns off quantized inputs, because the scales are for unquantized ones. Also turns off formats whose weights each GEMM
+    /// expands: the backend would expand them into working memory after the part in use, where the observed values are.
     fn gemm_formats(&self, be: &B) -> GemmFormats {
         let GemmFormats { w8a16, w4a16, expands, .. } = be.gemm_formats();
         GemmFormats { w8a16: w8a16 && !expands, w4a16: w4a16 && !expands, ..GemmFormats::NONE }
@@ -85,8 +85,8 @@ impl<B: Backend + ?Sized> Observer<B> for LargestInputs {
             be.run(Op::LargestMagnitude { largest, x })?;
         }
         be.run(op)?;
-        // Whoever quantizes a model need not have memory for all of it. Pages that are read again are still in the page cache,
-        // unless something else needs the memory.
+        // The machine may not have memory for the whole model. Pages that are read again are still in the page cache, unless
+        // something else needs the memory.
         if multiplies && be.reads_files() {
             (self.release)();
         }
@@ -116,7 +116,7 @@ mod tests {
     use crate::tensor::{Arena, Bytes, WeightSlice};
     use std::sync::Arc;
 
-    /// What a watched layer multiplies outside of steps does not count, and neither do other layers. Rows of a watched one do.
+    /// Inputs outside of steps and of other layers do not count. Rows of a watched layer do.
     #[test]
     fn watched_layers_are_those_of_steps() {
         let cpu = Box::new(Cpu::new(1, Arc::default()).unwrap());
