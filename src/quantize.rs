@@ -64,7 +64,7 @@ pub struct Options {
     pub layout: WeightLayout,
     /// Patterns of layers that stay in BF16.
     pub keep: Vec<String>,
-    /// What calibration runs, in words; `None` if constants scale the inputs of the transformer's layers. The device is not
+    /// A description of the calibration; `None` if constants scale the inputs of the transformer's layers. The device is not
     /// included: the journal holds the measurements, and they are used wherever the work is continued.
     pub calibration: Option<String>,
 }

@@ -1,5 +1,5 @@
-//! Ways to resolve an error, as data. The library knows no flags: each front end words a remedy itself (a command line names its
-//! flags). The [`Display`](fmt::Display) form serves callers without a front end.
+//! Ways to resolve an error, as data. The library knows no flags: each front end words a remedy itself and can name its flags. The
+//! [`Display`](fmt::Display) form serves callers without a front end.
 
 use crate::component::Component;
 use crate::text::amount;

@@ -205,7 +205,7 @@ pub fn fingerprint(tensors: &Tensors) -> String {
     hex(lines.collect::<Vec<_>>().join("\n").as_bytes())
 }
 
-/// What the files of a part look like.
+/// How the files of a part compare with the published ones.
 #[derive(Debug)]
 pub struct Finding {
     /// The number of tensors.
