@@ -1,21 +1,21 @@
 //! Reference images: decoding, EXIF orientation and resizing.
 //!
-//! A reference can come from anywhere, so it is the least trusted input of the engine. [`DecodedReference::open`] detects the format by
-//! content, walks the container to find the size of the image, and rejects a file that is too large, too small, damaged or not an
-//! image before it allocates any memory for pixels. A damaged image is never completed by guessing: a partial image would be
-//! edited as if it were whole.
+//! A reference can come from anywhere, so it is the least trusted input of the engine. Before [`DecodedReference::open`]
+//! allocates memory for pixels, it detects the format by content and walks the container to find the image size. It rejects a
+//! file that is too large, too small, damaged or not an image. A damaged image is never completed by guessing: a partial image
+//! would be edited as if it were whole.
 //!
 //! [`DecodedReference::prepare`] then matches the reference pipeline bit for bit: `diffusers.utils.load_image` (apply the EXIF
 //! orientation, convert to RGB, drop alpha) followed by the preprocessing of its klein pipeline (cap the area, crop to whole
-//! patches). That includes the decoding, where the JPEG standard leaves roundings to the decoder: these are the roundings of the
-//! decoder in Pillow. There are two deliberate differences:
+//! patches). The decoding matches as well: the JPEG standard leaves roundings to the decoder, and these are Pillow's roundings.
+//! There are two deliberate differences:
 //!
-//! - Pillow clips 16-bit gray at 255, which makes such an image white. Here all 16-bit images keep their upper byte, as color
-//!   images do in Pillow.
-//! - Pillow fills in missing data inside of a JPEG. Here such a file is damaged.
+//! - Pillow clips 16-bit gray at 255, which makes such an image white. kiln keeps the upper byte of all 16-bit images, as Pillow
+//! does for color images.
+//! - Pillow fills in missing data inside a JPEG. kiln treats such a file as damaged.
 //!
-//! An image that is passed to that pipeline without `load_image` is resized in its own color mode (palettes even without
-//! interpolation) and converted afterwards; for an RGB image, which is what `load_image` returns, both orders are equivalent.
+//! An image passed to that pipeline without `load_image` is resized in its own color mode (palettes even without interpolation)
+//! and converted afterwards. For an RGB image, as `load_image` returns it, both orders are equivalent.
 
 mod jpeg;
 mod jpeg_file;
@@ -43,7 +43,7 @@ const MAX_SIDE: usize = 16_384;
 /// Limit on the number of pixels; twice the resolution of the largest phone cameras.
 const MAX_PIXELS: usize = 100_000_000;
 
-/// Limit on the size of metadata that is searched for an orientation, which takes only a few bytes.
+/// Limit on the size of metadata that is searched for an orientation. An orientation takes only a few bytes.
 const MAX_METADATA: usize = 256 << 10;
 
 /// The shortest side that the model accepts.
@@ -66,7 +66,7 @@ impl DecodedReference {
     /// Reads a PNG or JPEG file.
     pub fn open(path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_FILE).map_err(|error| match error.kind() {
-            // This is not an image, so there is no hint to convert it to another format.
+            // The file is not an image, so there is no hint to convert it to another format.
             ErrorKind::InvalidInput => Error::bad_file(path, "cannot read image", error.to_string()),
             ErrorKind::FileTooLarge => Fault::too_long().into_error(path),
             _ => Error::read(path, error),
@@ -74,7 +74,7 @@ impl DecodedReference {
         Self::from_bytes(&bytes, path)
     }
 
-    /// Decodes a file that is in memory; `origin` is its name for display.
+    /// Decodes a file in memory. `origin` is its display name.
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
         decode(bytes, origin).map(|image| Self { origin: origin.into(), image }).map_err(|fault| fault.into_error(origin))
     }
@@ -84,8 +84,8 @@ impl DecodedReference {
         &self.image
     }
 
-    /// Resizes the image for the model: downscales it to at most `area` pixels (`AREA_CAP` for klein), then crops the largest
-    /// centered part that divides into whole patches. An image is never enlarged.
+    /// Resizes the image for the model: downscales it to at most `area` pixels (`AREA_CAP` for klein), then crops it to the
+    /// largest centered part of whole patches. It never enlarges an image.
     pub fn prepare(self, area: usize) -> PreparedReference {
         let Self { origin, image } = self;
         let original = (image.width, image.height);
@@ -98,10 +98,10 @@ impl DecodedReference {
     }
 }
 
-/// A reference image as the model's input.
+/// A reference image as an input of the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PreparedReference {
-    /// The file it came from, for display.
+    /// The file that the image came from, for display.
     pub origin: PathBuf,
     /// Width in pixels, a multiple of `PATCH`.
     pub width: usize,
@@ -132,7 +132,7 @@ impl PreparedReference {
 /// The size to which an image is downscaled, or `None` if its area does not exceed the cap.
 fn capped((width, height): (usize, usize), cap: usize) -> Option<(usize, usize)> {
     let area = width * height;
-    // An area is at most MAX_PIXELS, so it is exact in f64. These are the steps of the reference, including the truncation.
+    // An area is at most MAX_PIXELS, so it is exact in f64. The steps match the reference implementation, including the truncation.
     let scale = (cap as f64 / area as f64).sqrt();
     let shrunk = |side: usize| (side as f64 * scale) as usize;
     (area > cap).then(|| (shrunk(width), shrunk(height)))
@@ -146,7 +146,7 @@ fn center(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<
     let (left, top) = ((from.0 - to.0) / 2, (from.1 - to.1) / 2);
     for row in 0..to.1 {
         let start = ((top + row) * from.0 + left) * 3;
-        // Rows only move toward the start, so none is overwritten before it is copied.
+        // Rows only move toward the start, so no row is overwritten before it is copied.
         pixels.copy_within(start..start + to.0 * 3, row * to.0 * 3);
     }
     pixels.truncate(to.0 * to.1 * 3);
@@ -165,7 +165,7 @@ fn decode(bytes: &[u8], origin: &Path) -> Result<Image, Fault> {
     orientation.apply(image)
 }
 
-/// Runs a decoder. All decoders are fuzzed; if one panics nevertheless, the panic becomes an error and does not end the process.
+/// Runs a decoder. All decoders are fuzzed. If one panics nevertheless, the panic becomes an error instead of ending the process.
 fn isolated<T>(decoder: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
     // The decoder has no state that outlives a panic, so no broken invariant can be observed.
     catch_unwind(AssertUnwindSafe(decoder)).unwrap_or_else(|_| Err(Fault::Damaged("the decoder gave up on it".into())))
@@ -176,7 +176,7 @@ fn check_size(width: usize, height: usize) -> Result<(), Fault> {
     if width == 0 || height == 0 {
         return Err(Fault::Damaged(format!("its header says {width}x{height} pixels")));
     }
-    // Sides come from untrusted 32-bit fields; a product that saturates is too large in any case.
+    // Sides come from untrusted 32-bit fields. A saturated product is too large in any case.
     let (pixels, mega) = (width.saturating_mul(height), 1_000_000);
     if pixels > MAX_PIXELS {
         return Err(Fault::TooLarge(format!("{width}x{height} = {} MP, limit {} MP", pixels / mega, MAX_PIXELS / mega)));
@@ -220,7 +220,7 @@ fn compact<const N: usize>(samples: &mut Vec<u8>, convert: impl Fn([u8; N]) -> [
     samples.truncate(pixels * 3);
 }
 
-/// Why an image is rejected, without the path that an error names.
+/// Why an image is rejected. The error adds the path.
 #[derive(Debug)]
 enum Fault {
     /// Not an image, or not of a supported format.
@@ -267,14 +267,14 @@ mod tests {
         assert_eq!(capped((1024, 1024), AREA_CAP), None);
         assert_eq!(capped((1025, 1024), AREA_CAP), Some((1024, 1023)));
         assert_eq!(capped((16_384, 2048), AREA_CAP), Some((2896, 362)));
-        // A model of small images; the narrowest strip is still at least one patch high.
+        // A model for small images. The narrowest strip is still at least one patch high.
         assert_eq!(capped((1024, 768), 256 * 256), Some((295, 221)));
         assert_eq!(capped((512, 64), 64 * 64), Some((181, 22)));
     }
 
     #[test]
     fn the_center_is_cut_out() {
-        // 3 x 3 pixels, each of the value of its index, to 2 x 1 and 1 x 2.
+        // 3 x 3 pixels whose values are their indices, cropped to 2 x 1 and 1 x 2.
         let pixels: Vec<u8> = (0..9).flat_map(|i| [i; 3]).collect();
         assert_eq!(center(pixels.clone(), (3, 3), (2, 1)), [[3; 3], [4; 3]].concat());
         assert_eq!(center(pixels, (3, 3), (1, 2)), [[1; 3], [4; 3]].concat());

@@ -1,9 +1,9 @@
 //! Encodes a prompt to the token ids of the text encoder: chat template, byte-level BPE, fixed length.
 //!
-//! Vocabularies of Qwen3 are encoded by the `tokenizers` crate, with a model's own `tokenizer.json` or with the one shipped here.
-//! That file is as untrusted as the model, and the crate was not written for hostile files: `file` parses it, and every call into
-//! the crate goes through `isolated`. The vocabulary of Mistral is shipped as a list of ranks, which `ranks` encodes with: that
-//! is ready in 20 ms, where the crate takes 600.
+//! Qwen3 vocabularies are encoded by the `tokenizers` crate, with a model's own `tokenizer.json` or with the built-in one. That
+//! file is as untrusted as the model, and the crate was not written for hostile files. So `file` parses it, and every call into
+//! the crate goes through `isolated`. Mistral's vocabulary is built in as a list of ranks, which `ranks` encodes with: it is
+//! ready in 20 ms, and the crate takes 600.
 
 mod file;
 mod format;
@@ -31,22 +31,22 @@ use tokenizers::{Model, OffsetReferential, OffsetType, PreTokenizer};
 /// The largest `tokenizer.json`, in bytes. Mistral's, the largest in use, is half of that.
 const MAX_FILE_BYTES: u64 = 32 << 20;
 
-/// The longest prompt, in bytes. It is far more than fits the token limit, and bounds the work that a single "word" can cause.
+/// The longest prompt, in bytes. It far exceeds the token limit, and bounds the work that a single "word" can cause.
 pub const MAX_PROMPT_BYTES: usize = 32 * 1024;
 
 /// The hint for a prompt that is too long.
 pub const SHORTEN: &str = "shorten it; models read a few hundred tokens at most";
 
-/// Number of tokens that are shown to tell where a prompt was truncated.
+/// Number of tokens that kiln shows to tell where it truncated a prompt.
 const ENDING: usize = 12;
 
 /// The hint for a file that is not a usable tokenizer.
 pub const HINT: &str = "use the tokenizer.json that came with the text encoder";
 
-/// What is said of a file that is not one.
+/// The error for a file that is not a usable tokenizer.
 const NOT_USABLE: &str = "not a usable tokenizer";
 
-/// The place of the vocabulary of Mistral, for messages.
+/// The origin of Mistral's vocabulary, for messages.
 const MISTRAL: &str = "built-in Mistral vocabulary";
 
 /// The tokenizer of all Qwen3 models, gzipped.
@@ -55,18 +55,18 @@ static QWEN3: &[u8] = include_bytes!("../models/qwen3/tokenizer.json.gz");
 /// An encoded prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tokens {
-    /// Exactly the requested number of ids: the prompt in its template, with padding before or behind it.
+    /// Exactly the requested number of ids: the prompt in its template, with padding before or after it.
     pub ids: Vec<u32>,
-    /// Number of ids that are no padding.
+    /// Number of ids that are not padding.
     pub real: usize,
-    /// Where the others are, and what they stand for.
+    /// The place and meaning of the padding.
     pub padding: Padding,
     /// Number of ids that were truncated at the end, the template's closing part first.
     pub cut: usize,
 }
 
 impl Tokens {
-    /// The places of the ids that are no padding.
+    /// The positions of the ids that are not padding.
     pub fn rows(&self) -> Range<usize> {
         let first = if self.padding.is_left() { self.ids.len() - self.real } else { 0 };
         first..first + self.real
@@ -82,12 +82,12 @@ pub struct Tokenizer {
     origin: PathBuf,
 }
 
-/// What encodes a text.
+/// The implementation that encodes a text.
 #[derive(Debug)]
 enum Encoder {
-    /// The `tokenizers` crate, with the settings of a file.
+    /// The `tokenizers` crate, with the settings from a file.
     Library(Box<tokenizers::Tokenizer>),
-    /// A list of ranks, with the special tokens of Mistral.
+    /// A list of ranks, with Mistral's special tokens.
     Ranks(Box<Ranks>),
 }
 
@@ -99,11 +99,10 @@ impl Tokenizer {
         Self::from_json(&bytes, path)
     }
 
-    /// Parses the content of a `tokenizer.json`; `origin` is the path that error messages name.
+    /// Parses the content of a `tokenizer.json`. Error messages name the path `origin`.
     ///
-    /// The tokens say which family it is for. A file of Mistral with as many tokens as the vocabulary that is built in has to
-    /// have the same ones, and the one that is built in is used; a file with another number of them, of a tiny model, is used
-    /// itself.
+    /// The tokens decide which family the file is for. A Mistral file with as many tokens as the built-in vocabulary must have
+    /// the same tokens, and the built-in one is used. A file with another number of tokens, from a tiny model, is used itself.
     pub fn from_json(bytes: &[u8], origin: &Path) -> Result<Self> {
         let file = isolated(origin, || Parsed::new(bytes))?;
         if special::is_full_size(file.vocab()) {
@@ -115,7 +114,7 @@ impl Tokenizer {
             return Self::of_ranks(ours, Path::new(MISTRAL));
         }
         let inner = isolated(origin, || file.build())?;
-        // A token of the template that is only in the vocabulary would not be found in a text.
+        // A template token must be an added token: one that is only in the vocabulary would not be found in a text.
         let added = inner.get_added_vocabulary().get_vocab();
         let has = |format: &PromptFormat| format.marks.iter().all(|mark| added.contains_key(*mark));
         let format = PromptFormat::ALL.into_iter().find(|format| has(format));
@@ -142,16 +141,16 @@ impl Tokenizer {
         Self::of_ranks(Self::shipped_ranks()?, Path::new(MISTRAL))
     }
 
-    /// A tokenizer of Mistral with these tokens after its 1000 special ones: in the order of their ranks, each a byte for its
-    /// length and then its bytes. The first 256 are the single bytes in order, which are enough for a tiny model.
+    /// A Mistral tokenizer with these tokens after its 1000 special ones. They come in rank order, each a length byte and then
+    /// its bytes. The first 256 are the single bytes in order, which are enough for a tiny model.
     pub fn from_ranks(list: &[u8], origin: &Path) -> Result<Self> {
         Self::of_ranks(list.to_vec(), origin)
     }
 
-    /// The tokenizer of a `tekken.json`, Mistral's own form, which ComfyUI's files have as the tensor `tekken_model`.
+    /// The tokenizer of a `tekken.json`, Mistral's own format. ComfyUI's files have it as the tensor `tekken_model`.
     ///
-    /// As in [`Tokenizer::from_json`], a vocabulary of full size has to be the one that is built in. What the file says about
-    /// words and special tokens is not used.
+    /// As in [`Tokenizer::from_json`], a vocabulary of full size must match the built-in one. The file's settings for words and
+    /// special tokens are not used.
     pub fn from_tekken(json: &[u8], origin: &Path) -> Result<Self> {
         let _span = trace::span("read the tokenizer");
         if json.len() as u64 > MAX_FILE_BYTES {
@@ -168,7 +167,7 @@ impl Tokenizer {
         Self::of_ranks(list, Path::new(MISTRAL))
     }
 
-    /// The list of ranks that is built in.
+    /// The built-in list of ranks.
     fn shipped_ranks() -> Result<Vec<u8>> {
         mistral::shipped().map_err(|source| Error::read(Path::new(MISTRAL), source))
     }
@@ -180,20 +179,20 @@ impl Tokenizer {
         Ok(Self { encoder: Encoder::Ranks(ranks.into()), format, pad, origin: origin.into() })
     }
 
-    /// The text around prompts, which tells the family of text encoders that the vocabulary is for.
+    /// The text around prompts. It shows the family of text encoders that the vocabulary is for.
     pub fn format(&self) -> &'static PromptFormat {
         self.format
     }
 
-    /// Encodes a prompt into exactly `length` ids, with padding behind it.
+    /// Encodes a prompt into exactly `length` ids, with padding after it.
     pub fn encode(&self, prompt: &str, length: usize) -> Result<Tokens> {
         self.encode_padded(prompt, length, Padding::Right)
     }
 
     /// Encodes a prompt into exactly `length` ids.
     ///
-    /// Template and prompt are encoded as one string: a newline at the start of the prompt merges with that of the template, and
-    /// text that spells a special token is encoded as that token. Both match the models' reference implementation.
+    /// Template and prompt are encoded as one string: a newline at the start of the prompt merges with the template's newline,
+    /// and text that spells a special token is encoded as that token. Both match the models' reference implementation.
     pub fn encode_padded(&self, prompt: &str, length: usize, padding: Padding) -> Result<Tokens> {
         let _span = trace::span("tokenize");
         check_length(prompt.len())?;
@@ -206,7 +205,7 @@ impl Tokenizer {
         Ok(tokens)
     }
 
-    /// The ids of a text as it stands.
+    /// The ids of an unmodified text.
     fn ids(&self, text: &str) -> Result<Vec<u32>> {
         isolated(&self.origin, || match &self.encoder {
             Encoder::Library(inner) => library_ids(inner, text),
@@ -228,8 +227,8 @@ impl Tokenizer {
     }
 }
 
-/// The ids of a text by the library: the steps of `encode_fast` without the token strings, offsets and masks, which would take a
-/// third of the time.
+/// Encodes a text with the library: the steps of `encode_fast` without token strings, offsets and masks, which would take a third
+/// of the time.
 fn library_ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> tokenizers::Result<Vec<u32>> {
     let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
     if let Some(splitter) = tokenizer.get_pre_tokenizer() {
@@ -254,9 +253,9 @@ pub fn check_length(bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// The only way to call the `tokenizers` crate: its errors and its panics both become errors about the file.
+/// The only way to call the `tokenizers` crate. Its errors and panics both become errors about the file.
 ///
-/// The closure is asserted to be unwind-safe because nothing that a panic could leave inconsistent is used again: a tokenizer
+/// The closure is asserted to be unwind-safe because nothing that a panic could leave inconsistent is used again. A tokenizer
 /// that failed to load is dropped, and encoding takes it by shared reference.
 fn isolated<T>(origin: &Path, call: impl FnOnce() -> tokenizers::Result<T>) -> Result<T> {
     let detail = match catch_unwind(AssertUnwindSafe(call)) {
@@ -343,7 +342,7 @@ mod tests {
 
     #[test]
     fn prompts_at_and_over_the_cap() {
-        // Worst cases for one stage each: a single word, whitespace that the split pattern backtracks over, combining marks.
+        // The worst case of each stage: a single word, whitespace that the split pattern backtracks over, combining marks.
         for piece in ["a", " ", "\u{301}", "\0", "'", "\r\n", "🦀"] {
             let prompt = piece.repeat(MAX_PROMPT_BYTES / piece.len());
             assert_eq!(TOKENIZER.encode(&prompt, 512).unwrap().ids.len(), 512, "{piece:?}");

@@ -1,6 +1,6 @@
 //! A decoder of Huffman-coded JPEG, sequential and progressive (ITU T.81), with any scan layout and chroma subsampling.
 //!
-//! The pixels are bit-identical to those of libjpeg-turbo as used by Pillow: T.81 leaves the roundings of the inverse DCT to the
+//! The pixels are bit-identical to libjpeg-turbo's as used by Pillow. T.81 leaves the roundings of the inverse DCT to the
 //! decoder, and does not cover upsampling and color conversion at all. Unlike libjpeg, this decoder never fills in missing data.
 //! Truncated scans, invalid codes and markers, and missing scans are errors.
 //!
@@ -59,9 +59,9 @@ pub(super) fn decode(frame: &Frame, scans: &[Scan<'_>], notes: Notes) -> Result<
 struct Stored {
     /// The size in blocks.
     blocks: (usize, usize),
-    /// The lowest bit to which each coefficient is known, in zigzag order; a coefficient is complete at 0.
+    /// The lowest known bit of each coefficient, in zigzag order. A coefficient is complete at 0.
     known: [Option<u8>; 64],
-    /// The quantization table in row-major order; all zero, which no valid table is, before the component's first scan.
+    /// The quantization table in row-major order. Before the component's first scan it is all zero, which no valid table is.
     quantizers: Block,
     /// The coefficients of a progressive image, block after block, until all of its scans are decoded.
     coefficients: Vec<i16>,
@@ -107,12 +107,12 @@ impl Stored {
     }
 }
 
-/// What can be wrong with entropy-coded data. It is small because it is part of the result of every symbol.
+/// An error in entropy-coded data. It is small because it is part of the result of every symbol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Flaw {
     /// The data ends too early.
     Short,
-    /// A code that its table does not have, or that is invalid in its place.
+    /// A code that is not in its table, or that is invalid in its place.
     Code,
     /// A missing restart marker, or one with the wrong number.
     Restart,
@@ -122,8 +122,8 @@ impl Flaw {
     fn fault(self) -> Fault {
         damaged(match self {
             Self::Short => "its image data ends before the image does",
-            Self::Code => "its image data has a code that makes no sense",
-            Self::Restart => "its image data has no restart mark where one belongs",
+            Self::Code => "its image data has an invalid code",
+            Self::Restart => "its image data lacks a restart marker",
         })
     }
 }

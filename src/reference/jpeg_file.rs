@@ -1,14 +1,14 @@
-//! JPEG files: the walk over the marker segments. Their content is decoded by [`super::jpeg`].
+//! JPEG files: the walk over the marker segments. [`super::jpeg`] decodes their content.
 //!
-//! The walk checks what must be known before memory is allocated: the size of the image, whether the file holds enough data for
-//! it, and whether it ends with an EOI marker. It also collects the scans, each with the tables in force.
+//! Before memory is allocated, the walk checks the size of the image, whether the file holds enough data for it, and whether it
+//! ends with an EOI marker. It also collects the scans, each with the tables in force.
 
 use super::jpeg::{self, Frame, Notes, Scan, Tables};
 use super::orientation::Orientation;
 use super::{Fault, ends_early};
 use crate::image::Image;
 
-/// Limit on the scans of a progressive image. Encoders write about ten; each one takes a pass over the whole image.
+/// Limit on the scans of a progressive image. Encoders write about ten, and each takes a pass over the whole image.
 const MAX_SCANS: usize = 100;
 
 /// Decodes the first image of the file.
@@ -72,8 +72,8 @@ impl<'a> Container<'a> {
                 // APP0 and APP14 tell the color space, which must be known when the first scan begins.
                 0xE0 if scans.is_empty() => notes.read_app0(walk.segment()?),
                 0xEE if scans.is_empty() => notes.read_app14(walk.segment()?),
-                // Markers without a segment, which are invalid outside of entropy-coded data.
-                0x01 | 0xD0..=0xD8 => return Err(damaged(format!("its mark FF{marker:02X} is out of place"))),
+                // Markers without a segment. They are invalid outside of entropy-coded data.
+                0x01 | 0xD0..=0xD8 => return Err(damaged(format!("its marker FF{marker:02X} is out of place"))),
                 _ => drop(walk.segment()?),
             }
         }
@@ -109,18 +109,18 @@ impl<'a> Walk<'a> {
     /// Reads a marker: one or more FF bytes and its code.
     fn marker(&mut self) -> Result<u8, Fault> {
         if self.byte()? != 0xFF {
-            return Err(damaged(format!("there is no mark at byte {}", self.at - 1)));
+            return Err(damaged(format!("there is no marker at byte {}", self.at - 1)));
         }
         loop {
             match self.byte()? {
                 0xFF => {}
-                0 => return Err(damaged(format!("there is no mark at byte {}", self.at - 2))),
+                0 => return Err(damaged(format!("there is no marker at byte {}", self.at - 2))),
                 code => return Ok(code),
             }
         }
     }
 
-    /// Reads a segment's data; the stored length includes its own two bytes.
+    /// Reads a segment's data. The stored length includes its own two bytes.
     fn segment(&mut self) -> Result<&'a [u8], Fault> {
         let length = usize::from(u16::from_be_bytes([self.byte()?, self.byte()?]));
         let length = length.checked_sub(2).ok_or_else(|| damaged("a segment has an impossible length"))?;
@@ -129,7 +129,7 @@ impl<'a> Walk<'a> {
         Ok(data)
     }
 
-    /// Reads entropy-coded data, up to the next marker that is not part of it.
+    /// Reads entropy-coded data up to the next marker that does not belong to it.
     fn coded_data(&mut self) -> Result<&'a [u8], Fault> {
         let data = &self.bytes[self.at..];
         // FF followed by 0 is data, and restart markers and fill bytes belong to the data.

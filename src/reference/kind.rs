@@ -1,18 +1,18 @@
-//! Detects the format of a file by its first bytes. File extensions are unreliable: phones store HEIC as `.jpg`, and servers
-//! answer with a web page.
+//! Detects the format of a file by its first bytes. File extensions are unreliable: phones store HEIC as `.jpg`, and servers send
+//! web pages.
 
 use super::Fault;
 use crate::files::{Magic, format_name, has_bytes};
 use std::path::Path;
 
-/// The formats that are decoded.
+/// The formats that kiln decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Png,
     Jpeg,
 }
 
-/// Formats that are only recognized.
+/// Formats that kiln only recognizes.
 const OTHERS: [Magic; 16] = [
     (0, b"GIF8", "GIF"),
     (8, b"WEBP", "WebP"),
@@ -32,7 +32,7 @@ const OTHERS: [Magic; 16] = [
     (0, b"version https://git-lfs", "a Git LFS pointer"),
 ];
 
-/// Detects how to decode a file; any format but the two supported ones is rejected by name.
+/// Detects how to decode a file. Rejects unsupported formats by name.
 pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     if bytes.starts_with(b"\x89PNG") {
         return Ok(Kind::Png);
@@ -43,7 +43,7 @@ pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     if bytes.is_empty() {
         return Err(Fault::Unreadable("the file is empty".into()));
     }
-    // The message names the format that the extension promises, because that is what the user expects.
+    // The message names the format of the extension, because the user expects that format.
     let extension = origin.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
     let wanted = match extension.as_str() {
         "png" => "PNG",
@@ -53,7 +53,7 @@ pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     Err(Fault::Unreadable(format!("content is {}, not {wanted}", name(bytes))))
 }
 
-/// The name of the format of a file that is not decoded.
+/// The format name of a file that kiln does not decode.
 fn name(bytes: &[u8]) -> &'static str {
     if let Some(name) = format_name(&OTHERS, bytes) {
         return name;

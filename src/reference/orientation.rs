@@ -19,7 +19,7 @@ pub(super) struct Orientation {
 }
 
 impl Orientation {
-    /// The orientation for one of the eight values of TIFF; all other values mean upright.
+    /// The orientation for one of the eight TIFF values. All other values mean upright.
     fn from_tiff(value: u32) -> Self {
         let [swap, mirror_x, mirror_y] = match value {
             2 => [false, true, false],
@@ -34,8 +34,8 @@ impl Orientation {
         Self { swap, mirror_x, mirror_y }
     }
 
-    /// Reads the orientation from the metadata of an image: from Exif (a TIFF file), or if that has none, from XMP (an XML text).
-    /// Invalid metadata is ignored, because the pixels are still valid.
+    /// Reads the orientation from image metadata: from Exif (a TIFF file), or if Exif has none, from XMP (an XML text). Ignores
+    /// invalid metadata, because the pixels are still valid.
     pub(super) fn from_metadata(exif: Option<&[u8]>, xmp: Option<&[u8]>) -> Self {
         let small = |bytes: &&[u8]| bytes.len() <= MAX_METADATA;
         let exif = exif.filter(small).and_then(from_exif);
@@ -50,8 +50,8 @@ impl Orientation {
         let Image { width, height, pixels } = image;
         let size = if self.swap { (height, width) } else { (width, height) };
         let mut upright = buffer(pixels.len())?;
-        // One band of rows at a time, column by column: if rows and columns are swapped, the pixels of one column of the band are
-        // adjacent in the source and share cache lines.
+        // Copies one band of rows at a time, column by column. If rows and columns are swapped, the pixels of one column of the
+        // band are adjacent in the source and share cache lines.
         const BAND: usize = 32;
         upright.par_chunks_mut(BAND * size.0 * 3).enumerate().for_each(|(band, out)| {
             let rows = out.len() / (size.0 * 3);
@@ -74,7 +74,7 @@ impl Orientation {
 
 /// Looks up the tag in the first directory of a TIFF file. All offsets in the file are untrusted.
 fn from_exif(bytes: &[u8]) -> Option<u32> {
-    // PNG stores the TIFF alone, but some writers prepend the prefix that JPEG has.
+    // PNG stores the TIFF alone, but some writers add the prefix that JPEG has.
     let tiff = bytes.strip_prefix(b"Exif\0\0").unwrap_or(bytes);
     let little = match tiff.get(..4)? {
         b"II*\0" => true,

@@ -1,6 +1,6 @@
-//! PNG files: the chunks are checked here, the pixels are decoded by the `png` crate.
+//! PNG files: this module checks the chunks, and the `png` crate decodes the pixels.
 //!
-//! The library never sees the file itself. It gets a copy with only the chunks that pixels are decoded from, so profiles, texts
+//! The library never sees the file itself. It gets a copy with only the chunks that pixels are decoded from. So profiles, texts
 //! and animation frames are neither parsed nor decompressed, whatever size they claim. Transparency chunks are left out as well:
 //! alpha is dropped, not blended.
 
@@ -11,13 +11,13 @@ use std::io::Cursor;
 
 const SIGNATURE: &[u8; 8] = b"\x89PNG\r\n\x1A\n";
 
-/// Bytes of a chunk besides its data: length and name before, a checksum after.
+/// Bytes of a chunk in addition to its data: length and name before, a checksum after.
 const FRAME: usize = 12;
 
-/// Largest compression ratio of deflate, which decodes 2 bits to at most 258 bytes.
+/// The largest compression ratio of deflate: 2 bits decode to at most 258 bytes.
 const MAX_RATIO: u64 = 1032;
 
-/// Memory limit of the library besides the pixels; it holds two rows of at most 128 KiB.
+/// Memory limit of the library, not counting the pixels. It holds two rows of at most 128 KiB.
 const LIBRARY_BYTES: usize = 4 << 20;
 
 /// Decodes the image, or the default image of an animation.
@@ -37,7 +37,7 @@ struct Container<'a> {
 }
 
 impl<'a> Container<'a> {
-    /// Walks the chunks from the signature to IEND; every length and checksum must be correct.
+    /// Walks the chunks from the signature to IEND. Every length and checksum must be correct.
     fn read(bytes: &'a [u8]) -> Result<Self, Fault> {
         let mut rest = bytes.strip_prefix(SIGNATURE).ok_or_else(|| damaged("its signature was altered on the way"))?;
         let (first, after) = Chunk::split(rest, bytes.len())?;
@@ -91,7 +91,7 @@ struct Chunk<'a> {
 }
 
 impl<'a> Chunk<'a> {
-    /// Splits off the first chunk of `bytes`, which are the remainder of a file of `length` bytes.
+    /// Splits off the first chunk of `bytes`, the remainder of a file of `length` bytes.
     fn split(bytes: &'a [u8], length: usize) -> Result<(Self, &'a [u8]), Fault> {
         let ends_early = || ends_early(length);
         let (length, rest) = bytes.split_first_chunk().ok_or_else(ends_early)?;
@@ -136,24 +136,24 @@ impl Header {
         Ok(Self { width: side([w0, w1, w2, w3]), height: side([h0, h1, h2, h3]), bits: samples * u64::from(depth) })
     }
 
-    /// The least number of bytes that the image data decompresses to. Interlacing adds a few.
+    /// The least number of bytes that the image data decompresses to. Interlacing adds a few bytes.
     fn unpacked_bytes(&self) -> Result<u64, Fault> {
         let row = (self.width as u64).checked_mul(self.bits).map(|bits| bits.div_ceil(8) + 1);
-        row.and_then(|row| row.checked_mul(self.height as u64)).ok_or_else(|| damaged("its header makes no sense"))
+        row.and_then(|row| row.checked_mul(self.height as u64)).ok_or_else(|| damaged("its header is invalid"))
     }
 }
 
 fn pixels(container: &Container<'_>) -> Result<Image, Fault> {
     let mut options = png::DecodeOptions::default();
     options.set_ignore_adler32(false);
-    // Checksums have been verified during the walk.
+    // The walk has already verified the checksums.
     options.set_ignore_crc(true);
     let mut decoder = png::Decoder::new_with_options(Cursor::new(&container.core), options);
     decoder.set_limits(png::Limits { bytes: LIBRARY_BYTES });
     // Palettes and low bit depths are expanded to bytes, and 16-bit samples keep their upper byte.
     decoder.set_transformations(png::Transformations::EXPAND | png::Transformations::STRIP_16);
     let mut reader = decoder.read_info().map_err(library)?;
-    let mut samples = buffer(reader.output_buffer_size().ok_or_else(|| damaged("its header makes no sense"))?)?;
+    let mut samples = buffer(reader.output_buffer_size().ok_or_else(|| damaged("its header is invalid"))?)?;
     let found = reader.next_frame(&mut samples).map_err(library)?;
 
     let Header { width, height, .. } = container.header;

@@ -1,9 +1,9 @@
 //! Parses `tokenizer.json` and builds the byte-level BPE tokenizer that it describes.
 //!
 //! The format can express hostile programs: replacements that double a text forty times, regular expressions with exponential run
-//! time, tables that take gigabytes, dropout that yields different ids every time. The tokenizers of models of this architecture
-//! use a small subset of the format. So the file is parsed with types that accept that subset only, and the library never sees
-//! the file itself. Anything else is rejected by name, and memory use is at most a small multiple of the size of the file.
+//! time, tables that take gigabytes, dropout that yields different ids every time. Tokenizers of models of this architecture use
+//! a small subset of the format. So this module parses files with types that accept only that subset, and the library never sees
+//! the file itself. Anything else is rejected by name. Memory use is at most a small multiple of the file size.
 
 use super::{ranks, special};
 use crate::text::shown;
@@ -17,24 +17,24 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
-/// Limit on the tokens of a vocabulary, and on its merges. Qwen3 has 151,643 tokens and Mistral 269,443 merges; the largest in
+/// Limit on the tokens of a vocabulary, and on its merges. Qwen3 has 151,643 tokens and Mistral 269,443 merges. The largest in
 /// use have twice that.
 pub const MAX_TOKENS: usize = 1 << 19;
 
 /// Limit on added tokens. Qwen3 has 26, Mistral 1000.
 const MAX_ADDED: usize = 1024;
 
-/// Limit on the length of an added token, in bytes: all of them together are compiled to one automaton.
+/// Limit on the length of an added token, in bytes. All added tokens are compiled into one automaton.
 const MAX_ADDED_BYTES: usize = 128;
 
-/// Number of steps of a pre-tokenizer that are kept.
+/// Number of pre-tokenizer steps that are kept.
 const STEPS: usize = 2;
 
 /// The pattern with which Qwen2 and Qwen3 split text into words.
 pub const QWEN_PATTERN: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// The patterns for words that are passed to the library, whose backtracking search takes exponential time for some others.
+/// The word patterns that are passed to the library. Its backtracking search takes exponential time for some other patterns.
 const PATTERNS: [&str; 2] = [QWEN_PATTERN, ranks::PATTERN];
 
 /// A file whose model is supported.
@@ -47,14 +47,14 @@ pub struct Parsed {
 }
 
 impl Parsed {
-    /// Parses a file. Its truncation, padding and post-processing are ignored: kiln pads and truncates the input of the text
-    /// encoder itself.
+    /// Parses a file. Ignores its truncation, padding and post-processing: kiln pads and truncates the input of the text encoder
+    /// itself.
     pub fn new(bytes: &[u8]) -> tokenizers::Result<Self> {
         let File { model, normalizer, pre_tokenizer, decoder, added_tokens } = serde_json::from_slice(bytes)?;
         Ok(Self { model: model.0?, normalizer, pre_tokenizer, decoder, added_tokens })
     }
 
-    /// The tokens of the model and their ids, which go up from 0 without a gap.
+    /// The tokens of the model and their ids, from 0 without gaps.
     pub fn vocab(&self) -> &Vocab {
         &self.model.vocab
     }
@@ -89,7 +89,7 @@ impl Parsed {
 }
 
 /// Checks that the vocabulary has a token for every byte, so that any text can be encoded. The library silently drops bytes
-/// without a token, and different prompts would get the same ids.
+/// without a token, and then different prompts get the same ids.
 fn check_alphabet(vocab: &Vocab) -> Result<(), String> {
     let missing = ByteLevel::alphabet().into_iter().filter(|letter| !vocab.contains_key(letter.encode_utf8(&mut [0; 4]) as &str));
     match missing.min() {
@@ -100,7 +100,7 @@ fn check_alphabet(vocab: &Vocab) -> Result<(), String> {
 
 const BYTE_LEVEL: &str = "ByteLevel";
 
-/// The parts of the file that are read.
+/// The parts of the file that kiln reads.
 #[derive(serde::Deserialize)]
 struct File {
     model: ReadModel,
@@ -147,7 +147,7 @@ impl<S> Part<S> {
         format!("its {what} is `{}`, kiln knows {known}", shown(&self.kind))
     }
 
-    /// This part as a byte-level step.
+    /// Converts this part to a byte-level step.
     fn byte_level(&self) -> Result<ByteLevel, String> {
         if self.kind != BYTE_LEVEL {
             return Err(self.unknown("pre-tokenizer", "ByteLevel, and Split before it"));
@@ -158,7 +158,7 @@ impl<S> Part<S> {
         Ok(ByteLevel::new(false, false, self.use_regex))
     }
 
-    /// This part as a step that splits text into words.
+    /// Converts this part to a step that splits text into words.
     fn split(&self) -> Result<Split, String> {
         if self.kind != "Split" {
             return Err(self.unknown("pre-tokenizer's first step", "Split"));
@@ -205,8 +205,8 @@ struct Added {
     special: bool,
 }
 
-/// Checks that the library will assign these tokens the ids that the file states: the id in the vocabulary, or else the next free
-/// one.
+/// Checks that the library will assign these tokens the ids that the file states: the id in the vocabulary, or otherwise the next
+/// free id.
 fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedToken>, String> {
     if list.count > MAX_ADDED {
         return Err(format!("it adds {} tokens, the limit is {MAX_ADDED}", list.count));
@@ -222,7 +222,7 @@ fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedT
         if !names.insert(token.content.as_str()) {
             return Err(format!("it adds the token `{name}` twice"));
         }
-        // For such a token the library scans all of the preceding text at every match.
+        // With such a setting the library scans all preceding text at every match.
         if let Some((_, setting)) = settings.iter().zip(["single_word", "lstrip", "rstrip"]).find(|(set, _)| **set) {
             return Err(format!("its token `{name}` has `{setting}`, kiln knows tokens without"));
         }
@@ -240,12 +240,12 @@ fn added_tokens(list: Few<Added, MAX_ADDED>, vocab: &Vocab) -> Result<Vec<AddedT
 struct Model {
     vocab: Vocab,
     merges: Vec<(String, String)>,
-    /// Whether a word that is a token is that token, even if merges would not lead to it.
+    /// Whether a word that is a token is encoded as that token, even if merges would not lead to it.
     ignore_merges: bool,
 }
 
-/// A model, or why it is not supported. The reason is a value and not a parse error, to which serde would add a line and a
-/// column.
+/// A model, or why it is not supported. The reason is a value and not a parse error, because serde would add a line and a column
+/// to an error.
 struct ReadModel(Result<Model, String>);
 
 impl<'de> Deserialize<'de> for ReadModel {
@@ -276,7 +276,7 @@ impl<'de> Visitor<'de> for ModelVisitor {
                     Ok(read) => vocab.replace(read).map(|_| "its model has two vocabularies".into()),
                     Err(detail) => Some(detail),
                 },
-                // Such a vocabulary is compared with the one that is built in, and its merges are not used.
+                // A vocabulary of this size is compared with the built-in one, and its merges are not used.
                 "merges" if vocab.as_ref().is_some_and(special::is_full_size) => {
                     map.next_value::<IgnoredAny>()?;
                     merges.replace(Vec::new()).map(|_| "its model has two lists of merges".into())
@@ -380,7 +380,7 @@ impl<'de> Visitor<'de> for VocabVisitor {
     }
 }
 
-/// Two tokens that are merged to one, written `"a b"` or `["a", "b"]`.
+/// Two tokens that merge into one, written `"a b"` or `["a", "b"]`.
 struct Merge((String, String));
 
 impl<'de> Deserialize<'de> for Merge {
@@ -413,7 +413,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 }
 
-/// The first `N` elements of a list and its length. The other elements are parsed and dropped.
+/// The first `N` elements of a list, and its length. The other elements are parsed and dropped.
 pub struct Few<T, const N: usize> {
     /// The first elements.
     pub first: Vec<T>,

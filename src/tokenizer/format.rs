@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-/// How the text encoders of a family are given a prompt.
+/// How the text encoders of a family expect a prompt.
 #[derive(Debug, PartialEq, Eq)]
 pub struct PromptFormat {
     /// The language models of the family, for display.
@@ -11,16 +11,16 @@ pub struct PromptFormat {
     pub before: &'static str,
     /// The text after the prompt.
     pub after: &'static str,
-    /// What is removed from the prompt before anything else. It is removed once: what the removal puts together stays.
+    /// A text to remove from the prompt before anything else. It is removed in one pass, so text that the removal joins stays.
     pub removed: Option<&'static str>,
     /// The padding token.
     pub pad: &'static str,
-    /// The special tokens by which a vocabulary of the family is recognized; it has all of them.
+    /// The special tokens that identify a vocabulary of the family. It must have all of them.
     pub marks: &'static [&'static str],
 }
 
 impl PromptFormat {
-    /// Qwen3, of FLUX.2 \[klein\]. The empty think block disables the reasoning of the chat model.
+    /// The format of Qwen3, for FLUX.2 \[klein\]. The empty think block disables the reasoning of the chat model.
     pub const QWEN3: Self = Self {
         family: "Qwen3",
         before: "<|im_start|>user\n",
@@ -30,8 +30,8 @@ impl PromptFormat {
         marks: &["<|endoftext|>"],
     };
 
-    /// Mistral Small 3, of FLUX.2 \[dev\]. The system text has exactly one newline, after its second `object`. The place of an
-    /// image is removed from prompts, because the text encoder is given none.
+    /// The format of Mistral Small 3, for FLUX.2 \[dev\]. The system text has exactly one newline, after its second `object`. The
+    /// image placeholder is removed from prompts, because the text encoder gets no image.
     pub const MISTRAL: Self = Self {
         family: "Mistral Small 3",
         before: "<s>[SYSTEM_PROMPT]You are an AI that reasons about image descriptions. You give structured responses focusing \

@@ -1,9 +1,9 @@
-//! The vocabulary of Mistral Small 3, the text encoder of FLUX.2 [dev]: the list of ranks that is built in, and the comparison of a
+//! The vocabulary of Mistral Small 3, the text encoder of FLUX.2 [dev]: the built-in list of ranks, and the comparison of a
 //! model's own files with it.
 //!
-//! Files of FLUX.2 [dev] come with a `tokenizer.json` or, as ComfyUI has them, with Mistral's own JSON as a tensor. Both describe
-//! the same vocabulary, and disagree about how text is split into words; the former is what the image model was trained with. So
-//! neither is used where it has the vocabulary that is built in, and what it says of words does not count.
+//! FLUX.2 [dev] comes with a `tokenizer.json` or, in ComfyUI's files, with Mistral's own JSON as a tensor. Both describe the same
+//! vocabulary, but disagree about how text is split into words. The image model was trained with the former. So a file with the
+//! built-in vocabulary is not used itself, and its rules for words do not count.
 
 use super::NOT_USABLE;
 use super::file::{Few, MAX_TOKENS};
@@ -17,20 +17,20 @@ use std::io::Read;
 use std::path::Path;
 use tokenizers::models::bpe::Vocab;
 
-/// The hint for a vocabulary that is not the one of FLUX.2 [dev].
+/// The hint for a vocabulary that differs from FLUX.2 [dev]'s.
 const HINT: &str = "use the tokenizer that came with FLUX.2 [dev], or none: it is built in";
 
-/// The tokens but for the special ones, in the order of their ranks, each after a byte for its length; gzipped.
+/// The tokens except the special ones, in rank order, each after a length byte; gzipped.
 static RANKS: &[u8] = include_bytes!("../../models/mistral/ranks.gz");
 
-/// The list of ranks that is built in.
+/// The built-in list of ranks.
 pub fn shipped() -> std::io::Result<Vec<u8>> {
     let mut list = Vec::with_capacity(1 << 20);
     GzDecoder::new(RANKS).read_to_end(&mut list)?;
     Ok(list)
 }
 
-/// Whether the vocabulary of a `tokenizer.json`, which has as many tokens and every id once, is the one that is built in.
+/// Whether a `tokenizer.json`'s vocabulary, which has as many tokens and every id once, matches the built-in one.
 pub fn is_shipped(vocab: &Vocab, ours: RankList<'_>) -> bool {
     let letters = letters();
     let printable = |token: &[u8]| token.iter().map(|byte| letters[*byte as usize]).collect::<String>();
@@ -38,13 +38,13 @@ pub fn is_shipped(vocab: &Vocab, ours: RankList<'_>) -> bool {
     names.all(|(name, id)| vocab.get(&*name) == Some(&id))
 }
 
-/// The error for a vocabulary with as many tokens as the one that is built in, and others.
+/// The error for a vocabulary that has as many tokens as the built-in one, but different tokens.
 pub fn other_vocabulary(origin: &Path) -> Error {
-    Error::bad_file(origin, NOT_USABLE, "its vocabulary is not the one of FLUX.2 [dev]").with_hint(HINT)
+    Error::bad_file(origin, NOT_USABLE, "its vocabulary is not FLUX.2 [dev]'s").with_hint(HINT)
 }
 
-/// The letters that stand for the bytes in a `tokenizer.json`, as GPT-2 has them: the printable ones of Latin-1 are themselves,
-/// the others follow from U+0100 on.
+/// The letters for the bytes in a `tokenizer.json`, as in GPT-2: printable Latin-1 characters stand for themselves, the other
+/// bytes get letters from U+0100 on.
 pub fn letters() -> [char; 256] {
     let mut next = '\u{100}'..;
     std::array::from_fn(|byte| match byte as u8 {
@@ -53,7 +53,7 @@ pub fn letters() -> [char; 256] {
     })
 }
 
-/// Mistral's own form of a vocabulary. Its pattern for words is not read, because no image model was trained with it.
+/// Mistral's own vocabulary format. kiln does not read its word pattern, because no image model was trained with it.
 #[derive(serde::Deserialize)]
 struct Tekken<'a> {
     config: TekkenConfig,
@@ -61,7 +61,7 @@ struct Tekken<'a> {
     vocab: Few<TekkenToken<'a>, MAX_TOKENS>,
 }
 
-/// The file may have more tokens than the model.
+/// The vocabulary size of the model. The file may have more tokens.
 #[derive(serde::Deserialize)]
 struct TekkenConfig {
     default_vocab_size: usize,
@@ -75,8 +75,8 @@ struct TekkenToken<'a> {
     token_bytes: Cow<'a, str>,
 }
 
-/// The list of ranks in a `tekken.json`, which is not trusted: only ranks in order are accepted, and the list is no longer than
-/// the file.
+/// Reads the list of ranks in an untrusted `tekken.json`. It accepts only ranks in order, and the list is no longer than the
+/// file.
 pub fn tekken_ranks(json: &[u8]) -> tokenizers::Result<Vec<u8>> {
     let Tekken { config, vocab } = serde_json::from_slice(json)?;
     let specials = config.default_num_special_tokens;
@@ -105,7 +105,7 @@ pub fn tekken_ranks(json: &[u8]) -> tokenizers::Result<Vec<u8>> {
     Ok(list)
 }
 
-/// Appends the bytes of a base64 text with padding (RFC 4648), or returns `None` if it is not one.
+/// Appends the bytes of a base64 text with padding (RFC 4648), or returns `None` if it is not valid base64.
 fn decode_base64(text: &str, out: &mut Vec<u8>) -> Option<()> {
     let (groups, rest) = text.as_bytes().as_chunks::<4>();
     for (at, group) in groups.iter().enumerate() {
@@ -147,7 +147,7 @@ mod tests {
 
     static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| Tokenizer::mistral().unwrap());
 
-    /// The ids of the template before the prompt; after it comes 4.
+    /// The ids of the template before the prompt. After the prompt comes 4.
     const HEAD: [u32; 32] = [
         1, 17, 4568, 1584, 1420, 26554, 1455, 12738, 2314, 3937, 38340, 1046, 3213, 5628, 37253, 11688, 30557, 1408, 3481, 14608,
         1044, 3481, 1010, 2452, 5604, 1321, 10636, 3816, 67813, 1046, 18, 3,
@@ -163,7 +163,7 @@ mod tests {
         blurred ocean waves in the background. The can has the text `BFL Diffusers` on it and it has a color gradient that start \
         with #FF5733 at the top and transitions to #33FF57 at the bottom.";
 
-    /// The bytes as the only tokens but for the special ones.
+    /// A list whose only tokens, apart from the special ones, are the single bytes.
     fn bytes_only() -> Vec<u8> {
         (0..=255).flat_map(|byte| [1, byte]).collect()
     }
@@ -215,7 +215,7 @@ mod tests {
             ("McDonald's iPhone eBay NaOH", &[28595, 31609, 1681, 1623, 16742, 1324, 58677, 6978, 16724]),
             ("你好，世界", &[124108, 1625, 29659]),
             ("emoji 🦀🚀 ok", &[1356, 26303, 119685, 1166, 1128, 1240, 1159, 1154, 1128, 5913]),
-            // The accent of the second é is a character of its own, and stays one.
+            // The accent of the second é is a separate character, and stays separate.
             ("Ünïcode é e\u{301}", &[39453, 1110, 7884, 6154, 1782, 1324, 1204, 1129]),
             (
                 "#FF5733 to #33FF57, 1024x1024",
@@ -225,7 +225,7 @@ mod tests {
                 ],
             ),
             ("DON'T WE'LL don't we'll", &[1068, 2918, 1039, 1084, 74074, 1039, 23947, 2607, 2405, 1729, 7534]),
-            // With the pattern that Mistral's models were trained with it would be 3086 75790 2063 5210 104483 89726.
+            // With the pattern that Mistral's models were trained with, the ids would be 3086 75790 2063 5210 104483 89726.
             ("हिन्दी में बिल्ली", &[3086, 9658, 25793, 2063, 3040, 4188, 4107, 9600, 16019, 2063]),
             ("keep [IMG] and </s> and [INST] here", &[44975, 1032, 1321, 1032, 2, 1321, 1032, 3, 3226]),
         ];
@@ -242,7 +242,7 @@ mod tests {
             let ids = real_ids(&TOKENIZER, prompt);
             assert_eq!((ids.len(), fnv1a(&ids)), (count, hash), "{prompt:?}");
         }
-        // Without the template.
+        // The ids without the template.
         for (text, want) in [
             ("crema,\" it said... (really?)", [1860, 1831, 4225, 1494, 2639, 2880, 1319, 113495, 28197]),
             ("東京の夜にネオンが光る", [18629, 2439, 21721, 2650, 25824, 50292, 3322, 36001, 3670]),
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn the_end_of_a_prompt_for_display() {
         let ending = |prompt: &str, length| TOKENIZER.ending(&TOKENIZER.encode(prompt, length).unwrap()).unwrap();
-        // Special tokens are left out, and so is a character of which only a part is there.
+        // Special tokens are left out, and so is an incomplete character.
         assert_eq!(ending("a [INST] cat", 36), "ribution and actions without speculation.a cat");
         assert_eq!(ending("🦀", 33), "object attribution and actions without speculation.");
     }
@@ -330,7 +330,7 @@ mod tests {
 
     #[test]
     fn pairs_that_overlap_are_merged_as_in_the_library() {
-        // Of the two ways to make `aaa` the one whose left part has the lower rank comes first, though the other is further left.
+        // There are two ways to make `aaa`. The one whose left part has the lower rank comes first, though the other is further left.
         let list = [&bytes_only()[..], b"\x02aa\x02ba\x03aaa"].concat();
         let tokenizer = Tokenizer::from_ranks(&list, Path::new("r")).unwrap();
         let mut file = tokenizer_json(&list);
@@ -365,7 +365,7 @@ mod tests {
             "model": {"type": "BPE", "ignore_merges": true, "vocab": vocab, "merges": merges}})
     }
 
-    /// Mistral's form of a list of ranks, with one token more than the model has.
+    /// The `tekken.json` of a list of ranks, with one more token than the model has.
     fn tekken_json(list: &[u8]) -> Value {
         let text = |token: &[u8]| {
             const LETTERS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -387,18 +387,18 @@ mod tests {
         let origin = Path::new("m/tokenizer.json");
         let mut file = tokenizer_json(&shipped().unwrap());
         assert_eq!(file["model"]["merges"].as_array().unwrap().len(), 269_443);
-        // What the file says about words does not count.
+        // The file's word pattern does not count.
         file["pre_tokenizer"] = json!({"type": "Split", "pattern": {"Regex": "(a*)*b"}});
         let hindi = "हिन्दी में बिल्ली";
         let pretty = serde_json::to_vec_pretty(&file).unwrap();
         let built_in = Tokenizer::from_json(&pretty, origin).unwrap();
         assert_eq!(built_in.ids(hindi).unwrap(), TOKENIZER.ids(hindi).unwrap());
-        // Two tokens with each other's ids; and no merges, which do not count either.
+        // Two tokens with swapped ids, and no merges, which do not count either.
         file["model"]["merges"] = json!([]);
         let vocab = &mut file["model"]["vocab"];
         (vocab["Ġcat"], vocab["Ġdog"]) = (vocab["Ġdog"].clone(), vocab["Ġcat"].clone());
         let error = Tokenizer::from_json(file.to_string().as_bytes(), origin).unwrap_err();
-        assert_eq!(error.to_string(), "not a usable tokenizer (m/tokenizer.json): its vocabulary is not the one of FLUX.2 [dev]");
+        assert_eq!(error.to_string(), "not a usable tokenizer (m/tokenizer.json): its vocabulary is not FLUX.2 [dev]'s");
         assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some(HINT)));
     }
 
@@ -414,7 +414,7 @@ mod tests {
             assert_eq!(tokenizer.format(), &PromptFormat::MISTRAL);
             assert_eq!(real_ids(&tokenizer, "a red fox in the snow"), want);
         }
-        // A special token of the template that is an ordinary one here would not be found in a text.
+        // A special token of the template that is only an ordinary token here would not be found in a text.
         let mut file = tokenizer_json(&list);
         file["added_tokens"][3]["content"] = "<pad2>".into();
         file["added_tokens"][3]["id"] = 1259.into();
@@ -432,7 +432,7 @@ mod tests {
         assert_eq!(built_in.ids(FOX).unwrap(), TOKENIZER.ids(FOX).unwrap());
         file["vocab"][6990]["token_bytes"] = "IGRvZ2U=".into();
         let error = Tokenizer::from_tekken(file.to_string().as_bytes(), origin).unwrap_err();
-        assert_eq!(error.to_string(), "not a usable tokenizer (e.safetensors): its vocabulary is not the one of FLUX.2 [dev]");
+        assert_eq!(error.to_string(), "not a usable tokenizer (e.safetensors): its vocabulary is not FLUX.2 [dev]'s");
         assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some(HINT)));
     }
 

@@ -4,25 +4,25 @@ use crate::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// How a prompt is brought to its length. Programs differ in it for FLUX.2 \[dev\], and the same prompt gives another image with each.
+/// How a prompt is padded to its length. Programs pad FLUX.2 \[dev\] prompts differently, which changes the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Padding {
-    /// Padding tokens behind the prompt, which attend to it: klein, and \[dev\] in diffusers with transformers 5.
+    /// Padding tokens after the prompt, which attend to it: klein, and \[dev\] in diffusers with transformers 5.
     Right,
     /// Padding tokens before the prompt, which attend to nothing: \[dev\] in the programs of Black Forest Labs, and in diffusers with
     /// transformers 4.
     Left,
-    /// Embeddings of zeros before the prompt, as ComfyUI has them.
+    /// Zero embeddings before the prompt, as in ComfyUI.
     LeftZeros,
-    /// Embeddings of zeros behind the prompt, as stable-diffusion.cpp has them.
+    /// Zero embeddings after the prompt, as in stable-diffusion.cpp.
     RightZeros,
 }
 
 impl Padding {
-    /// All of them.
+    /// All paddings.
     pub const ALL: [Self; 4] = [Self::Right, Self::Left, Self::LeftZeros, Self::RightZeros];
 
-    /// Whether it is before the prompt.
+    /// Whether the padding is before the prompt.
     pub const fn is_left(self) -> bool {
         matches!(self, Self::Left | Self::LeftZeros)
     }

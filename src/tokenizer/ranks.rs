@@ -1,12 +1,12 @@
-//! Byte-level BPE by ranks alone: a pair of tokens is merged if together they are a token, and the token of the lowest rank is
-//! made first.
+//! Byte-level BPE by ranks alone: two adjacent tokens merge if their bytes together are a token, and the token of the lowest rank
+//! is made first.
 //!
 //! The `tokenizers` library takes a table of merges instead. For Mistral's vocabulary that table has 269,443 rows, and building
-//! the library's tokenizer from them takes 600 ms; the list of tokens and a hash table are read in 20. The ids are the same: the
-//! library is given the merges of a token in the order of the rank of their left part, which decides between overlapping pairs
-//! that make the same token, and so it does here.
+//! the library's tokenizer from it takes 600 ms; reading the list of tokens into a hash table takes 20. The ids are equal. The
+//! library gets the merges of a token in the order of their left part's rank. That order decides between overlapping pairs that
+//! make the same token, and this module uses it as well.
 //!
-//! The list may come out of a file. So the hash is keyed, and no word takes more than n log n steps.
+//! The list may come from a file. So the hash is keyed, and no word takes more than n log n steps.
 
 use super::special;
 use std::cmp::Reverse;
@@ -14,13 +14,13 @@ use std::collections::BinaryHeap;
 use std::hash::{BuildHasher, RandomState};
 use tokenizers::utils::SysRegex;
 
-/// The pattern with which Llama 3 splits text into words. It is not the one that Mistral's models were trained with, but the one
-/// in the `tokenizer.json` of FLUX.2 [dev], so the image model was trained with it. It differs from Qwen's in that up to three
-/// digits are one word.
+/// The pattern with which Llama 3 splits text into words. Mistral's models were trained with another pattern. But this one is in
+/// the `tokenizer.json` of FLUX.2 [dev], so the image model was trained with it. Unlike Qwen's, it makes up to three digits one
+/// word.
 pub const PATTERN: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// The ranks of single bytes, which are in order, so that the rank of a byte is its value.
+/// The number of single-byte tokens. They are in order, so the rank of a byte is its value.
 const BYTES: usize = 256;
 
 /// Limit on the tokens of a list.
@@ -29,14 +29,14 @@ const MAX_TOKENS: usize = 1 << 19;
 /// A slot of the hash table without a token.
 const EMPTY: u32 = u32::MAX;
 
-/// Tokens by rank, each a byte for its length and then its bytes.
+/// Tokens by rank, each a length byte and then its bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct RankList<'a>(pub &'a [u8]);
 
 impl<'a> Iterator for RankList<'a> {
     type Item = &'a [u8];
 
-    /// The next token. A token that the list ends within is left out.
+    /// The next token. Omits an incomplete token at the end of the list.
     fn next(&mut self) -> Option<Self::Item> {
         let (&length, rest) = self.0.split_first()?;
         let (token, rest) = rest.split_at_checked(length.into())?;
@@ -45,14 +45,14 @@ impl<'a> Iterator for RankList<'a> {
     }
 }
 
-/// A vocabulary with the special tokens of Mistral's, whose ids precede those of all others.
+/// A vocabulary with Mistral's special tokens, whose ids precede all other ids.
 #[derive(Debug)]
 pub struct Ranks {
-    /// The tokens, each after its length.
+    /// The tokens, each after a length byte.
     list: Vec<u8>,
-    /// Where the tokens are in the list, by rank.
+    /// The positions of the tokens in the list, by rank.
     starts: Vec<u32>,
-    /// A hash table with linear probing, half empty: ranks at the hash of their tokens.
+    /// A hash table with linear probing, half empty. It holds each rank at the hash of its token.
     slots: Vec<u32>,
     hasher: RandomState,
     /// The length of the longest token.
@@ -61,7 +61,7 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Reads a list of tokens, as [`RankList`] has it.
+    /// Reads a list of tokens in the format of [`RankList`].
     pub fn new(list: Vec<u8>) -> tokenizers::Result<Self> {
         let (mut starts, mut longest, mut at) = (Vec::new(), 0, 0);
         let mut tokens = RankList(&list);
@@ -110,7 +110,7 @@ impl Ranks {
         &self.list[start + 1..][..self.list[start].into()]
     }
 
-    /// The slot with this token, or the one where it belongs.
+    /// The slot of this token, or the slot where it belongs.
     fn slot(&self, token: &[u8]) -> usize {
         let mask = self.slots.len() - 1;
         let mut slot = self.hasher.hash_one(token) as usize & mask;
@@ -129,7 +129,7 @@ impl Ranks {
         }
     }
 
-    /// The ids of a text. Special tokens are found first, and what is between them is split into words by itself.
+    /// The ids of a text. Special tokens are found first. The text between them is split into words separately.
     pub fn ids(&self, text: &str) -> Vec<u32> {
         let (mut ids, mut from, mut at) = (Vec::new(), 0, 0);
         while let Some(found) = text.as_bytes()[at..].iter().position(|byte| special::opens(*byte)) {
@@ -151,12 +151,12 @@ impl Ranks {
     fn add_text(&self, text: &str, ids: &mut Vec<u32>) {
         let mut end = 0;
         for (start, stop) in self.words.find_iter(text) {
-            // The pattern leaves nothing out; if it did, what is between two words would be a word.
+            // The pattern matches all text. If it did not, text between two words would be a word.
             self.add_word(&text.as_bytes()[end..start], ids);
             self.add_word(&text.as_bytes()[start..stop], ids);
             end = stop;
         }
-        // The search ends early if it needs too many steps. As in the library, what is left is one word.
+        // The search ends early if it needs too many steps. As in the library, the rest is then one word.
         self.add_word(&text.as_bytes()[end..], ids);
     }
 
@@ -166,7 +166,7 @@ impl Ranks {
         if word.is_empty() {
             return;
         }
-        // A word that is a token is that token, even if merges would not lead to it.
+        // A word that is a token is encoded as that token, even if merges would not lead to it.
         if let Some(rank) = self.rank(word) {
             ids.push(id(rank));
             return;
@@ -192,16 +192,16 @@ impl Ranks {
     }
 }
 
-/// The tokens of a word while they are merged. Each is stored at its first byte.
+/// The tokens of a word during merging. Each is stored at its first byte.
 struct Merge<'a> {
     word: &'a [u8],
     ranks: Vec<u32>,
     /// Where a token ends, or 0 if none starts here.
     ends: Vec<usize>,
-    /// Where the token before starts.
+    /// The start of the previous token.
     before: Vec<usize>,
-    /// Pairs of tokens that are a token together: its rank, that of the left token, and where the pair starts and ends. The
-    /// lowest is merged first. A pair one of whose tokens was merged with another since is out of date.
+    /// Pairs that are a token together: its rank, the rank of the left token, and the start and end of the pair. The lowest pair
+    /// is merged first. A pair is out of date if one of its tokens has since been merged with another one.
     pairs: BinaryHeap<Reverse<(u32, u32, u32, u32)>>,
 }
 
@@ -224,7 +224,7 @@ impl<'a> Merge<'a> {
         }
     }
 
-    /// Merges a pair unless it is out of date, and adds the two pairs that the new token is part of.
+    /// Merges a pair unless it is out of date, and adds the two pairs that contain the new token.
     fn apply(&mut self, ranks: &Ranks, rank: u32, left: u32, start: usize, end: usize) {
         let middle = self.ends[start];
         // Tokens only grow, so the same left token and the same end mean the same pair.

@@ -1,10 +1,10 @@
-//! The special tokens of Mistral, whose ids come before those of all others.
+//! Mistral's special tokens, whose ids precede all other ids.
 
 use super::PromptFormat;
 use std::borrow::Cow;
 use tokenizers::models::bpe::Vocab;
 
-/// The number of special tokens, whose ids come first.
+/// The number of special tokens.
 pub const SPECIALS: usize = 1000;
 
 /// The number of all tokens.
@@ -44,7 +44,7 @@ pub fn opens(byte: u8) -> bool {
 
 /// The special token that a text starts with: its id and its length in bytes.
 ///
-/// Each ends with the first bracket that closes the one it starts with, so there is at most one.
+/// Each special token ends with the first bracket that closes its opening bracket, so there is at most one.
 pub fn at_start(text: &str) -> Option<(u32, usize)> {
     let close = if text.starts_with('<') { b'>' } else { b']' };
     let length = 1 + text.bytes().take(LONGEST).position(|byte| byte == close)?;
@@ -57,7 +57,7 @@ pub fn id_of(name: &str) -> Option<u32> {
         Some(digits) => digits.parse().ok().filter(|id| (NAMED.len()..SPECIALS).contains(id))?,
         None => NAMED.iter().position(|known| *known == name)?,
     };
-    // Only one spelling of a number counts.
+    // Only one spelling of a number is valid.
     (name_of(id) == name).then_some(id as u32)
 }
 
@@ -66,7 +66,7 @@ pub fn name_of(id: usize) -> Cow<'static, str> {
     NAMED.get(id).map_or_else(|| format!("<SPECIAL_{id}>").into(), |name| (*name).into())
 }
 
-/// Whether the vocabulary of a `tokenizer.json` is one of Mistral with as many tokens as the one that is built in.
+/// Whether a `tokenizer.json`'s vocabulary is one of Mistral's with as many tokens as the built-in one.
 pub fn is_full_size(vocab: &Vocab) -> bool {
     vocab.len() == TOKENS && PromptFormat::MISTRAL.marks.iter().all(|mark| vocab.contains_key(*mark))
 }

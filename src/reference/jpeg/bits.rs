@@ -9,7 +9,7 @@ use super::huffman::Codes;
 pub(super) struct Bits<'a> {
     data: &'a [u8],
     at: usize,
-    /// The bit buffer, whose top `count` bits are valid. Bits below those may be set already, but are not counted yet.
+    /// The bit buffer. Its top `count` bits are valid. Lower bits may already be set, but are not counted yet.
     ahead: u64,
     count: u32,
 }
@@ -66,9 +66,8 @@ impl<'a> Bits<'a> {
         Ok(symbol)
     }
 
-    /// The next `length` bits, at most 15, as a number (RECEIVE of F.2.2.4). They must follow a symbol, whose decoding has
-    /// buffered
-    /// them.
+    /// The next `length` bits, at most 15, as a number (RECEIVE of F.2.2.4). They must follow a symbol, because decoding the
+    /// symbol has buffered them.
     #[inline(always)]
     pub(super) fn number(&mut self, length: u8) -> Result<i32, Flaw> {
         if length == 0 {
@@ -98,7 +97,7 @@ impl<'a> Bits<'a> {
         Ok(bit)
     }
 
-    /// Skips a restart marker, which must follow after the padding of the current byte and must have this number.
+    /// Skips a restart marker. It must follow the padding of the current byte and have this number.
     pub(super) fn restart(&mut self, number: u8) -> Result<(), Flaw> {
         self.fill();
         let rest = self.data.get(self.at..).unwrap_or_default();
@@ -127,7 +126,7 @@ mod tests {
         assert_eq!(bits.restart(1), Err(Flaw::Restart));
         bits.restart(0).unwrap();
         assert_eq!(bits.bit(), Ok(true));
-        // The rest of a byte is padding, and a marker may be preceded by fill bytes FF; but a whole byte of data is an error.
+        // The rest of a byte is padding, and fill bytes FF may precede a marker. A whole byte of data is an error.
         bits.restart(1).unwrap();
         assert_eq!((bits.bit(), bits.bit()), (Ok(false), Ok(true)));
         assert_eq!(Bits::new(&[0x12, 0xFF, 0xD0]).restart(0), Err(Flaw::Restart));
@@ -136,7 +135,7 @@ mod tests {
 
     #[test]
     fn words_and_single_bytes_read_the_same_bits() {
-        // The reader takes words of eight bytes, but single bytes around an FF; the data has both at all relative positions.
+        // The reader takes words of eight bytes, but single bytes around an FF. The data has both at all relative positions.
         let plain: Vec<u8> = (0..200u32).map(|i| if i % 23 == 7 || i % 41 < 2 { 0xFF } else { (i * 89 + 3) as u8 }).collect();
         let coded: Vec<u8> = plain.iter().flat_map(|&b| if b == 0xFF { vec![b, 0] } else { vec![b] }).collect();
         for length in 1..=15u8 {

@@ -1,5 +1,5 @@
-//! Decodes the coefficients of one block, by the five procedures of Huffman-coded JPEG: the sequential one (ITU T.81, F.2), and
-//! the first scans and refinement scans of DC and AC coefficients in progressive images (G.1.2).
+//! Decodes the coefficients of one block with the five procedures of Huffman-coded JPEG: the sequential procedure (ITU T.81,
+//! F.2), and the first scans and refinement scans of DC and AC coefficients in progressive images (G.1.2).
 
 use super::Flaw;
 use super::bits::Bits;
@@ -59,7 +59,7 @@ fn difference(bits: &mut Bits<'_>, dc: &Codes, previous: &mut i16) -> Result<i16
     Ok(*previous)
 }
 
-/// The coefficient for a value whose lower bits are not known yet.
+/// The coefficient for a value whose lower bits are not yet known.
 #[inline(always)]
 fn shifted(value: i32, low: u8) -> Result<i16, Flaw> {
     i16::try_from(value << low).map_err(|_| Flaw::Code)
@@ -82,7 +82,7 @@ fn eob_run_length(bits: &mut Bits<'_>, run: usize) -> Result<u32, Flaw> {
     Ok((1 << run) + bits.number(run as u8)? as u32)
 }
 
-/// Decodes the upper bits of AC coefficients. `eob_run` is the number of blocks, from this one on, that have no more of them.
+/// Decodes the upper bits of AC coefficients. `eob_run` is the number of blocks, including this one, without further upper bits.
 pub(super) fn ac_first(bits: &mut Bits<'_>, ac: &Codes, eob_run: &mut u32, band: Band, block: &mut Block) -> Result<(), Flaw> {
     let mut k = band.first;
     while *eob_run == 0 && k <= band.last {
@@ -110,8 +110,8 @@ pub(super) fn ac_first(bits: &mut Bits<'_>, ac: &Codes, eob_run: &mut u32, band:
     Ok(())
 }
 
-/// Decodes one more bit of AC coefficients: a correction bit for each nonzero one, and the positions of those that become nonzero
-/// (G.1.2.3).
+/// Decodes one more bit of AC coefficients: a correction bit for each nonzero coefficient, and the positions of coefficients that
+/// become nonzero (G.1.2.3).
 pub(super) fn ac_refine(bits: &mut Bits<'_>, ac: &Codes, eob_run: &mut u32, band: Band, block: &mut Block) -> Result<(), Flaw> {
     let one = 1i16 << band.low;
     let mut k = band.first;
@@ -170,7 +170,7 @@ mod tests {
     use super::super::huffman::Table;
     use super::*;
 
-    /// A code table whose codes are the indices of the symbols in eight bits.
+    /// A code table in which the code of a symbol is its index in eight bits.
     fn codes(symbols: &[u8]) -> Codes {
         let counts = std::array::from_fn(|i| if i == 7 { symbols.len() as u8 } else { 0 });
         Table { counts: &counts, symbols }.codes(255).unwrap()
@@ -189,11 +189,11 @@ mod tests {
 
     #[test]
     fn a_block_is_a_dc_difference_and_runs_of_zeros() {
-        // A DC difference of 8 bits, a value at once, another one 16 positions later, EOB.
+        // A DC difference of 8 bits, a value without zeros before it, another value 16 positions later, EOB.
         let block = whole(&[1, 200, 3, 0b1000_0001, 0b0000_0000, 0, 0]).unwrap();
         let set: Vec<(usize, i16)> = (0..64).map(|k| (k, block[at(k)])).filter(|&(_, v)| v != 0).collect();
         assert_eq!(set, [(0, 200), (1, 1), (17, -1)]);
-        // A block that is filled by ZRL needs no EOB.
+        // A block filled by ZRL needs no EOB.
         assert_eq!(whole(&[0, 1, 1, 1, 0]), Ok([0; 64]));
     }
 

@@ -2,7 +2,7 @@
 
 use super::frame::Frame;
 
-/// What the markers before the first scan tell about the color space.
+/// Facts about the color space from the markers before the first scan.
 #[derive(Clone, Copy, Default)]
 pub(in crate::reference) struct Notes {
     /// Whether there is a JFIF header.
@@ -72,7 +72,7 @@ impl Colors {
 
 #[inline(always)]
 fn each<const N: usize>(pixels: &mut [[u8; 3]], rows: [&&[u8]; N], convert: impl Fn([u8; N]) -> [u8; 3]) {
-    // Slices of equal length spare the bounds check of each sample.
+    // Slices of equal length avoid a bounds check per sample.
     let rows = rows.map(|row| &row[..pixels.len()]);
     for (i, pixel) in pixels.iter_mut().enumerate() {
         *pixel = convert(rows.map(|row| row[i]));
@@ -93,7 +93,7 @@ fn ycc_to_rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
 fn ink_to_rgb(inks: [u8; 3], black: u8) -> [u8; 3] {
     let paper = i32::from(255 - black);
     inks.map(|ink| {
-        // ink / 255 of the brightness that the black leaves, rounded.
+        // ink / 255 of the brightness that black leaves, rounded.
         let product = i32::from(ink) * paper + 128;
         (paper - ((product + (product >> 8)) >> 8)) as u8
     })

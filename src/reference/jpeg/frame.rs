@@ -19,7 +19,7 @@ pub(super) struct Component {
     pub(super) id: u8,
     /// The sampling factors, horizontal and vertical.
     pub(super) sampling: (usize, usize),
-    /// The index of its quantization table.
+    /// The index of the component's quantization table.
     pub(super) quantizers: u8,
     /// The size in samples.
     pub(super) size: (usize, usize),
@@ -53,7 +53,7 @@ impl Frame {
                     return Err(Fault::Unreadable(format!("content is a JPEG with the rare sampling {factor}:{max} {way}")));
                 }
             }
-            // A component is subsampled by the ratio of its sampling factor to the largest one.
+            // The subsampling ratio of a component is its sampling factor to the largest factor.
             let size = ((width * h).div_ceil(sampling.0), (height * v).div_ceil(sampling.1));
             let blocks = (size.0.div_ceil(8), size.1.div_ceil(8));
             components.push(Component { id: c[0], sampling: (h, v), quantizers: c[2], size, blocks });
@@ -61,14 +61,14 @@ impl Frame {
         Ok(Self { width, height, progressive, sampling, components })
     }
 
-    /// Number of blocks of all components.
+    /// Number of blocks in all components.
     pub(in crate::reference) fn blocks(&self) -> usize {
         self.components.iter().map(Component::count).sum()
     }
 }
 
 impl Component {
-    /// Number of blocks.
+    /// Number of blocks in the component.
     pub(super) fn count(&self) -> usize {
         self.blocks.0 * self.blocks.1
     }

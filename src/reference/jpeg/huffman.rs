@@ -3,15 +3,15 @@
 use super::damaged;
 use crate::reference::Fault;
 
-/// Codes of up to this many bits, which nearly all are, are decoded by one table lookup.
+/// Codes of up to this many bits are decoded by one table lookup. Nearly all codes are this short.
 const LOOKUP_BITS: u32 = 9;
 
 /// A Huffman table prepared for decoding.
 pub(super) struct Codes {
-    /// Indexed by the next bits: the length of the code in the upper byte, or 0 if the code is longer, and its symbol in the
-    /// lower.
+    /// Indexed by the next bits. The upper byte is the length of the code, or 0 if the code is longer. The lower byte is its
+    /// symbol.
     lookup: [u16; 1 << LOOKUP_BITS],
-    /// For each length, the first 16-bit value past its codes, which are left-aligned.
+    /// For each length, the first left-aligned 16-bit value past its codes.
     ends: [u32; 17],
     /// For each length, the index of its first symbol minus its first code.
     starts: [i32; 17],
@@ -29,7 +29,7 @@ impl Table<'_> {
     /// Assigns the codes. `largest` is the largest valid symbol.
     pub(super) fn codes(&self, largest: u8) -> Result<Codes, Fault> {
         if self.symbols.iter().any(|&symbol| symbol > largest) {
-            return Err(damaged("a Huffman table has a symbol that does not exist"));
+            return Err(damaged("a Huffman table has an invalid symbol"));
         }
         let mut codes = Codes { lookup: [0; 1 << LOOKUP_BITS], ends: [0; 17], starts: [0; 17], symbols: self.symbols.to_vec() };
         let (mut code, mut index) = (0u32, 0usize);
@@ -39,15 +39,15 @@ impl Table<'_> {
                 if length <= LOOKUP_BITS {
                     let first = (code as usize) << (LOOKUP_BITS - length);
                     let range = first..first + (1 << (LOOKUP_BITS - length));
-                    // The range is out of bounds if there are too many codes, which the check below rejects.
+                    // The range is out of bounds if there are too many codes. The check below rejects these tables.
                     codes.lookup.get_mut(range).unwrap_or_default().fill((length as u16) << 8 | u16::from(symbol));
                 }
                 code += 1;
             }
             index += usize::from(count);
-            // No code may consist of ones only (C.2), so the last one of a length has a successor of the same length.
+            // No code may consist of ones only (C.2), so the last code of a length has a successor of the same length.
             if count > 0 && code >= 1 << length {
-                return Err(damaged("a Huffman table has more codes than there can be"));
+                return Err(damaged("a Huffman table has too many codes"));
             }
             codes.ends[length as usize] = code << (16 - length);
             code <<= 1;
@@ -66,7 +66,7 @@ impl Codes {
 
     #[cold]
     fn search_long(&self, bits: u16) -> Option<(u8, u32)> {
-        // The codes of one length are consecutive numbers, and greater than all shorter codes.
+        // Codes of one length are consecutive numbers, greater than all shorter codes.
         let length = (LOOKUP_BITS + 1..=16).find(|&length| u32::from(bits) < self.ends[length as usize])?;
         let index = i32::from(bits >> (16 - length)) + self.starts[length as usize];
         Some((*self.symbols.get(usize::try_from(index).ok()?)?, length))

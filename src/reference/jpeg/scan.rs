@@ -9,14 +9,14 @@ use super::{Flaw, Stored, damaged};
 use crate::reference::Fault;
 use kiln_numerics::idct::Block;
 
-/// Limit on the blocks of an MCU with several components (B.2.3).
+/// Limit on the blocks per MCU in a scan of several components (B.2.3).
 const MAX_BLOCKS: usize = 10;
 
 /// A scan as the file stores it.
 pub(in crate::reference) struct Scan<'a> {
-    /// Its header.
+    /// The scan header.
     pub(in crate::reference) header: &'a [u8],
-    /// Its entropy-coded data, including restart markers, up to the next other marker.
+    /// The entropy-coded data, including restart markers, up to the next other marker.
     pub(in crate::reference) data: &'a [u8],
     /// The tables in force.
     pub(in crate::reference) tables: Tables<'a>,
@@ -33,18 +33,18 @@ struct Header {
 /// A component of a scan.
 struct Part {
     component: usize,
-    /// Its blocks in an MCU, horizontally and vertically.
+    /// The component's blocks per MCU, horizontally and vertically.
     blocks: (usize, usize),
     dc: u8,
     ac: u8,
 }
 
-/// The decoder state that is carried from block to block and reset at a restart marker.
+/// The decoder state carried from block to block and reset at a restart marker.
 #[derive(Default)]
 struct Carried {
     /// The last DC coefficient of each part.
     dc: [i16; 4],
-    /// Number of blocks, from the next on, that have no more coefficients (EOBRUN).
+    /// Number of blocks, starting with the next one, without further coefficients (EOBRUN).
     eob_run: u32,
 }
 
@@ -61,7 +61,7 @@ impl Header {
             // Components come in the order of the frame, each at most once.
             let from = parts.last().map_or(0, |part| part.component + 1);
             let found = frame.components.iter().skip(from).position(|component| component.id == pair[0]);
-            let component = from + found.ok_or_else(|| damaged("a scan names a component that is not its turn"))?;
+            let component = from + found.ok_or_else(|| damaged("a scan names a component out of order"))?;
             // In a scan of a single component, an MCU is one block.
             let blocks = if count == 1 { (1, 1) } else { frame.components[component].sampling };
             parts.push(Part { component, blocks, dc: pair[1] >> 4, ac: pair[1] & 15 });
@@ -84,15 +84,14 @@ impl Header {
         Ok(Self { parts, band: Band { first, last, low }, high: (high > 0).then_some(high) })
     }
 
-    /// Records that these coefficients are known down to this scan's lowest bit, and checks that the scan is the next one in
-    /// order.
+    /// Records that these coefficients are known down to this scan's lowest bit, and checks that the scan comes next in order.
     fn note(&self, stored: &mut [Stored]) -> Result<(), Fault> {
         for part in &self.parts {
             for known in &mut stored[part.component].known[self.band.first..=self.band.last] {
                 match (self.high, *known) {
-                    (None, Some(_)) => return Err(damaged("a scan repeats what an earlier one had")),
+                    (None, Some(_)) => return Err(damaged("a scan repeats coefficients of an earlier one")),
                     (Some(high), known) if known != Some(high) => {
-                        return Err(damaged("scans are missing: one refines what no earlier one had"));
+                        return Err(damaged("scans are missing: one refines bits that no earlier one has"));
                     }
                     _ => *known = Some(self.band.low),
                 }
@@ -109,7 +108,7 @@ impl Scan<'_> {
         header.note(stored)?;
         let Header { parts, band, high } = &header;
         for part in parts {
-            // If a table is redefined, a component uses the one in force at its first scan.
+            // If a table is redefined, a component uses the table in force at its first scan.
             let quantizers = &mut stored[part.component].quantizers;
             if quantizers[0] == 0 {
                 *quantizers = self.tables.quantizers(frame.components[part.component].quantizers)?;
@@ -166,8 +165,8 @@ impl Scan<'_> {
         })
     }
 
-    /// Calls `decode` for each block with the index of its part and its position in the component, or `None` for blocks outside
-    /// the component, which only pad an MCU.
+    /// Calls `decode` for each block with the index of its part and its position in the component. The position is `None` for
+    /// blocks outside the component, which only pad an MCU.
     #[inline(always)]
     fn walk(
         &self,

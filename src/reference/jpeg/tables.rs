@@ -5,7 +5,7 @@ use super::huffman::{Codes, Table};
 use crate::image::ZIGZAG;
 use crate::reference::Fault;
 
-/// The tables in force at some position in a file. They are parsed only when a scan uses them, so unused ones cost nothing.
+/// The tables in force at a position in a file. They are parsed only when a scan uses them, so unused tables cost nothing.
 #[derive(Clone, Copy, Default)]
 pub(in crate::reference) struct Tables<'a> {
     quantizers: [Option<Quantizers<'a>>; 4],
@@ -25,7 +25,7 @@ enum Quantizers<'a> {
 impl<'a> Tables<'a> {
     /// Reads a segment of quantization tables (DQT).
     pub(in crate::reference) fn read_quantizers(&mut self, mut segment: &'a [u8]) -> Result<(), Fault> {
-        let broken = || damaged("a table of quantizers is broken");
+        let broken = || damaged("a quantization table is broken");
         while let Some((&kind, rest)) = segment.split_first() {
             let place = self.quantizers.get_mut(usize::from(kind & 15)).ok_or_else(broken)?;
             (*place, segment) = match kind >> 4 {
@@ -58,16 +58,16 @@ impl<'a> Tables<'a> {
 
     /// Reads a segment with the restart interval (DRI).
     pub(in crate::reference) fn read_restart(&mut self, segment: &[u8]) -> Result<(), Fault> {
-        let distance = segment.try_into().map_err(|_| damaged("its distance of restart marks is broken"))?;
+        let distance = segment.try_into().map_err(|_| damaged("its restart interval is broken"))?;
         self.restart = usize::from(u16::from_be_bytes(distance));
         Ok(())
     }
 
-    /// A quantization table in row-major order. Only the low 16 bits of a dequantized value are kept, as in libjpeg-turbo, so the
-    /// conversion to `i16` does not matter.
+    /// Returns a quantization table in row-major order. Only the low 16 bits of a dequantized value are kept, as in
+    /// libjpeg-turbo, so the conversion to `i16` does not matter.
     pub(super) fn quantizers(&self, index: u8) -> Result<[i16; 64], Fault> {
         let table = self.quantizers.get(usize::from(index)).copied().flatten();
-        let table = table.ok_or_else(|| damaged(format!("its table {index} of quantizers is missing")))?;
+        let table = table.ok_or_else(|| damaged(format!("its quantization table {index} is missing")))?;
         let mut out = [0; 64];
         for (coded, &at) in ZIGZAG.iter().enumerate() {
             out[usize::from(at)] = match table {
@@ -76,7 +76,7 @@ impl<'a> Tables<'a> {
             };
         }
         if out.contains(&0) {
-            return Err(damaged(format!("its table {index} of quantizers has a zero")));
+            return Err(damaged(format!("its quantization table {index} has a zero")));
         }
         Ok(out)
     }

@@ -1,7 +1,7 @@
 //! Upsampling of subsampled components to the size of the image, with the filters of libjpeg's "fancy upsampling".
 //!
-//! A component at half the width or height is upsampled by a triangle filter: the new sample is 3/4 of the nearer and 1/4 of the
-//! further one. Roundings alternate between up and down, so that there is no bias. Any other ratio repeats samples.
+//! A triangle filter upsamples a component at half the width or height: the new sample is 3/4 of the nearer sample and 1/4 of the
+//! farther one. Roundings alternate between up and down to avoid a bias. Any other ratio repeats samples.
 
 use super::frame::{Component, Frame};
 use crate::reference::{Fault, buffer};
@@ -12,7 +12,7 @@ pub(super) struct Upsampler<'a> {
     stride: usize,
     size: (usize, usize),
     filter: Filter,
-    /// The row computed last.
+    /// The last computed row.
     row: Vec<u8>,
     /// Weighted sums of two rows.
     sums: Vec<u16>,
@@ -44,7 +44,7 @@ impl Filter {
 }
 
 impl<'a> Upsampler<'a> {
-    /// `samples` are the samples of the component's whole blocks, row by row.
+    /// Creates the upsampler of a component. `samples` holds the samples of its whole blocks, row by row.
     pub(super) fn new(frame: &Frame, component: &Component, samples: &'a [u8]) -> Result<Self, Fault> {
         let filter = Filter::of(component, frame);
         let stride = component.blocks.0 * 8;
@@ -58,14 +58,14 @@ impl<'a> Upsampler<'a> {
         &self.samples[y * self.stride..][..self.size.0]
     }
 
-    /// The nearer and the further stored row for row `y` at twice the height. Beyond the edges the outermost row is repeated.
+    /// The nearer and the farther stored row for row `y` at twice the height. Beyond the edges the outermost row is repeated.
     fn neighbors(&self, y: usize) -> (&'a [u8], &'a [u8]) {
         let near = y / 2;
         let far = if y.is_multiple_of(2) { near.saturating_sub(1) } else { (near + 1).min(self.size.1 - 1) };
         (self.stored(near), self.stored(far))
     }
 
-    /// Row `y`, which is at least as long as the image is wide.
+    /// Row `y`, at least as long as the image is wide.
     pub(super) fn row(&mut self, y: usize) -> &[u8] {
         match self.filter {
             Filter::Repeat(1, down) => return self.stored(y / down),
@@ -108,7 +108,7 @@ fn widen(from: &[u8], to: &mut [u8]) {
     to[from.len() * 2 - 1] = last;
 }
 
-/// Doubles the number of samples from weighted sums of two rows, which are four times as large as samples.
+/// Doubles the number of samples from weighted sums of two rows. The sums are four times as large as samples.
 fn widen_sums(from: &[u16], to: &mut [u8]) {
     let (first, last) = (from[0], from[from.len() - 1]);
     to[0] = ((first * 4 + 8) >> 4) as u8;
@@ -124,7 +124,7 @@ fn widen_sums(from: &[u16], to: &mut [u8]) {
 mod tests {
     use super::*;
 
-    /// A component of 64 x 64 blocks' worth of image, stored at a ratio, whose sample at (x, y) is `value`.
+    /// The rows of a component for an image of 64 x 64 blocks, stored at a ratio. The sample at (x, y) is `value`.
     fn rows(sampling: u8, value: fn(usize, usize) -> u8) -> Vec<Vec<u8>> {
         let frame = Frame::read(&[8, 0, 66, 0, 67, 3, 1, 0x44, 0, 2, sampling, 0, 3, 0x44, 0], false).unwrap();
         let component = &frame.components[1];
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_slope_stays_a_slope() {
-        // A slope of 8 levels per sample is one of 4 at twice the size; the outermost samples are kept.
+        // A slope of 8 levels per sample becomes 4 at twice the size. The outermost samples are kept.
         let across = rows(0x24, |x, _| 8 * (x.min(31)) as u8);
         assert_eq!(across[0][..7], [0, 2, 6, 10, 14, 18, 22]);
         assert_eq!(across[65], across[0]);
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn samples_outside_the_component_are_not_used() {
-        // 67 x 66 at half the size is 34 x 33; the padding of the blocks is bright.
+        // 67 x 66 at half the size is 34 x 33. The padding of the blocks is bright.
         for sampling in [0x24, 0x42, 0x22, 0x11, 0x14, 0x41, 0x12] {
             let image = rows(sampling, |x, y| if x >= 34 || y >= 33 { 255 } else { 10 });
             let (wide, high) = (sampling & 0x40 != 0, sampling & 0x04 != 0);

@@ -103,7 +103,7 @@ fn scans_that_are_missing_or_come_twice_are_named() {
         (&[0, 1, 2][..], "scans are missing: all of component 1 of 3"),
         (&[0, 1, 3], "scans are missing: all of component 2 of 3"),
         (&[0, 2, 3], "scans are missing: all of component 3 of 3"),
-        (&[0, 1, 2, 2, 3], "a scan repeats what an earlier one had"),
+        (&[0, 1, 2, 2, 3], "a scan repeats coefficients of an earlier one"),
     ] {
         assert_eq!(refusal(&chosen(&apart, which)), format!("damaged image (x): {message}"));
     }
@@ -127,7 +127,7 @@ fn restart_marks_must_be_where_they_belong() {
     let marks: Vec<usize> =
         (data..jpeg.len() - 1).filter(|&at| jpeg[at] == 0xFF && (0xD0..=0xD7).contains(&jpeg[at + 1])).collect();
     assert!(marks.len() > 8, "{}", marks.len());
-    let expected = "damaged image (x): its image data has no restart mark where one belongs";
+    let expected = "damaged image (x): its image data lacks a restart marker";
     for &at in &marks {
         let mut other = jpeg.clone();
         other[at + 1] = 0xD0 | ((other[at + 1] + 1) & 7);
@@ -174,18 +174,18 @@ fn tables_and_headers_that_make_no_sense_are_named() {
     for (got, want) in [
         (changed(&jpeg, frame + 14, 0x31), "cannot read image (x): content is a JPEG with the rare sampling 2:3 across".into()),
         (changed(&jpeg, frame + 11, 0x44), damaged("a scan has 18 blocks in an MCU, limit 10")),
-        (changed(&jpeg, frame + 12, 3), damaged("its table 3 of quantizers is missing")),
+        (changed(&jpeg, frame + 12, 3), damaged("its quantization table 3 is missing")),
         (changed(&jpeg, scan + 6, 0x33), damaged("its Huffman table 3 is missing")),
         (changed(&jpeg, scan + 6, 0x4F), damaged("its Huffman table 4 is missing")),
-        (changed(&jpeg, scan + 5, 7), damaged("a scan names a component that is not its turn")),
-        (changed(&jpeg, scan + 7, 1), damaged("a scan names a component that is not its turn")),
+        (changed(&jpeg, scan + 5, 7), damaged("a scan names a component out of order")),
+        (changed(&jpeg, scan + 7, 1), damaged("a scan names a component out of order")),
         (changed(&jpeg, scan + 4, 5), damaged("the header of a scan is broken")),
         (changed(&jpeg, scan + 12, 5), damaged("a scan has an impossible range of coefficients or bits")),
         (changed(&jpeg, scan + 13, 1), damaged("a scan has an impossible range of coefficients or bits")),
         (changed(&progressive, first + 12, 5), damaged("a scan has an impossible range of coefficients or bits")),
         (changed(&progressive, first + 13, 0x0E), damaged("a scan has an impossible range of coefficients or bits")),
         (changed(&progressive, refine + 9, 0x31), damaged("a scan has an impossible range of coefficients or bits")),
-        (changed(&progressive, refine + 9, 0x21), damaged("scans are missing: one refines what no earlier one had")),
+        (changed(&progressive, refine + 9, 0x21), damaged("scans are missing: one refines bits that no earlier one has")),
         (changed(&jpeg, codes + 5, 200), damaged("a Huffman table is broken")),
         (changed(&jpeg, codes + 4, 0x24), damaged("a Huffman table is broken")),
     ] {
