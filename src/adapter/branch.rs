@@ -142,7 +142,7 @@ impl Adapters {
     }
 
     /// Whether a backend can merge deltas of this total rank in its own memory. `parts` are the stored and the held type of each part. The
-    /// host merges weights that are converted on upload, and ranks above [`MAX_RANK`].
+    /// host merges weights that are converted on upload, and ranks above `MAX_RANK`.
     pub fn is_added_in_place(rank: usize, mut parts: impl Iterator<Item = [DType; 2]>) -> bool {
         rank <= MAX_RANK && parts.all(|types| types == [DType::Bf16; 2])
     }
