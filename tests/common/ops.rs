@@ -505,8 +505,8 @@ fn first_and_drawn<K: PartialEq>(
 /// Checks these cases.
 pub fn check(backend: &mut dyn Backend, cases: impl Iterator<Item = Case>) {
     let (mut weights, mut faults, mut count) = (Weights::default(), Vec::new(), 0);
-    for case in &cases.collect::<Vec<_>>() {
-        run(backend, &mut weights, case, true, &mut faults);
+    for case in cases {
+        run(backend, &mut weights, &case, true, &mut faults);
         count += 1;
     }
     assert!(count > 0, "no case has such a name");

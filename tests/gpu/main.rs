@@ -4,8 +4,8 @@
 //!     gpu                all tests
 //!     gpu ops [words]    every op, or those whose case has all words in its name, against f64 loops
 //!     gpu NAME           one test by its name
-//!     gpu small I/N [L [portable]]  the share of process I of N, counted from 0, in cases without a number above L in their name
-//!                        (256) and with KILN_TEST_CASE in it; `portable`: the image without kernels that store through TMA
+//!     gpu small FOLDER [L [portable]]  cases without a number above L in their name (256) and with KILN_TEST_CASE in it; processes
+//!                        with the same FOLDER share them. `portable`: the image without kernels that store through TMA
 //!     gpu outputs FILE [L]  writes the results of every case without a number above L in its name (256), which
 //!                        `tests/emulated` compares with the emulator's
 //!     gpu list           the names of the tests
@@ -35,9 +35,10 @@ use kiln::locate::Found;
 use kiln::progress::Silent;
 use kiln::quantize::calibrate::{Calibration, calibrate};
 use kiln::selftest::{self, Extent, Outcome};
-use std::cell::Cell;
+use std::fs::File;
+use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -62,7 +63,7 @@ fn in_lockstep() -> Box<dyn Backend> {
 
 const TESTS: &[(&str, fn())] = &[
     ("driver", self_test),
-    ("small", || Share::ALL.check()),
+    ("small", || Small::ALONE.check()),
     ("ops", || ops::check_some(&mut cuda(), |_| true)),
     ("tiles", every_tile),
     ("lockstep", lockstep),
@@ -104,7 +105,7 @@ fn main() -> ExitCode {
         ["ops", ref words @ ..] if !words.is_empty() => {
             ops::check_some(&mut cuda(), |name| words.iter().all(|w| name.contains(w)));
         }
-        ["small", share, ref rest @ ..] => Share::parse(share, rest).expect("small I/N [LIMIT [portable]]").check(),
+        ["small", ref rest @ ..] if !rest.is_empty() => Small::parse(rest).expect("small FOLDER [LIMIT [portable]]").check(),
         ["outputs", file, ref limit @ ..] => {
             let limit = limit.first().map_or(ops::SMALL, |limit| limit.parse().expect("outputs FILE [LIMIT]"));
             println!("{} results in {file}", ops::outputs::record(&mut cuda(), limit, Path::new(file)));
@@ -149,37 +150,42 @@ fn self_test() {
     assert!(passed("copy") && (passed("cluster") || cuda().device().capability != (9, 0)));
 }
 
-/// Every kernel, on shapes small enough for sanitizers, which make kernels a hundred times slower. In addition, an image whose steps are
-/// run op by op, captured and replayed. Several processes may share them: the first generates the image, the others divide the cases.
-struct Share {
-    part: usize,
-    parts: usize,
+/// Every kernel, on shapes small enough for sanitizers that slow them down a hundredfold, and an image whose steps are run op by op,
+/// captured and replayed.
+struct Small {
+    /// A folder through which several processes share the work: whoever creates the file of a case runs the case.
+    claims: Option<PathBuf>,
     limit: usize,
     /// For sanitizers that do not see TMA stores, and would report that the next kernel reads uninitialized memory.
     portable: bool,
 }
 
-impl Share {
-    const ALL: Self = Self { part: 0, parts: 1, limit: ops::SMALL, portable: false };
+impl Small {
+    const ALONE: Self = Self { claims: None, limit: ops::SMALL, portable: false };
 
-    fn parse(share: &str, rest: &[&str]) -> Option<Self> {
-        let (part, parts) = share.split_once('/')?;
-        let (part, parts) = (part.parse().ok()?, parts.parse().ok()?);
+    fn parse(arguments: &[&str]) -> Option<Self> {
+        let (claims, rest) = arguments.split_first()?;
         let (limit, portable) = match *rest {
-            [] => (Self::ALL.limit, false),
+            [] => (Self::ALONE.limit, false),
             [limit] => (limit.parse().ok()?, false),
             [limit, "portable"] => (limit.parse().ok()?, true),
             _ => return None,
         };
-        (part < parts).then_some(Self { part, parts, limit, portable })
+        Some(Self { claims: Some(PathBuf::from(claims)), limit, portable })
+    }
+
+    /// Whether this process is the first that wants to run something.
+    fn claim(&self, what: &str) -> bool {
+        self.claims.as_ref().is_none_or(|folder| match File::create_new(folder.join(what)) {
+            Ok(_) => true,
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
+            Err(error) => panic!("{}: {error}", folder.display()),
+        })
     }
 
     fn check(&self) {
-        let alone = self.parts == 1;
-        if alone || self.part > 0 {
-            self.cases();
-        }
-        if self.part == 0 {
+        self.cases();
+        if self.claim("image") {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
             let mut cuda = unpoisoned();
             if self.portable {
@@ -187,45 +193,63 @@ impl Share {
             }
             run(&mut engine_on(Box::new(cuda), Variant::Distilled, Precision::Bf16), &job).unwrap();
         }
-        println!("small {}/{} is ok", self.part, self.parts);
+        println!("small is ok");
     }
 
     fn cases(&self) {
-        let alone = self.parts == 1;
         let mut cuda = unpoisoned();
-        // Neighbors in the table are of one kind and take equally long, so different processes take them.
-        let (turn, others) = (Cell::new(0), (self.parts - 1).max(1));
         let only = std::env::var("KILN_TEST_CASE").unwrap_or_default();
-        let ours = |name: &str| {
-            let small = ops::is_within(self.limit, name) && name.contains(&only);
-            turn.set(turn.get() + usize::from(small));
-            small && turn.get() % others == self.part % others
-        };
-        // Matrix ops run with every tile. f32 takes the naive kernels with any tile.
-        let ours_alone = |choice: &KernelChoice| {
+        // The self-test is the longest of all cases under a sanitizer, so it comes first.
+        if only.is_empty() && self.claim("selftest") {
+            let lines = selftest::run(&mut cuda, &Extent::QUICK, &mut |_| Ok(())).unwrap();
+            assert!(lines.iter().all(|line| !line.failed()), "{lines:?}");
+        }
+        // Matrix ops run with every tile; f32 takes the naive kernels in any case.
+        let is_own = |choice: &KernelChoice| {
             emulated::kernels().is_none() || matches!(choice, KernelChoice::Only(kernel) if kernel.arch() == Arch::Sm120)
         };
         let choices = KernelChoice::all()
-            .filter(|choice| *choice == KernelChoice::Best || *choice != KernelChoice::Naive && ours_alone(choice));
-        for choice in choices {
+            .filter(|choice| *choice == KernelChoice::Best || *choice != KernelChoice::Naive && is_own(choice));
+        for (turn, choice) in choices.enumerate() {
             cuda.set_choice(choice);
-            let cases: Vec<_> =
-                ops::cases::all().into_iter().filter(|c| tiles::runs_with(choice, &c.name) && ours(&c.name)).collect();
-            // With few cases, a process may have none for a choice.
-            if alone || !cases.is_empty() {
-                ops::check(&mut cuda, cases.into_iter());
+            let small = |name: &str| ops::is_within(self.limit, name) && name.contains(&only);
+            let cases = ops::cases::all().into_iter().filter(|c| tiles::runs_with(choice, &c.name) && small(&c.name));
+            let claimed = cases.enumerate().filter(|(case, _)| self.claim(&format!("{turn}-{case}"))).map(|(_, case)| case);
+            let mut claimed = Timed::new(claimed).peekable();
+            if claimed.peek().is_some() {
+                ops::check(&mut cuda, claimed);
             }
-        }
-        // Once is enough: under a sanitizer this takes longer than any case.
-        if only.is_empty() && (alone || self.part == 1) {
-            let lines = selftest::run(&mut cuda, &Extent::QUICK, &mut |_| Ok(())).unwrap();
-            assert!(lines.iter().all(|line| !line.failed()), "{lines:?}");
         }
         // The `run` script adds these up over all processes.
         let launched = || cuda.launched().filter(|(kernel, _)| emulated::kernels().is_none() || kernel.is_gated());
         launched().for_each(|(kernel, times)| println!("launched: {} {times}", kernel.symbol()));
         let missed: Vec<_> = launched().filter(|(_, times)| *times == 0).map(|(kernel, _)| kernel).collect();
-        assert!(missed.is_empty() || self.parts > 1, "never launched: {missed:?}");
+        assert!(missed.is_empty() || self.claims.is_some(), "never launched: {missed:?}");
+    }
+}
+
+/// Cases, with a line for each that took long.
+struct Timed<I> {
+    cases: I,
+    last: Option<(String, Instant)>,
+}
+
+impl<I> Timed<I> {
+    fn new(cases: I) -> Self {
+        Self { cases, last: None }
+    }
+}
+
+impl<I: Iterator<Item = ops::Case>> Iterator for Timed<I> {
+    type Item = ops::Case;
+
+    fn next(&mut self) -> Option<ops::Case> {
+        if let Some((name, start)) = self.last.take().filter(|(_, start)| start.elapsed().as_secs() >= 10) {
+            println!("took {} s: {name}", start.elapsed().as_secs());
+        }
+        let case = self.cases.next()?;
+        self.last = Some((case.name.clone(), Instant::now()));
+        Some(case)
     }
 }
 
