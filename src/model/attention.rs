@@ -156,7 +156,7 @@ mod tests {
     use crate::tensor::{Bytes, Region, WeightSlice};
     use std::sync::Arc;
 
-    /// The format of a block, all of whose gains are the same, and the bounds in bf16 and in e4m3.
+    /// The format of a block with equal gains, and its bounds in bf16 and in e4m3.
     fn block(asked: AttentionFormat, gain: f32) -> (BlockAttention, [f32; 2]) {
         let norm = || {
             let bytes = DType::F32.encoded(&[gain; HEAD_DIM]);

@@ -528,7 +528,7 @@ impl MidBuffers {
     }
 }
 
-/// What a convolution adds to its result.
+/// The summand that a convolution adds to its result.
 enum Added<'a> {
     Nothing,
     Residual(Tensor),

@@ -196,7 +196,7 @@ impl SideBranches {
 pub struct AdapterUse {
     /// The file.
     pub path: PathBuf,
-    /// Its SHA-256, as hexadecimal digits.
+    /// SHA-256 of the file, as hexadecimal digits.
     pub digest: String,
     /// The strength.
     pub strength: f32,

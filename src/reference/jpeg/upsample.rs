@@ -124,7 +124,7 @@ fn widen_sums(from: &[u16], to: &mut [u8]) {
 mod tests {
     use super::*;
 
-    /// The rows of a component for an image of 64 x 64 blocks, stored at a ratio. The sample at (x, y) is `value`.
+    /// The rows of a subsampled component of a 67 x 66 image. The sample at (x, y) is `value`.
     fn rows(sampling: u8, value: fn(usize, usize) -> u8) -> Vec<Vec<u8>> {
         let frame = Frame::read(&[8, 0, 66, 0, 67, 3, 1, 0x44, 0, 2, sampling, 0, 3, 0x44, 0], false).unwrap();
         let component = &frame.components[1];
