@@ -11,7 +11,7 @@
 //! There are two deliberate differences:
 //!
 //! - Pillow clips 16-bit gray at 255, which makes such an image white. kiln keeps the upper byte of all 16-bit images, as Pillow
-//! does for color images.
+//!   does for color images.
 //! - Pillow fills in missing data inside a JPEG. kiln treats such a file as damaged.
 //!
 //! An image passed to that pipeline without `load_image` is resized in its own color mode (palettes even without interpolation)

@@ -21,7 +21,7 @@ enum Rule {
     SharpScale,
     /// Small, around 0: biases and means.
     Bias,
-    /// Around 0, with a spread with which a matrix preserves the magnitude of its input.
+    /// Around 0, with a spread that lets a matrix preserve the magnitude of its input.
     Matrix { step: f32 },
 }
 

@@ -267,7 +267,7 @@ impl Engine {
             return Ok(None);
         };
         let canvas = stages.place_canvas(be, ws, inputs, &tables, &first)?;
-        // Loading the transformer overlaps with encoding the prompts, so nothing waits for the prompts here.
+        // If the transformer is not loaded yet, loading it overlaps with encoding the prompts, so nothing waits for them here.
         if store.transformer {
             inputs.check_prompts(be, counts)?;
             progress.end();
