@@ -62,7 +62,7 @@ fn a_table_has_a_row_for_each_stage() {
         at += 1;
     }
     assert!(lines[at + 1].starts_with("memory ") && lines[at + 1].contains(" MiB of weights + "), "{}", lines[at + 1]);
-    assert!(lines[at + 2].contains("not measured: only GPUs tell"), "{}", lines[at + 2]);
+    assert!(lines[at + 2].contains("not measured: only GPUs report it"), "{}", lines[at + 2]);
     assert_eq!(lines[at + 3], "formats     all bf16");
     assert_eq!(lines.len(), at + 4, "{}", run.text());
     // The first image shows the usual progress, each warm one has a single line.
@@ -352,8 +352,8 @@ fn images_are_drawn_stage_by_stage() {
     // Other images, results that cannot be, and files that are none are refused before anything is measured.
     for (change, message) in [
         (("width", Value::from(80)), "it has 80x64 in 1 steps, these are 64x64 in 1 steps"),
-        (("engines", serde_json::json!([{"name": "x", "images_s": [{"total": -1.0}]}])), "times or rates that cannot be"),
-        (("kind", "what".into()), "not results of a benchmark"),
+        (("engines", serde_json::json!([{"name": "x", "images_s": [{"total": -1.0}]}])), "impossible times or rates"),
+        (("kind", "what".into()), "no benchmark results"),
     ] {
         let mut other = other.clone();
         other[change.0] = change.1;
@@ -367,7 +367,7 @@ fn images_are_drawn_stage_by_stage() {
         ("bench --svg -", 2, "--svg writes a file"),
         ("bench --compare k.json", 2, "--svg"),
         ("bench --from k.json", 2, "--svg"),
-        ("bench --from o.json --svg b.svg", 3, "stand beside kiln's"),
+        ("bench --from o.json --svg b.svg", 3, "which only --compare takes"),
     ] {
         let run = sandbox.run(line.split(' '));
         assert!(run.code == Some(code) && run.stderr.contains(message), "{line}: {}", run.stderr);

@@ -57,7 +57,7 @@ fn a_sound_model_is_told_so() {
     let mut found = sandbox.command(["doctor"]);
     found.env("KILN_MODEL", "model");
     for run in [Run::of(found).good(), sandbox.run(["doctor", "--model", "model", "--gpu", "4090"]).good()] {
-        assert!(run.text().contains("\nvalues    not looked at; `kiln doctor --model PATH` "), "{}", run.text());
+        assert!(run.text().contains("\nvalues    not checked; `kiln doctor --model PATH` "), "{}", run.text());
     }
     assert!(!sandbox.run(["doctor", "--model", "tiny"]).good().text().contains("\nvalues "));
 }
@@ -70,7 +70,7 @@ fn whole_files_are_hashed_if_asked() {
     let files = ["flux-2-klein-tiny.safetensors", "qwen.safetensors", "ae.safetensors"];
     for (part, file) in ["transformer", "text encoder", "vae"].iter().zip(files) {
         let digest = sha256::hex(&fs::read(sandbox.path(&format!("model/{file}"))).unwrap());
-        let line = format!("{part}: {file} is {digest}: none that was published, as far as kiln knows\n");
+        let line = format!("{part}: {file} is {digest}: not published, as far as kiln knows\n");
         assert!(text.contains(&line), "{text}");
     }
     assert_eq!(sandbox.run(["doctor", "--full", "--gpu", "4090"]).code, Some(2));

@@ -386,8 +386,8 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
 
     for (scale, passes) in [
         ("4", "guidance             4, two passes per step\n"),
-        ("1", "guidance             1, one pass per step: only above 1 there is a second\n"),
-        ("0.5", "guidance             0.5, one pass per step: only above 1 there is a second\n"),
+        ("1", "guidance             1, one pass per step; a second one needs a scale above 1\n"),
+        ("0.5", "guidance             0.5, one pass per step; a second one needs a scale above 1\n"),
     ] {
         let run = plan(&["--variant", "base", "--guidance", scale]);
         assert!(run.text().contains(passes) && run.stderr.is_empty(), "{}{}", run.text(), run.stderr);

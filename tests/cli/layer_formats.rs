@@ -128,10 +128,10 @@ fn how_fp8_is_computed_with_is_chosen_told_and_recorded() {
     let (plain, attention, other) = run("bf16.png", &["--attention", "bf16", "--fp8-accumulate", "fast"]);
     assert_eq!((attention.as_deref(), text(&plain, "attention").as_deref()), (Some("bf16 (as asked)"), Some("bf16")));
     assert!(plain.pixels != png.pixels);
-    let warning = "warning: --fp8-accumulate is ignored: the CPU adds up in f32\n";
+    let warning = "warning: --fp8-accumulate is ignored: the CPU sums in f32\n";
     assert!(other.stderr.contains(warning), "{}", other.stderr);
     let refused = sandbox.run(flags.iter().chain(&["-o", "no.png", "--attention", "fp8", "--precision", "f32"]));
-    let why = "error: FP8 attention is impossible: nothing is quantized in f32 precision\n\nhint: leave out --attention: then";
+    let why = "error: FP8 attention is impossible: nothing is quantized in f32 precision\n\nhint: leave out --attention to use";
     assert!(refused.code == Some(2) && refused.stderr.contains(why), "{}", refused.stderr);
 
     transformer(&Content::of("fp8").changed(too_small));
@@ -173,7 +173,7 @@ fn what_nvfp4_is_multiplied_as_is_chosen_told_and_recorded() {
     // A GPU that is not there has no kernels, and a model without NVFP4 has no use for the choice.
     let refused = sandbox.run(["plan", "--model", "model", "--nvfp4-math", "fp8"]);
     let why =
-        "error: NVFP4 weights cannot be multiplied as FP8: this device has no FP8 GEMM\n\nhint: leave out --nvfp4-math: then";
+        "error: NVFP4 weights cannot be multiplied as FP8: this device has no FP8 GEMM\n\nhint: leave out --nvfp4-math to mul";
     assert!(refused.code == Some(2) && refused.stderr.contains(why), "{}", refused.stderr);
     let (png, _, stderr) = run("plain", "plain.png", &["--nvfp4-math", "fp8"]);
     let warning = "warning: --nvfp4-math is ignored: no layer of this model has NVFP4 weights and an input scale\n";

@@ -168,7 +168,7 @@ fn files_that_do_not_fit_are_refused_with_their_reasons() {
     let absent = |block: usize| pair(&format!("diffusion_model.double_blocks.{block}.img_attn.qkv"), PEFT, [3 * H, H], 1);
     let klein = |name: &str, shape: [usize; 2]| pair(name, KOHYA, shape, 1);
     let some = [good(), (5..9).flat_map(absent).collect()].concat();
-    let partial = "use the adapter of this model, or --lora-partial to apply the layers that fit";
+    let partial = "use an adapter made for this model, or --lora-partial to apply the layers that fit";
     let inspect = "`kiln lora inspect FILE` lists what a file has";
     for (file, error, hint) in [
         (
@@ -345,13 +345,13 @@ fn lines_have_adapters_of_their_own() {
     assert!(answers[3]["error"].as_str().unwrap().contains("it seems to be for FLUX.2 [klein] 9B"), "{}", answers[3]);
     assert!(answers[4]["error"].as_str().unwrap().starts_with("no LoRA found (none)"), "{}", answers[4]);
     // Beside the weights, so that lines can differ; each file is told of when it is opened.
-    assert!(answered.stderr.contains("LoRA a.safetensors: 2 of 2 layers, ranks 2 to 4, scale 1, beside the weights\n"));
+    assert!(answered.stderr.contains("LoRA a.safetensors: 2 of 2 layers, ranks 2 to 4, scale 1, as branches\n"));
     let opened: Vec<&str> = answered.stderr.lines().filter(|line| line.starts_with("line ") && line.contains("LoRA ")).collect();
     assert_eq!(
         opened[..2],
         [
-            "line 2: LoRA b.safetensors: 1 of 1 layers, rank 4, scale 0.5, beside the weights",
-            "line 2: LoRA a.safetensors: 2 of 2 layers, ranks 2 to 4, scale 2, beside the weights",
+            "line 2: LoRA b.safetensors: 1 of 1 layers, rank 4, scale 0.5, as branches",
+            "line 2: LoRA a.safetensors: 2 of 2 layers, ranks 2 to 4, scale 2, as branches",
         ]
     );
     assert!(opened.len() == 3 && opened[2].starts_with("line 5: error: no LoRA found"), "{opened:?}");

@@ -259,7 +259,7 @@ mod program {
         assert_eq!(run.text(), "a-large-red-star-on-a-blue-background-5.png\n");
         let mut lines = run.stderr.lines();
         let note = lines.next().unwrap();
-        assert!(note.starts_with("note: no FLUX.2 model was found, so kiln's own small one draws this; "), "{note}");
+        assert!(note.starts_with("note: no FLUX.2 model was found, so kiln's own small model draws this; "), "{note}");
         assert!(note.ends_with("; for FLUX.2 weights use --model or KILN_MODEL"), "{note}");
         assert!(lines.any(|line| line == "builtin, 256x256, 4 steps, seed 5"), "{}", run.stderr);
         let png = Png::read(&sandbox.path(run.text().trim()));
@@ -334,7 +334,7 @@ mod program {
         let sandbox = Sandbox::new();
         let flags = ["--width", "96", "--height", "64", "--steps", "1", "--model", "builtin", "-o", "a.png"];
         let run = sandbox.bare([STAR].iter().chain(&flags)).good();
-        let note = "note: builtin was trained on images of 256x256, others may look wrong";
+        let note = "note: builtin was trained on 256x256 images; other sizes may look wrong";
         assert!(run.stderr.lines().any(|line| line == note), "{}", run.stderr);
         assert_eq!(Png::read(&sandbox.path("a.png")).width, 96);
     }

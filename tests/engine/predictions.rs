@@ -288,8 +288,7 @@ fn the_doctor_says_what_would_run_how_on_a_card() {
     let doctor = |gpu: &str| sandbox.run(["doctor", "--model", "tiny", "--gpu", gpu]).good().text().to_owned();
     let text = doctor("RTX 3090");
     assert!(text.contains("\ncard      GeForce RTX 3090, compute 8.6, 82 multiprocessors, 24.0 GiB; asked for"), "{text}");
-    let why =
-        "weights stay as they are and are expanded to bf16 before each GEMM: compute capability 8.6 has no FP8 tensor cores";
+    let why = "weights stay quantized and are expanded to bf16 before each GEMM: compute capability 8.6 has no FP8 tensor cores";
     assert!(text.contains(&format!("\n          FP8 transformer: {why}\n")) && !text.contains("\ndriver"), "{text}");
     let text = doctor("4090");
     assert!(text.contains("\n          FP8 transformer: FP8 by FP8 on tensor cores (mma.sync, "), "{text}");

@@ -58,8 +58,8 @@ pub fn configure() {
             // By default glibc reserves 64 MiB of address space for each thread, which exhausts the limit on a machine with many cores.
             libc::mallopt(libc::M_ARENA_MAX, 1);
         } else {
-            // Memory for the noise, pixels and file of an image is kept for those of the next one: else the system takes it back and provides
-            // it again page by page, which takes milliseconds for large images. More than this at once is still returned.
+            // Keeps the memory of an image's noise, pixels and file for the next image. Otherwise the system takes it back and provides it
+            // again page by page, which takes milliseconds for large images. Larger blocks are still returned.
             libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
             libc::mallopt(libc::M_TRIM_THRESHOLD, 256 << 20);
         }

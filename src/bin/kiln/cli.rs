@@ -67,16 +67,16 @@ use tiny::TinyArgs;
     after_long_help = EXAMPLES
 )]
 pub struct Cli {
-    /// A command; without one, [`Cli::generate`] is what was asked for.
+    /// The command. Without one, [`Cli::generate`] holds the flags.
     #[command(subcommand)]
     pub command: Option<Command>,
 
-    /// The flags of `generate`, which need not be named.
+    /// The flags of `generate`, whose name is optional.
     #[command(flatten)]
     pub generate: GenerateArgs,
 }
 
-/// What can be done.
+/// The commands.
 #[derive(Debug, clap::Subcommand)]
 #[allow(missing_docs)] // the help is on the arguments of each
 pub enum Command {
@@ -115,17 +115,17 @@ impl Command {
 
 /// A command with its arguments.
 pub trait Subcommand {
-    /// The number of CPU threads that are asked for; without one there is one per core.
+    /// The number of CPU threads to use. `None` means one per core.
     fn threads(&self) -> Option<usize> {
         None
     }
 
-    /// Whether threads of the command's own start parallel work, and not only the one that runs it.
+    /// Whether other threads than the one that runs the command start parallel work.
     fn shares_pool(&self) -> bool {
         false
     }
 
-    /// Does what is asked for.
+    /// Runs the command.
     fn run(self: Box<Self>, process: Process<'_>) -> Result<()>;
 }
 
@@ -137,7 +137,7 @@ pub trait Subcommand {
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, clap::Error> {
     let args: Vec<OsString> = args.into_iter().collect();
     let matches = definition().try_get_matches_from(&args).map_err(|error| {
-        // clap quotes arguments as they are, including control characters. Parsing the escaped arguments gives the same error with
+        // clap quotes arguments unescaped, including control characters. Parsing the escaped arguments gives the same error with
         // a text that is safe to print.
         let harmless = args.iter().map(|arg| OsString::from(shown(&arg.to_string_lossy())));
         if error.use_stderr() { definition().try_get_matches_from(harmless).err().unwrap_or(error) } else { error }

@@ -102,8 +102,8 @@ fn code(failure: &Failure, signals: &Signals) -> u8 {
     }
 }
 
-/// Replaces the panic hook with one that only records the message. Some panics are expected: the library catches those of a
-/// dependency and turns them into errors. [`guarded`] alone decides which panic ends the program.
+/// Replaces the panic hook with one that only records the message. Some panics are expected: the library catches a
+/// dependency's panics and turns them into errors. [`guarded`] alone decides which panic ends the program.
 fn record_panics() {
     panic::set_hook(Box::new(|info| {
         let what = info.payload_as_str().unwrap_or("no message");

@@ -145,7 +145,7 @@ fn models_for_diffusers_generate_the_same_images() {
         let out = format!("{format}-{layout}");
         let line = format!("quantize builtin {out} --to {format} --layout {layout} --calibration-steps 1 --calibration-size 64");
         let run = sandbox.bare(line.split(' ').collect::<Vec<_>>()).good();
-        let note = "note: diffusers reads no quantized text encoders; this one is as kiln and ComfyUI read it\n";
+        let note = "note: diffusers reads no quantized text encoders; this one is laid out for kiln and ComfyUI\n";
         assert_eq!(run.stderr.contains(note), layout == "diffusers", "{}", run.stderr);
         image(&out)
     };

@@ -1,4 +1,4 @@
-//! Adapters that are asked for: where their files are, what becomes of them, and what the user and the images are told.
+//! Requested adapters: locates and opens their files, and describes them to the user and in the metadata of images.
 
 use super::args::{LoraArg, LoraArgs};
 use crate::terminal::Terminal;
@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The files of adapters, and how strong each is.
+/// The files of adapters, and their scales.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AdapterFiles {
     files: Vec<(PathBuf, f32)>,
@@ -21,7 +21,7 @@ pub struct AdapterFiles {
 }
 
 impl AdapterFiles {
-    /// Locates what flags name.
+    /// Locates the files that flags name.
     pub fn locate(args: &LoraArgs, environment: &Environment) -> Result<Self> {
         let locate = |lora: &LoraArg| Ok((locate_adapter(&lora.file, environment)?, lora.scale));
         let files = args.lora.iter().map(locate).collect::<Result<_>>()?;
@@ -39,12 +39,12 @@ impl AdapterFiles {
     }
 }
 
-/// Opens a file, all of which has to fit unless `partial` allows less.
+/// Opens a file. Every layer has to fit the model unless `partial` is set.
 pub fn open_adapter(path: &Path, partial: bool, targets: &LayerTargets) -> Result<Adapter> {
     if partial { Adapter::open(path, targets) } else { Adapter::open_whole(path, targets) }
 }
 
-/// An adapter as images and JSON tell of it.
+/// An adapter as described in images and JSON.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AppliedAdapter {
     /// The name of the file.
@@ -53,7 +53,7 @@ pub struct AppliedAdapter {
     scale: f32,
 }
 
-/// What is told of adapters, in the order in which they are applied.
+/// Describes adapters in the order in which they are applied.
 pub fn applied(adapters: &Adapters) -> Vec<AppliedAdapter> {
     let tell = |(adapter, scale): &(Adapter, f32)| AppliedAdapter {
         file: file_name(&adapter.path),
@@ -97,8 +97,8 @@ pub fn descriptions(adapters: &Adapters, formats: &Formats) -> Vec<(String, Vec<
     adapters.0.iter().zip(&uses).map(tell).collect()
 }
 
-/// What is said of layers that adapters are not merged with.
-pub const BESIDE: &str = "beside the weights";
+/// The text for layers whose weights are not merged with adapters.
+pub const BESIDE: &str = "as branches";
 
 /// A line about an adapter, and lines about its layers.
 pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String>) {

@@ -1,4 +1,4 @@
-//! The flags that commands have in common; a command's own are in its file. Only checks of a single flag are here;
+//! The flags that several commands share. Only checks of a single flag are here;
 //! [`super::generate::GenerateRequest`] checks flags against each other.
 
 mod file;

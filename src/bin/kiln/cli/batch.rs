@@ -47,20 +47,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::Duration;
 
-/// Lines that are planned and submitted before they are answered: one that is denoised and one that waits for its turn.
+/// How many lines are submitted before they are answered: one is denoised, and one waits.
 const AHEAD: usize = 2;
 
-/// Lines that were read before they are planned, at most.
+/// The most lines that are read before they are planned.
 const READ_AHEAD: usize = 16;
 
-/// Memory of a GPU for encoded prompts and references that later lines may have as well, at most: 85 prompts of klein 4B, or 250
+/// The most GPU memory for encoded prompts and references that later lines may reuse. It holds 85 prompts of klein 4B, or 250
 /// references of 1024x1024.
 const KEPT_BYTES: u64 = 256 << 20;
 
-/// More of it for models that cache the keys and values of references, at most: those of three references of 1024x1024 with klein 4B.
+/// The most additional memory for models that cache keys and values. It holds three references of 1024x1024 with klein 4B.
 const KEPT_KEY_VALUES: u64 = 4 << 30;
 
-/// How long it may take until a signal is noticed while no line comes.
+/// The longest delay until a signal is noticed while no line arrives.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 impl Subcommand for BatchArgs {
@@ -80,26 +80,26 @@ impl Subcommand for BatchArgs {
     }
 }
 
-/// What `kiln run` was asked for.
+/// The request of `kiln run`.
 pub struct BatchRequest {
     source: Source,
     /// The name of the source, for messages.
     file: PathBuf,
     setup: Setup,
-    /// The image that a line without settings asks for, without its prompt.
+    /// The image of a line without settings, apart from its prompt.
     usual: ImageRequest,
     defaults: Defaults,
-    /// Where adapters that lines name are looked for, and whether a part of one is enough.
+    /// Where to look for the adapters of lines, and whether they may fit in part.
     environment: Environment,
     lora_partial: bool,
     /// How much to print.
     pub verbosity: Verbosity,
 }
 
-/// Where lines come from.
+/// The source of lines.
 type Source = Box<dyn Read + Send>;
 
-/// What lines have in common.
+/// The values that all lines share.
 struct Defaults {
     image: ImageOptions,
     negative: Option<String>,
@@ -107,7 +107,7 @@ struct Defaults {
     folder: PathBuf,
     image_file: FileArgs,
     skip_existing: bool,
-    /// The file of the trace, which is no file of a line.
+    /// The trace file, which no line may overwrite.
     trace: Option<PathBuf>,
 }
 
@@ -117,7 +117,7 @@ impl BatchRequest {
         let BatchArgs { file, model, lora, output, image_file, skip_existing, image, negative, run } = args;
         let (own_lora, lora_partial) = (lora.lora.clone(), lora.lora_partial);
         let (verbosity, trace) = (run.verbosity(), run.trace.trace.clone());
-        // What is wrong for every line is an error of the command.
+        // A mistake that affects every line is an error of the command.
         file_format(image_file.format, image_file.quality, None)?;
         let folder = output.unwrap_or_default();
         if !folder.as_os_str().is_empty() && !folder.is_dir() {
@@ -132,7 +132,7 @@ impl BatchRequest {
         let (usual, mut setup) = ImageRequest::from_args(&args, environment.clone(), &mut io::empty(), 0)?;
         // Any line may have references.
         setup.options.references = true;
-        // And adapters, which merged weights could not change for.
+        // Any line may have adapters. Merged weights could not change for them.
         if setup.options.adapters == AdapterMode::Auto {
             setup.options.adapters = AdapterMode::Branch;
         }
@@ -141,7 +141,7 @@ impl BatchRequest {
     }
 }
 
-/// What the thread of the engine tells about the model and the device.
+/// The facts about model and device that the engine's thread reports.
 struct Known {
     profile: ModelProfile,
     backend: &'static str,
@@ -149,14 +149,14 @@ struct Known {
 }
 
 impl Known {
-    /// A text that differs wherever the model or its arithmetic does.
+    /// A text that identifies the model and its arithmetic.
     fn id(&self, vae_tiling: bool) -> String {
         let ModelProfile { name, variant, precision, quantized_flags, .. } = &self.profile;
         format!("{name} {variant} {} {vae_tiling} {quantized_flags:?}", precision.name())
     }
 }
 
-/// Reads lines until they end and answers each. Errors of a line do not end the run; at its end they are an error of it.
+/// Reads lines until they end and answers each. Errors of a line do not end the run, but make it fail at its end.
 pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Terminal>, out: &mut dyn Write) -> Result<()> {
     let BatchRequest { source, file, setup, usual, defaults, environment, lora_partial, .. } = request;
     let (own_stop, own_terminal) = (stop.clone(), terminal.clone());
@@ -204,12 +204,12 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
 /// A line as it was read.
 struct RawLine {
     number: u64,
-    /// Its bytes without the newline; `None` if they are too many.
+    /// The bytes without the newline; `None` if the line is too long.
     bytes: Option<Vec<u8>>,
 }
 
-/// Starts the thread that reads lines. It ends with the lines, or with the process: nothing interrupts a read from a terminal or a
-/// pipe.
+/// Starts the thread that reads lines. It ends after the last line or with the process, because nothing interrupts a read from a
+/// terminal or a pipe.
 fn read_lines(source: Source) -> Result<Receiver<io::Result<RawLine>>> {
     let (sender, receiver) = sync_channel(READ_AHEAD);
     let work = move || {
@@ -224,7 +224,7 @@ fn read_lines(source: Source) -> Result<Receiver<io::Result<RawLine>>> {
 fn send_lines(source: &mut dyn BufRead, sender: &SyncSender<io::Result<RawLine>>) -> io::Result<()> {
     for number in 1.. {
         let mut bytes = Vec::new();
-        // One more than the limit, and a newline, so that longer lines are noticed.
+        // One byte over the limit, plus a newline, reveals longer lines.
         let read = source.take(MAX_LINE_BYTES as u64 + 2).read_until(b'\n', &mut bytes)?;
         if read == 0 {
             break;
@@ -246,7 +246,7 @@ fn send_lines(source: &mut dyn BufRead, sender: &SyncSender<io::Result<RawLine>>
     Ok(())
 }
 
-/// A line that is to be answered.
+/// A line without an answer so far.
 struct Pending {
     number: u64,
     what: Planned,
@@ -279,7 +279,7 @@ struct Done<'a> {
     image: ImageLine<'a>,
 }
 
-/// The answer to a line that was passed over.
+/// The answer to a skipped line.
 #[derive(Serialize)]
 struct Skipped<'a> {
     line: u64,
@@ -298,7 +298,7 @@ struct Failed {
     code: u8,
 }
 
-/// Takes the times of a job's phases, and hands warnings on with the number of their line.
+/// Records the times of a job's phases, and forwards warnings with their line number.
 struct Watch {
     line: u64,
     times: Terminal,
@@ -335,10 +335,10 @@ struct Run<'a> {
     library: Library,
     defaults: Defaults,
     file: PathBuf,
-    /// Lines that were read; `None` once there are no more.
+    /// Receives lines; `None` after the last one.
     lines: Option<Receiver<io::Result<RawLine>>>,
     pending: VecDeque<Pending>,
-    /// Digests of the files that lines of this run write.
+    /// Digests of the output paths of earlier lines.
     claimed: HashSet<[u8; 16]>,
     stop: &'a AtomicBool,
     terminal: &'a Arc<Terminal>,
@@ -363,7 +363,7 @@ impl Run<'_> {
         if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    /// Plans lines that were read, as many as are to be planned ahead. With `wait`, and if none is planned, waits for one.
+    /// Plans up to [`AHEAD`] lines. With `wait`, and if none is planned, waits for one.
     fn plan_ahead(&mut self, wait: bool) -> Result<()> {
         while self.pending.len() < AHEAD {
             self.check_stop()?;
@@ -384,7 +384,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Submits the image of a line; `None` if the line is empty.
+    /// Submits the image of a line. Returns `None` if the line is empty.
     fn plan(&mut self, number: u64, bytes: Option<&[u8]>) -> Result<Option<Planned>> {
         let too_long = || Error::usage(format!("the line is longer than {MAX_LINE_BYTES} bytes"), "shorten it");
         let Some(line) = Line::parse(bytes.ok_or_else(too_long)?)? else { return Ok(None) };
@@ -398,7 +398,7 @@ impl Run<'_> {
         let format = file_format(image_file.format, image_file.quality, output.as_deref())?;
         let name = output.unwrap_or_else(|| content_name(&line.prompt, &line.id(model_id), extension(format)));
         let (path, seed) = (folder.join(name), line.seed());
-        // Two lines with one file are a mistake, whatever became of the first.
+        // Two lines with one file are a mistake, even if the first one failed.
         if !claimed.insert(place_of(&path)) {
             let what = format!("an earlier line has the same file ({})", shown_path(&path));
             return Err(Error::usage(what, "give one of them another `output` or `seed`, or leave it out"));
@@ -406,7 +406,7 @@ impl Run<'_> {
         if defaults.skip_existing && path.symlink_metadata().is_ok() {
             return Ok(Some(Planned::Skipped { path, seed }));
         }
-        // A line with the adapters of all lines has those that the model was loaded with.
+        // A line with the same adapters as the flags uses those that the model was loaded with.
         let adapters = match line.lora.take() {
             Some(lora) if lora != defaults.lora => {
                 let mut tell = |text: &str| terminal.say(&format!("line {number}: {text}"));
@@ -447,7 +447,7 @@ impl Run<'_> {
         let text = message(&error);
         self.terminal.say(&format!("line {number}: error: {text}"));
         self.print(&json_line(&Failed { line: number, error: text, hint: hint(&error), code: error.exit_code() })?)?;
-        // A GPU that has failed, or an engine that is gone, would fail every other line as well.
+        // A failed GPU, or an engine that is gone, would fail every other line as well.
         match error {
             Error::Device { .. } | Error::Op { op: "service", .. } => Err(error),
             _ => Ok(()),
@@ -465,7 +465,7 @@ impl Run<'_> {
             Event::Done(result) => result?,
             Event::Image(_) => return Err(missing(number)),
         }
-        // The engine is given its next image before this one is encoded.
+        // The next line is submitted first, so that the engine is busy while this image is encoded.
         self.plan_ahead(false)?;
         let seconds = watch.times.seconds();
         self.write(number, &image, settings, path, *format, seconds)
@@ -496,12 +496,12 @@ impl Run<'_> {
     }
 }
 
-/// A job of one image that came back with none, or with two.
+/// The error for a job that did not give exactly one image.
 fn missing(number: u64) -> Error {
-    Error::Op { op: "run", what: format!("line {number} has not got one image") }
+    Error::Op { op: "run", what: format!("line {number} did not give exactly one image") }
 }
 
-/// A digest of the place of a file that may not exist yet.
+/// A digest of the path of a file that may not exist yet.
 fn place_of(path: &Path) -> [u8; 16] {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let folder = folder.canonicalize().unwrap_or_else(|_| folder.into());

@@ -192,9 +192,9 @@ pub struct BenchRequest {
     /// The start of the command, from which the time of the cold image counts.
     started: Instant,
     subject: Subject,
-    /// The file for JSON, if it was asked for; `-` is standard output, where JSON replaces the table.
+    /// The file for JSON, if any; `-` is standard output, where JSON replaces the table.
     json: Option<PathBuf>,
-    /// The file for a chart, and what stands beside these results in it.
+    /// The file for a chart, and the results to compare with in it.
     svg: Option<PathBuf>,
     compare: Vec<Recorded>,
     /// How much to print.
@@ -204,11 +204,11 @@ pub struct BenchRequest {
 /// The subject of a measurement.
 #[derive(Debug)]
 enum Subject {
-    /// A cold image and `runs` warm ones; with `share` there is a block to paste.
+    /// A cold image and `runs` warm ones; `share` adds a block to paste.
     Images { request: Box<ImageRequest>, setup: Box<Setup>, runs: usize, share: bool },
     /// A cold image, and one for each line of standard input.
     OnRequest { request: Box<ImageRequest>, setup: Box<Setup> },
-    /// Results that were recorded, to be drawn.
+    /// Recorded results to draw.
     Recorded(Box<Recorded>),
     /// The ops whose names contain `filter`, on the backend that `run` selects.
     Kernels { filter: String, quick: bool, run: RunArgs, records: Records },
@@ -273,7 +273,7 @@ fn check_files(files: &[(Option<&Path>, &str)]) -> Result<()> {
     Ok(())
 }
 
-/// Runs the measurement and writes a table or JSON to `out`. No image is kept. What is asked for while it runs comes from `requests`.
+/// Runs the measurement and writes a table or JSON to `out`. No image is kept. `requests` is the input of `--on-request`.
 pub fn bench(
     request: BenchRequest,
     stop: &Arc<AtomicBool>,
@@ -302,7 +302,7 @@ pub fn bench(
     }
 }
 
-/// A file for JSON; a file for a chart, and what stands beside these results in it.
+/// A file for JSON; a file for a chart, and the results to compare with in it.
 type Files<'a> = (Option<&'a Path>, Option<(&'a Path, Vec<Recorded>)>);
 
 fn save_chart(path: &Path, chart: &str) -> Result<()> {
@@ -321,7 +321,7 @@ fn publish(report: &impl Serialize, table: String, (json, svg): Files<'_>, out: 
         }
         None => print(out, table.as_bytes()),
     };
-    // Results that were measured are told even if they could not be drawn.
+    // Prints measured results even if the chart could not be drawn.
     printed.and(chart.unwrap_or(Ok(())))
 }
 

@@ -62,13 +62,13 @@ impl Subcommand for ManArgs {
 /// The names of all man pages.
 static PAGES: LazyLock<Vec<String>> = LazyLock::new(|| pages(&Cli::command()).into_iter().map(|(name, _)| name).collect());
 
-/// The definition of all flags, where `kiln man` takes the names of all commands.
+/// The definition of all flags. It restricts the argument of `kiln man` to the names of commands.
 pub fn definition() -> clap::Command {
     let names = PossibleValuesParser::new(PAGES.iter().map(String::as_str));
     Cli::command().mut_subcommand("man", |man| man.mut_arg("command", |arg| arg.value_parser(names)))
 }
 
-/// Every command with the name of its man page: one of a command's own comes after it and a hyphen.
+/// Every command with the name of its man page. The page of a nested command is called `parent-child`.
 fn pages(kiln: &clap::Command) -> Vec<(String, &clap::Command)> {
     let mut pages = Vec::new();
     for outer in kiln.get_subcommands() {

@@ -21,16 +21,16 @@ pub struct SelectedBackend {
     pub machine: String,
     /// The GPU, if the backend is one.
     pub device: Option<DeviceInfo>,
-    /// What predicts times on it, or why nothing does.
+    /// The predictor of times on it, or why there is none.
     pub predictor: Result<Predictor, String>,
     /// Why `auto` did not select a GPU.
     pub note: Option<String>,
-    /// What the gate for native kernels found.
+    /// The state of the gate for native kernels.
     pub gate: Gate,
 }
 
 impl SelectedBackend {
-    /// Tells the user what is unusual about the selection.
+    /// Prints notes and warnings about the selection.
     pub fn announce(&self, terminal: &Terminal) {
         self.note.iter().for_each(|note| terminal.say(&format!("note: {note}")));
         match gate_note(&self.gate) {
@@ -41,25 +41,25 @@ impl SelectedBackend {
     }
 }
 
-/// What the user is told of the gate for native kernels: that they have just passed, or why they are not used.
+/// The message about the gate for native kernels: they have just passed, or why kiln does not use them.
 fn gate_note(gate: &Gate) -> Option<Result<String, String>> {
     let portable = |why: &str| Err(format!("the portable kernels are used, {why}; see `kiln selftest`"));
     Some(match gate {
         Gate::Open | Gate::Recorded(Verdict::Passed) => return None,
         Gate::Ran(Verdict::Passed, seconds) => {
-            Ok(format!("this GPU passed the self-test of its own kernels in {seconds:.1} s; this is remembered"))
+            Ok(format!("this GPU passed the self-test of its own kernels in {seconds:.1} s; kiln remembers this"))
         }
         Gate::Recorded(Verdict::Begun) | Gate::Ran(Verdict::Begun, _) => {
-            portable("because a self-test of this GPU's own has begun and not ended")
+            portable("because a self-test of this GPU's own kernels has begun and not ended")
         }
         Gate::Recorded(Verdict::Failed(what)) | Gate::Ran(Verdict::Failed(what), _) => {
-            portable(&format!("because this GPU's own failed the self-test ({what})"))
+            portable(&format!("because this GPU's own kernels failed the self-test ({what})"))
         }
     })
 }
 
-/// Opens the backend that was asked for. A GPU adds up products of FP8 as `accumulate` says, and has kernels that need a self-test if
-/// there is a record of one, or it passes now.
+/// Opens the requested backend. A GPU sums FP8 products as `accumulate` says. It uses kernels that need a self-test if one is on
+/// record, or passes now.
 pub fn select_backend(
     backend: BackendArg,
     device: usize,
@@ -92,26 +92,26 @@ pub fn select_backend(
     }
 }
 
-/// Describes a GPU, its driver and this program's kernels in rows of a name and a value, for others to read.
+/// Describes a GPU, its driver and this program's kernels in rows of a name and a value, for bug reports.
 pub fn describe_gpu(device: &DeviceInfo, release: Option<&str>, row: &mut dyn FnMut(&str, &str)) {
     let DeviceInfo { name, capability: (major, minor), multiprocessors, shared, clock, memory, driver, .. } = device;
     row("card", name);
     row("", &format!("compute capability {major}.{minor}, {multiprocessors} SMs, {:.3} GHz at most", f64::from(*clock) / 1e6));
     row("", &format!("{} of memory, {} KiB of shared memory", gib(*memory), shared >> 10));
-    row("driver", &format!("{}, CUDA {}.{}", release.unwrap_or("release not told"), driver.0, driver.1));
+    row("driver", &format!("{}, CUDA {}.{}", release.unwrap_or("release unknown"), driver.0, driver.1));
     row("built for", &format!("{} (nvcc {NVCC})", ARCHS.join(" ")));
-    row("clock, power", "not told by the CUDA driver; while it runs, nvidia-smi --query-gpu=clocks.sm,power.draw,power.limit");
+    row("clock, power", "not reported by the driver; while it runs, use nvidia-smi --query-gpu=clocks.sm,power.draw,power.limit");
 }
 
-/// What predicts times on a GPU, from its row in the table of cards or one made from what the driver tells; or why nothing does.
+/// Predicts times on a GPU, from its row in the table of cards or from the driver's figures; or says why nothing does.
 fn predictor(cuda: &Cuda) -> Result<Predictor, String> {
     let device = cuda.device();
     let from_driver = || GpuSpec::of_device(device, cuda.memory_bandwidth().ok()?);
     let Some(gpu) = GpuSpec::named(&device.name).cloned().or_else(from_driver) else {
-        return Err("the driver does not tell the bandwidth of its memory".into());
+        return Err("the driver does not report the memory bandwidth".into());
     };
     let (major, minor) = device.capability;
-    let unknown = || format!("it is not known how fast the portable kernels can be on compute capability {major}.{minor}");
+    let unknown = || format!("the speed of the portable kernels on compute capability {major}.{minor} is unknown");
     Predictor::new(&gpu, cuda.arch()).ok_or_else(unknown)
 }
 

@@ -1,4 +1,4 @@
-//! `kiln doctor`: what this program can use on this machine, and whether a model that is named is what it should be.
+//! `kiln doctor`: lists what kiln can use on this machine, and checks a model that flags name.
 
 mod checks;
 
@@ -67,7 +67,7 @@ impl Subcommand for DoctorArgs {
         row("kernels", kernels);
         row("cpu", format!("{} threads", threads::cores()));
         let records = Records::below(environment.caches().as_deref());
-        // The first usable GPU, or the card that was asked for: its name, its GEMMs, and how these accumulate products of FP8.
+        // The first usable GPU, or the one that --gpu names: its name, its GEMMs, and how these accumulate FP8 products.
         let mut device: Option<(String, GemmFormats, Option<Fp8Accumulate>)> = None;
         let mut gpu: Option<Device> = None;
         let accumulate = |capability| Some(fp8_accumulate(capability, Fp8Accumulate::Auto));
@@ -82,7 +82,7 @@ impl Subcommand for DoctorArgs {
                 if *major == 12 {
                     row(
                         "",
-                        "self-test: its own kernels, which the lines below are about, are used once it has passed on the GPU"
+                        "self-test: once it has passed on the GPU, kiln uses the GPU's own kernels, which the lines below describe"
                             .into(),
                     );
                 }
@@ -127,7 +127,7 @@ impl Subcommand for DoctorArgs {
         // Only tensor cores have a choice how to accumulate.
         let cpu = || Cpu::shared(stop.clone());
         let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), cpu().gemm_formats(), None));
-        // What was asked about a card is answered without the model's values.
+        // With --gpu the model's values are not read.
         let is_checked = self.model.names_files() && self.gpu.is_none();
         let (mut checks, mut failure) = (Checks::default(), None);
         let (lines, formats) = match model_lines(&self, environment, gemms) {
@@ -174,8 +174,8 @@ impl Subcommand for DoctorArgs {
     }
 }
 
-/// What is said of a model that was found and not named.
-const UNCHECKED: &str = "not looked at; `kiln doctor --model PATH` reads all of them, and says whether these are known files";
+/// The text for a model that was found and not named.
+const UNCHECKED: &str = "not checked; `kiln doctor --model PATH` reads all of them, and says whether the files are known";
 
 /// The names of the checks that passed, or the first fault.
 fn tried(lines: &[Line]) -> Result<String> {
@@ -190,19 +190,20 @@ fn tried(lines: &[Line]) -> Result<String> {
     Ok(names.join(", "))
 }
 
-/// Whether a self-test is on record, and what follows from it on a GPU whose own kernels need one.
+/// Describes the recorded self-test, and its effect on a GPU whose own kernels need one.
 fn recorded(verdict: Option<&Verdict>, needed: bool) -> String {
     let portable = if needed { ": the portable kernels are used in place of this GPU's own" } else { "" };
     match verdict {
         Some(Verdict::Passed) => "self-test: passed, on record".into(),
-        Some(Verdict::Begun) => format!("self-test: begun and not ended, on record{portable}; `kiln selftest` makes it again"),
+        Some(Verdict::Begun) => format!("self-test: begun and not ended, on record{portable}; `kiln selftest` repeats it"),
         Some(Verdict::Failed(what)) => {
             format!("self-test: FAILED, on record ({what}){portable}; `kiln selftest` shows all checks")
         }
         None if needed => {
-            "self-test: not on record; it is made before this GPU's own kernels are used for the first time, or by `kiln selftest`".into()
+            "self-test: not on record; it runs before this GPU's own kernels are used for the first time, or by `kiln selftest`"
+                .into()
         }
-        None => "self-test: not on record; `kiln selftest` makes it".into(),
+        None => "self-test: not on record; `kiln selftest` runs it".into(),
     }
 }
 

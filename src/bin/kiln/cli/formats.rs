@@ -3,8 +3,8 @@
 use kiln::{AttentionFormatCount, Component, DType, Formats, KindFormat, LayerRole, PlainHeads, PlainInput};
 use std::collections::BTreeSet;
 
-/// The formats in short lines: one line for all kinds of a part that have the same ones, and only one if the whole model has the
-/// same. Attention has a line, too, unless nothing is quantized: then it is as all else.
+/// The formats in short lines. Kinds of a part with the same formats share a line, and so does a whole model. Attention has a line of
+/// its own if anything is quantized.
 pub fn format_lines(formats: &Formats) -> Vec<String> {
     let mut lines = layer_lines(&formats.by_kind());
     let mut parts = formats.layers.iter().flat_map(|layer| &layer.parts);
@@ -35,7 +35,7 @@ fn layer_lines(rows: &[KindFormat]) -> Vec<String> {
     lines
 }
 
-/// The name of a kind of layer: the blocks that have it, unless there is only one sort of them, and what it is called there.
+/// The name of a layer kind: its blocks, if the part has several block types, and its name there.
 pub const fn kind_name(kind: LayerRole) -> (&'static str, &'static str) {
     match kind.kind() {
         LayerRole::Qkv(_) => ("double blocks", "qkv"),
@@ -58,7 +58,7 @@ pub const fn kind_name(kind: LayerRole) -> (&'static str, &'static str) {
     }
 }
 
-/// The formats of attention: with the number of blocks if they differ.
+/// The formats of attention, with the number of blocks if blocks differ.
 fn attention_words(rows: &[AttentionFormatCount]) -> String {
     let words = |row: &AttentionFormatCount| match (heads_reason(row.why), row.heads == row.values) {
         (Some(reason), _) => format!("{} ({reason})", row.heads.label()),
@@ -77,8 +77,8 @@ fn attention_words(rows: &[AttentionFormatCount]) -> String {
     }
 }
 
-/// The formats of one kind: with counts if there are several. Of many, as in text encoders whose parts are mixed layer by layer,
-/// only what they are made of is named.
+/// The formats of one layer kind, with counts if there are several. If there are many, as in text encoders that mix formats layer by
+/// layer, only the ingredients are named.
 fn kind_words(rows: &[KindFormat]) -> String {
     const MANY: usize = 4;
     let is_alike = |row: &KindFormat| (row.input, row.why, row.sums) == (rows[0].input, rows[0].why, rows[0].sums);
@@ -96,8 +96,8 @@ fn kind_words(rows: &[KindFormat]) -> String {
     }
 }
 
-/// Formats in words: what the files store and, if the backend holds that as it is, the GEMM by the bits of weight and activation;
-/// otherwise what it is turned to. `row` says what they are multiplied by.
+/// Formats in words: the stored format, then the GEMM by the bits of weight and activation if the backend holds it unmodified, or else
+/// the format it is converted to. `row` has the format of the inputs.
 fn type_words(types: &BTreeSet<(DType, DType)>, row: &KindFormat) -> String {
     let multiplied = |held: DType| {
         let sums = row.sums.map_or(String::new(), |name| format!(", {name} sums"));
@@ -138,7 +138,7 @@ fn why_expanded(stored: DType, row: &KindFormat) -> String {
     }
 }
 
-/// Names kinds of layers of one part: by their blocks alone if these are all kinds in such blocks, of which there are `count`.
+/// Names layer kinds of one part. If they are all `count` kinds of a block type, the block type alone is enough.
 fn layer_words(kinds: &[(&str, &str)], count: impl Fn(&str) -> usize) -> String {
     let words = |kinds: &[(&str, &str)]| {
         let (blocks, names) = (kinds[0].0, kinds.iter().map(|(_, name)| *name).collect::<Vec<_>>().join(", "));
@@ -151,7 +151,7 @@ fn layer_words(kinds: &[(&str, &str)], count: impl Fn(&str) -> usize) -> String 
     kinds.chunk_by(|a, b| a.0 == b.0).map(words).collect::<Vec<_>>().join(", ")
 }
 
-/// Why inputs are not quantized, unless the rest of a line tells.
+/// Why inputs are not quantized, unless the rest of the line says so.
 pub const fn input_reason(why: Option<PlainInput>) -> Option<&'static str> {
     match why {
         Some(PlainInput::File) => Some("as the file asks"),
@@ -159,12 +159,12 @@ pub const fn input_reason(why: Option<PlainInput>) -> Option<&'static str> {
         Some(PlainInput::Device) => Some("no GEMM of quantized inputs here"),
         Some(PlainInput::Asked) => Some("as asked"),
         Some(PlainInput::Adapter) => Some("merged with an adapter"),
-        // Text encoders always have plain inputs, and in f32 so has everything.
+        // Text encoders always have plain inputs, and in f32 all layers do.
         Some(PlainInput::Model | PlainInput::Precision) | None => None,
     }
 }
 
-/// Why queries and keys are not in FP8, unless the rest of a line tells.
+/// Why queries and keys are not in FP8, unless the rest of the line says so.
 pub const fn heads_reason(why: Option<PlainHeads>) -> Option<&'static str> {
     match why {
         Some(PlainHeads::Asked) => Some("as asked"),

@@ -104,7 +104,7 @@ pub struct GenerateArgs {
 }
 
 impl GenerateArgs {
-    /// One image with seed 0 for a command that decides itself what becomes of it.
+    /// One image with seed 0, for commands that handle the image themselves.
     pub fn without_files(
         prompt: PromptArgs,
         model: ModelArgs,
@@ -131,7 +131,7 @@ impl Subcommand for GenerateArgs {
     }
 }
 
-/// What `kiln generate` was asked for, split by the module that uses each piece.
+/// The request of `kiln generate`, split by the module that uses each piece.
 #[derive(Debug)]
 pub struct GenerateRequest {
     /// What to generate.

@@ -1,4 +1,4 @@
-//! Puts the library's errors and remedies into the terms of the command line, which names flags.
+//! Rewords the library's errors and remedies for the command line, which names flags.
 
 use kiln::Component;
 use kiln::error::{EXPECTED, Error, Remedy, alternatives};
@@ -25,7 +25,7 @@ pub fn hint(error: &Error) -> Option<String> {
     error.remedy().map(|remedy| shown_text(&describe(&remedy)))
 }
 
-/// A remedy in the words of the command line.
+/// Describes a remedy with flags.
 pub fn describe(remedy: &Remedy) -> String {
     let flags = |parts: &[Component]| parts.iter().map(|part| flag(*part)).collect::<Vec<_>>();
     match remedy {
@@ -57,15 +57,15 @@ pub fn describe(remedy: &Remedy) -> String {
             format!("put a complete file there, or give another with {}", flags(parts).join(" and "))
         }
         Remedy::Nvfp4Layout => "if the file stores NVFP4 in another order, name it with --nvfp4-layout".into(),
-        Remedy::AnyAttention => "leave out --attention: then it is FP8 where that can be had".into(),
-        Remedy::AnyNvfp4Math => "leave out --nvfp4-math: then they are multiplied as what the device has".into(),
+        Remedy::AnyAttention => "leave out --attention to use FP8 where it is available".into(),
+        Remedy::AnyNvfp4Math => "leave out --nvfp4-math to multiply them as the device can".into(),
         Remedy::ApplyAdapter => "name the model that it was made for, and pass this file with --lora".into(),
         Remedy::InspectAdapter => {
             "kiln takes LoRA and LoKr of FLUX.2 models; `kiln lora inspect FILE` lists what a file has".into()
         }
-        Remedy::PartOfAdapter => "use the adapter of this model, or --lora-partial to apply the layers that fit".into(),
+        Remedy::PartOfAdapter => "use an adapter made for this model, or --lora-partial to apply the layers that fit".into(),
         Remedy::MergeAdapters => "use --lora-mode merge".into(),
-        Remedy::AdaptersBeside => "leave out --lora-mode merge, or adapters that differ from those of --lora".into(),
+        Remedy::AdaptersBeside => "leave out --lora-mode merge, or name the same adapters as --lora".into(),
         Remedy::AsStored => "leave out --quantize, or name files that hold them in bf16, f16 or f32".into(),
         plain => plain.to_string(),
     }
@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(alternatives(&ways.each_ref().map(describe)), SAVE_MEMORY);
     }
 
-    /// The library's own texts name no flags, because its callers have none; those of the command line do.
+    /// The library's texts name no flags, because its callers have none. The command line's texts do.
     #[test]
     fn only_the_command_line_names_flags() {
         let parts = || vec![Component::Transformer, Component::Vae];

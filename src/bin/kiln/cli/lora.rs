@@ -1,4 +1,4 @@
-//! `kiln lora inspect`: what the file of an adapter has, and which of its layers a model has.
+//! `kiln lora inspect`: lists the contents of an adapter file, and which of its layers a model has.
 
 use super::adapters::ranks;
 use super::args::ModelArgs;
@@ -85,11 +85,11 @@ impl Subcommand for LoraCommand {
 #[derive(Serialize)]
 struct Fit {
     model: String,
-    /// Whether it can be used as it is.
+    /// Whether the model can use it without `--lora-partial`.
     fits: bool,
     /// How many of its layers the model has.
     matched: usize,
-    /// Names of those that it does not have.
+    /// Names of layers that the model does not have.
     unmatched: Vec<String>,
     /// Why it cannot be used, if it cannot.
     error: Option<String>,
@@ -116,7 +116,7 @@ struct Report<'a> {
     /// Methods that are not supported.
     unsupported: Vec<&'static str>,
     spellings: Vec<&'static str>,
-    /// The model that it seems to be for.
+    /// The model that it seems to be made for.
     base: Option<&'a str>,
     name: Option<&'a str>,
     trigger_words: &'a [String],
@@ -199,10 +199,10 @@ fn spellings(contents: &Contents) -> Vec<&'static str> {
     each_once(contents.layers.iter().map(|layer| layer.spelling.name()))
 }
 
-/// The number of faults, layers that do not fit and other tensors that a table lists without `--verbose`.
+/// How many faults, unmatched layers and other tensors a table lists without `--verbose`.
 const LISTED: usize = 3;
 
-/// What is printed without `--json`. Everything that comes from the file is escaped, line by line.
+/// The output without `--json`. Text from the file is escaped, line by line.
 fn table(contents: &Contents, fit: Option<&Fit>, verbose: bool) -> String {
     let mut text = String::new();
     let mut row = |name: &str, value: String| {
@@ -260,7 +260,7 @@ fn table(contents: &Contents, fit: Option<&Fit>, verbose: bool) -> String {
     text
 }
 
-/// Layers that differ only in the number of their block, by a name with `*` in its place.
+/// Groups layers that differ only in their block number, by their name with `*` for the number.
 fn kinds(contents: &Contents) -> BTreeMap<String, Vec<&LayerContents>> {
     let mut kinds: BTreeMap<String, Vec<&LayerContents>> = BTreeMap::new();
     for layer in &contents.layers {
@@ -282,7 +282,7 @@ fn kind_of(name: &str) -> String {
     name.into()
 }
 
-/// What layers of one kind have in common.
+/// Describes the layers of one kind in one line.
 fn layer_line(name: &str, count: usize, layers: &[&LayerContents]) -> String {
     let values = |of: &dyn Fn(&LayerContents) -> Option<String>| {
         let mut list: Vec<String> = Vec::new();

@@ -12,7 +12,7 @@ const SLUG: usize = 48;
 pub enum Target {
     /// One image, on standard output.
     Stdout,
-    /// One image, at a path that was given.
+    /// One image, at a given path.
     One(PathBuf),
     /// Several images: `out.png` stands for `out-1.png`, `out-2.png` and so on.
     Numbered(PathBuf),
@@ -20,7 +20,7 @@ pub enum Target {
     Prompt {
         /// The words of the prompt.
         slug: String,
-        /// What the names end with.
+        /// The file name extension.
         extension: &'static str,
     },
 }
@@ -51,12 +51,12 @@ impl Target {
     }
 }
 
-/// The name of a file that is told from others by `id`.
+/// A file name from the prompt's words and a unique `id`.
 pub fn content_name(prompt: &str, id: &str, extension: &str) -> PathBuf {
     format!("{}-{id}.{extension}", stem(&slug(prompt))).into()
 }
 
-/// The words of a prompt, or another word if there are none.
+/// The words of a prompt, or `kiln` if there are none.
 fn stem(slug: &str) -> &str {
     if slug.is_empty() { "kiln" } else { slug }
 }
@@ -65,7 +65,7 @@ fn stem(slug: &str) -> &str {
 fn numbered(path: &Path, number: usize) -> PathBuf {
     let is_folder = path.as_os_str().as_encoded_bytes().last().is_some_and(|&byte| std::path::is_separator(byte.into()));
     let Some(stem) = path.file_stem().filter(|_| !is_folder) else {
-        // The path does not name a file. It is returned as it is, and refused when the outputs are checked.
+        // The path does not name a file. It is returned unchanged, and the check of outputs refuses it.
         return path.into();
     };
     let mut name = OsString::from(stem);

@@ -1,4 +1,4 @@
-//! The files of a run, planned and checked before any work, and what an image says about itself.
+//! The files of a run, planned and checked before any work, and the metadata of images.
 
 use super::adapters::metadata;
 use super::args::ImageFormatArg;
@@ -97,7 +97,7 @@ pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)>
         ("precision", settings.precision.name().into()),
     ]);
     text.extend(settings.job.sigmas.iter().map(|sigmas| ("sigmas", sigmas.to_string())));
-    // Programs disagree on what is usual for [dev].
+    // Engines pad [dev] prompts differently.
     if settings.variant == Variant::Dev || settings.job.padding != settings.variant.spec().padding {
         text.push(("padding", settings.job.padding.to_string()));
     }
@@ -116,7 +116,7 @@ pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)>
     text
 }
 
-/// The format that flags and the name of the file ask for together.
+/// The image format that flags and the file name agree on.
 pub fn file_format(asked: Option<ImageFormatArg>, quality: Option<u8>, output: Option<&Path>) -> Result<Format> {
     let path = output.filter(|path| *path != Path::new(DASH));
     let extension = path.and_then(Path::extension).map(|extension| extension.to_ascii_lowercase());
@@ -159,7 +159,7 @@ fn flag_value(format: ImageFormatArg) -> &'static str {
     }
 }
 
-/// What names of files in a format end with.
+/// The usual file extension of a format.
 fn file_extension(format: ImageFormatArg) -> &'static str {
     match format {
         ImageFormatArg::Jpeg => "jpg",
@@ -167,7 +167,7 @@ fn file_extension(format: ImageFormatArg) -> &'static str {
     }
 }
 
-/// What default names of files in a format end with.
+/// The extension of default file names.
 pub fn extension(format: Format) -> &'static str {
     file_extension(match format {
         Format::Png => ImageFormatArg::Png,

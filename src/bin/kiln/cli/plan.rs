@@ -51,7 +51,7 @@ struct Report {
     mu: f64,
     sigmas: Vec<f32>,
     stages: Vec<StageReport>,
-    /// Predicted, never measured; empty where nothing predicts them.
+    /// Predicted, never measured; empty if nothing predicts them.
     predicted: Vec<PredictedStage>,
     /// The same for the table.
     #[serde(skip)]
@@ -160,7 +160,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     print(out, &text)
 }
 
-/// A model as far as it is known before its weights are read.
+/// The facts about a model that are known without reading its weights.
 struct PlannedModel {
     /// Display name.
     name: String,
@@ -170,17 +170,17 @@ struct PlannedModel {
     source: Source,
 }
 
-/// Where the sizes of a model come from.
+/// The source of a model's sizes.
 enum Source {
     /// The headers of its files.
     Files(Box<OpenModel>),
-    /// The configuration of a model as it was published; no files are needed. Adapters are checked against it.
+    /// The configuration of a published model, which needs no files. Adapters are checked against it.
     Published(&'static Configs, Adapters),
 }
 
 impl PlannedModel {
-    /// Opens the files of the model that was named, unless the name is that of a published model. Without one it is the first of these.
-    /// A name of a published model counts only here: elsewhere it is a path.
+    /// Opens the files of the named model, or looks up a published model. The default is the first published model. Other commands take
+    /// such a name as a path.
     fn new(args: &PlanArgs, environment: Environment) -> Result<Self> {
         let m = &args.model;
         let adapters = AdapterFiles::locate(&args.lora, &environment)?;
@@ -255,7 +255,7 @@ impl PlannedModel {
     }
 }
 
-/// What `--model` may be if there is no such folder.
+/// The hint for a `--model` that is no folder.
 fn names_hint() -> String {
     let names: Vec<String> = MODELS.iter().map(|model| format!("`{}`", model.name)).collect();
     format!("the names of published models are {}; anything else is a folder", names.join(", "))
@@ -263,15 +263,15 @@ fn names_hint() -> String {
 
 /// The GPU that a plan is for.
 struct PlannedGpu {
-    /// What it is, for display.
+    /// The GPU, for display.
     name: String,
     capability: (u32, u32),
-    /// What predicts times there, if anything does.
+    /// The predictor of its times, if there is one.
     predictor: Option<Predictor>,
 }
 
 impl PlannedGpu {
-    /// The one that was asked for, else the first one here, else any that kiln runs on.
+    /// The requested GPU, else the first one here, else the lowest compute capability that kiln runs on.
     fn new(gpu: Option<&GpuSpec>, precision: Precision) -> Self {
         let here = || devices().ok().and_then(|devices| devices.into_iter().next());
         let (name, capability, gpu) = match (gpu, gpu.map_or_else(here, |_| None)) {
@@ -279,7 +279,7 @@ impl PlannedGpu {
             (None, Some(gpu)) => (format!("GPU {} ({})", gpu.index, gpu.name), gpu.capability, GpuSpec::named(&gpu.name)),
             (None, None) => {
                 let (major, minor) = CAPABILITY;
-                let what = format!("none here, so one of compute capability {major}.{minor}; --gpu names others");
+                let what = format!("none here, so any of compute capability {major}.{minor}; --gpu names another");
                 (what, CAPABILITY, None)
             }
         };
@@ -289,14 +289,14 @@ impl PlannedGpu {
     }
 }
 
-/// What a stage is predicted to take.
+/// The predicted time of a stage.
 #[derive(Serialize)]
 struct PredictedStage {
     stage: &'static str,
     seconds: f64,
 }
 
-/// What a prediction says of the stages, if it says anything.
+/// The predicted times in one line, if there are any.
 fn predicted_line(prediction: &Prediction) -> Option<String> {
     let step = prediction.step()?;
     let stages = [
@@ -363,7 +363,7 @@ impl Report {
             let passes = match self.guided {
                 true => "two passes per step",
                 false if self.guided_by == Some(GuidedBy::Input) => "an input of the model",
-                false => "one pass per step: only above 1 there is a second",
+                false => "one pass per step; a second one needs a scale above 1",
             };
             row("guidance", format!("{guidance}, {passes}"));
         }

@@ -1,4 +1,4 @@
-//! What a command has of its process: its environment, the signals that end it, and standard output.
+//! The process that a command runs in: its environment, the signals that end it, and standard output.
 
 use crate::terminal::{Terminal, Verbosity};
 use kiln::locate::Environment;
@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// What a command has of its process.
+/// The process that a command runs in.
 pub struct Process<'a> {
     pub environment: Environment,
     pub signals: &'a Signals,

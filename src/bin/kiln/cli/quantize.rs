@@ -167,7 +167,7 @@ pub struct QuantizeArgs {
     pub verbose: bool,
 }
 
-/// What is quantized.
+/// The model parts to quantize.
 struct Source {
     parts: Vec<ComponentSource>,
     /// The whole model, unless a part was opened without it.
@@ -215,7 +215,7 @@ impl Subcommand for QuantizeArgs {
             terminal.warn("text encoders have no input scales, so nothing is calibrated");
         }
         if for_diffusers && parts.contains(&Component::TextEncoder) {
-            terminal.say("note: diffusers reads no quantized text encoders; this one is as kiln and ComfyUI read it");
+            terminal.say("note: diffusers reads no quantized text encoders; this one is laid out for kiln and ComfyUI");
         }
         if plan.narrowed() > 0 {
             terminal.say(&format!("note: {} tensors that are not quantized are rounded to bf16", plan.narrowed()));
@@ -251,7 +251,7 @@ impl Subcommand for QuantizeArgs {
     }
 }
 
-/// Whether an output has failed because there is something of its name.
+/// Whether an output failed because its path is taken.
 fn is_taken(error: &Error) -> bool {
     match error {
         Error::OutputExists { .. } => true,
@@ -260,10 +260,10 @@ fn is_taken(error: &Error) -> bool {
     }
 }
 
-/// Fails if diffusers would not read what is asked for.
+/// Fails if diffusers could not read the requested output.
 fn check_diffusers(args: &QuantizeArgs, parts: &[Component]) -> Result<()> {
     if !parts.contains(&Component::Transformer) {
-        let hint = "leave out --layout: the file is then as kiln and ComfyUI read it";
+        let hint = "leave out --layout for a file that kiln and ComfyUI read";
         return Err(Error::usage("--layout diffusers: diffusers reads no quantized text encoders", hint));
     }
     if args.no_calibration && args.to == DType::E2m1 {
@@ -273,7 +273,7 @@ fn check_diffusers(args: &QuantizeArgs, parts: &[Component]) -> Result<()> {
     Ok(())
 }
 
-/// What is asked of a calibration. Its text goes into the journal, and a run that was stopped is continued only with the same one.
+/// The settings of a calibration. The journal records them as text, and a stopped run resumes only with the same settings.
 #[derive(Debug)]
 struct Runs {
     prompts: Option<Vec<String>>,
@@ -323,7 +323,7 @@ fn square(side: usize) -> Result<Pixels> {
     })
 }
 
-/// Opens what is quantized: the whole model if `whole`, or else only the part if it is named by itself.
+/// Opens the model parts to quantize: the whole model if `whole`, else only a part that is named by its file.
 fn open(args: &QuantizeArgs, parts: &[Component], whole: bool, environment: Environment) -> Result<Source> {
     let variant = args.variant.map(Variant::from);
     let input = args.input.as_path();
@@ -345,7 +345,7 @@ fn open(args: &QuantizeArgs, parts: &[Component], whole: bool, environment: Envi
         environment,
     };
     let found = match locate(&request) {
-        // A folder of shards is no model, but a part.
+        // A folder of shards is a part, not a model.
         Err(Error::NoModel { .. }) if !whole && holds_weights(input) => return alone(),
         Err(Error::NoModel { what, path, .. }) if is_file => return Err(needs_all(&format!("{}: {what}", path.display()))),
         Err(Error::IncompleteModel { what, .. }) => return Err(needs_all(&what)),
@@ -360,7 +360,7 @@ fn open(args: &QuantizeArgs, parts: &[Component], whole: bool, environment: Envi
     Ok(Source { parts: parts.iter().map(part).collect(), model: Some((found, model)) })
 }
 
-/// The error for a part whose model is needed as a whole.
+/// The error for a part that needs the rest of its model.
 fn needs_all(what: &str) -> Error {
     let hint = "name the folder of the whole model, or give --text-encoder and --vae; \
                 a single file as OUT and --no-calibration need only the part";
@@ -389,7 +389,7 @@ fn table(file: &FileReport) -> Vec<String> {
     lines
 }
 
-/// What was written as JSON.
+/// The JSON output.
 fn description(report: &Report, output: &Path, seconds: f64) -> Value {
     let file = |file: &FileReport| {
         let layers = file.layers.iter().map(|layer| {

@@ -1,4 +1,4 @@
-//! The messages of a run besides results and errors: notes, warnings, the headline, and the details of `--verbose`.
+//! The messages of a run in addition to results and errors: notes, warnings, the headline, and the details of `--verbose`.
 
 use super::device::SelectedBackend;
 use super::formats::{format_lines, words};
@@ -13,11 +13,11 @@ use kiln::{Expansion, Formats, GeneratedImage, Guidance, ModelDefaults, Noise, N
 /// The number of unknown words that a note lists.
 const NAMED_WORDS: usize = 5;
 
-/// Prints a note if the program chose one of its own models, or if the model is untrained, whose noise would look like a fault.
+/// Prints a note if kiln chose one of its own models, or if the model is untrained and its noise would look like a fault.
 pub fn announce_model(found: &Found, named: bool, terminal: &Terminal) {
     let what = match (found, named) {
         (Found::BuiltIn(_), false) => {
-            "no FLUX.2 model was found, so kiln's own small one draws this; it knows shapes and colors, as in \
+            "no FLUX.2 model was found, so kiln's own small model draws this; it knows shapes and colors, as in \
              \"a large red star on a blue background\""
         }
         (Found::Tiny, true) => "the tiny model is random and untrained, so the image is noise",
@@ -45,8 +45,8 @@ pub fn unknown_words_note(prompt: &str, found: &Found, defaults: &ModelDefaults)
     Some(note)
 }
 
-/// Says that a backend holds quantized weights in another format than the files, for which it has no GEMM: they take more memory
-/// than the files suggest.
+/// The note that a backend without a suitable GEMM holds quantized weights in another format, so they take more memory than the files
+/// suggest.
 pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
     let Expansion { stored, held, stored_bytes, held_bytes } = formats.expansion()?;
     let (stored, held, place) = (words(stored).join(" and "), words(held).join(" and "), if gpu { "GPU" } else { "CPU" });
@@ -54,11 +54,11 @@ pub fn expansion_note(formats: &Formats, gpu: bool) -> Option<String> {
     Some(format!("note: {stored} weights are expanded to {held} on the {place}: {now} instead of {before}"))
 }
 
-/// Warns of a way to accumulate that was asked for and is not used.
+/// Warns if the requested accumulation is not used.
 pub fn warn_of_accumulation(asked: Fp8Accumulate, formats: &Formats, terminal: &Terminal) {
     let why = match formats.accumulate {
         _ if asked == Fp8Accumulate::Auto => return,
-        None => "the CPU adds up in f32",
+        None => "the CPU sums in f32",
         Some(_) if !formats.accumulates_fp8() => "no layer of this model is multiplied in FP8 here",
         Some(has) if has != asked => "on this GPU all sums are exact",
         Some(_) => return,
@@ -66,14 +66,14 @@ pub fn warn_of_accumulation(asked: Fp8Accumulate, formats: &Formats, terminal: &
     terminal.warn(&format!("--fp8-accumulate is ignored: {why}"));
 }
 
-/// Warns of a way to multiply NVFP4 that was asked for and makes no difference.
+/// Warns if the requested NVFP4 math makes no difference.
 pub fn warn_of_nvfp4_math(asked: Nvfp4Math, formats: &Formats, terminal: &Terminal) {
     if asked != Nvfp4Math::Auto && formats.nvfp4_math().is_none() {
         terminal.warn("--nvfp4-math is ignored: no layer of this model has NVFP4 weights and an input scale");
     }
 }
 
-/// Says which settings were given and have no effect with this model.
+/// Lists given settings that have no effect with this model.
 pub fn ignored_settings(settings: &Settings) -> Vec<String> {
     let mut ignored = ignored_guidance(settings.guidance, settings.variant);
     ignored.extend(match (&settings.negative, settings.guidance.chosen) {
@@ -86,7 +86,7 @@ pub fn ignored_settings(settings: &Settings) -> Vec<String> {
     ignored
 }
 
-/// Says that a guidance scale was given for a model that does not use one.
+/// Warns of a guidance scale for a model that does not use one.
 pub fn ignored_guidance(guidance: Guidance, variant: Variant) -> Vec<String> {
     let ignored = || format!("--guidance is ignored: this is a {variant} model, only base models take it");
     guidance.ignored.then(ignored).into_iter().collect()
@@ -108,13 +108,13 @@ pub fn announce_run(
     let ModelDefaults { width, height, .. } = model.defaults;
     let size = settings.job.size;
     if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {
-        terminal.say(&format!("note: {} was trained on images of {width}x{height}, others may look wrong", settings.model));
+        terminal.say(&format!("note: {} was trained on {width}x{height} images; other sizes may look wrong", settings.model));
     }
     terminal.say(&headline);
     details.iter().for_each(|line| terminal.detail(line));
 }
 
-/// The line that is printed before any time is spent. It has the seed, which is recorded nowhere else if the run is interrupted.
+/// The line printed before any work. It has the seed, which is recorded nowhere else if the run is interrupted.
 fn headline(settings: &Settings) -> String {
     let steps = if settings.job.steps == 1 { "1 step".into() } else { format!("{} steps", settings.job.steps) };
     let seeds = match &*settings.job.seeds {

@@ -30,15 +30,15 @@ pub struct ImageRequest {
     pub references: Vec<PreparedReference>,
     /// Size of the images.
     pub size: Pixels,
-    /// What was asked for; what it leaves open is decided by the variant.
+    /// The requested guidance. The variant decides what it leaves open.
     pub options: ImageOptions,
     /// One seed for each image.
     pub seeds: Vec<u64>,
-    /// Where the noise comes from.
+    /// The source of the noise.
     pub noise: Noise,
     /// Whether intermediate values are kept.
     pub record: bool,
-    /// Adapters of these images, if they are not those of the model.
+    /// Adapters of these images, if they differ from the model's.
     pub adapters: Option<Arc<Adapters>>,
 }
 
@@ -59,7 +59,7 @@ pub struct Setup {
     pub backend: BackendArg,
     /// The index of the GPU to use.
     pub device: usize,
-    /// How a GPU adds up products of FP8.
+    /// How a GPU sums FP8 products.
     pub accumulate: Fp8Accumulate,
     /// How to load the model.
     pub options: LoadOptions,
@@ -74,7 +74,7 @@ impl ImageRequest {
     pub fn new(options: ImageOptions, defaults: &ModelDefaults) -> Result<Self> {
         let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(defaults.max_reference_pixels));
         let references: Vec<PreparedReference> = options.references.iter().map(prepare).collect::<Result<_>>()?;
-        // The default size is that of the first reference, or without references the model's own.
+        // The default is the size of the first reference, or without references the model's own size.
         let first = references.first().map(|reference| (reference.width, reference.height));
         Ok(Self {
             prompt: String::new(),
@@ -166,7 +166,7 @@ impl ImageRequest {
     }
 }
 
-/// A random seed of 32 bits, which is short enough to type. The randomness is that of the keys of the standard library's hash maps.
+/// A random seed of 32 bits, short enough to type. The randomness comes from the keys of the standard library's hash maps.
 pub fn random_seed() -> u64 {
     std::hash::RandomState::new().build_hasher().finish() >> 32
 }

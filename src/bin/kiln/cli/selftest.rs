@@ -1,4 +1,4 @@
-//! `kiln selftest`: checks a GPU and prints a line for each check, between marks that make it a block to paste into an issue.
+//! `kiln selftest`: checks a GPU and prints a line for each check. Marks delimit a block to paste into an issue.
 
 use super::args::{DEVICES, within};
 use super::device::describe_gpu;
@@ -108,7 +108,7 @@ fn write_line(out: &mut dyn Write, text: &str) -> Result<()> {
 }
 
 impl Subcommand for SelftestArgs {
-    /// Checks a GPU. A check that fails is an error, after all others were made.
+    /// Checks a GPU. If a check fails, returns an error after all checks have run.
     fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
         signals.terminal(Verbosity::Normal);
         let cuda = Cuda::open(self.device.unwrap_or(0), signals.stop.clone()).map_err(|error| match error {
@@ -121,7 +121,7 @@ impl Subcommand for SelftestArgs {
     }
 }
 
-/// Makes checks of this extent on an open GPU.
+/// Runs checks of this extent on an open GPU.
 pub fn test(
     mut cuda: Cuda,
     args: &SelftestArgs,

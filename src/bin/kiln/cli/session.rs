@@ -79,7 +79,7 @@ impl Session {
         let options = self.model.check_memory(backend.as_ref(), machine, self.options, job)?;
         if options.low_memory && !self.options.low_memory {
             let gpu = if device.is_some() { "GPU " } else { "" };
-            terminal.say(&format!("note: {gpu}memory is short, so the transformer takes the text encoder's place"));
+            terminal.say(&format!("note: {gpu}memory is short, so the transformer replaces the text encoder"));
         }
         self.options = options;
         Ok(())

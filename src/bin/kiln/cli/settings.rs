@@ -15,9 +15,9 @@ pub struct ModelProfile {
     pub variant: Variant,
     pub defaults: ModelDefaults,
     pub precision: Precision,
-    /// How FP8 and NVFP4 are computed with, as flags and their values; none if the model does not compute with them.
+    /// The arithmetic of FP8 and NVFP4 as flags and their values; empty if the model does not use these formats.
     pub quantized_flags: Vec<(&'static str, String)>,
-    /// The adapters that it is loaded with, and how.
+    /// The adapters that it is loaded with, and the mode.
     pub adapters: Vec<AppliedAdapter>,
     pub adapter_mode: AdapterMode,
 }
@@ -37,7 +37,7 @@ pub struct Settings {
     pub negative: Option<String>,
     /// The source of the noise, as flags and their values.
     pub noise_flags: Vec<(&'static str, String)>,
-    /// How FP8 and NVFP4 are computed with, as flags and their values.
+    /// The arithmetic of FP8 and NVFP4 as flags and their values.
     pub quantized_flags: Vec<(&'static str, String)>,
     /// The adapters of the images, and how they are applied.
     pub adapters: Vec<AppliedAdapter>,
@@ -117,12 +117,12 @@ fn describe_reference(reference: &PreparedReference) -> String {
 /// The flag that quantizes weights when they are loaded.
 const QUANTIZE: &str = "quantize";
 
-/// The flags that reproduce how a model computes with FP8 and NVFP4, and their values; none if it does not.
+/// The flags that reproduce a model's FP8 and NVFP4 arithmetic, and their values; empty if it uses neither.
 pub fn quantized_flags(formats: &Formats) -> Vec<(&'static str, String)> {
     let mut list = Vec::new();
     list.extend(formats.quantized_at_load().map(|format| (QUANTIZE, format.label().into())));
     if formats.multiplies_fp8() {
-        // A model whose blocks differ is what `auto` makes of it.
+        // Blocks differ only with `auto`.
         let attention = match formats.fp8_attention() {
             (_, true) => "fp8",
             (true, false) => "auto",

@@ -1,4 +1,4 @@
-//! What runs how on a GPU: which kernels multiply which formats, and why where that is not by the shortest way.
+//! Explains which kernels multiply which formats on a GPU, and why a format takes a slower way.
 
 use kiln::device::{Arch, GemmFormats};
 
@@ -6,7 +6,8 @@ use kiln::device::{Arch, GemmFormats};
 const FP8_CORES: (u32, u32) = (8, 9);
 const FP4_CORES: (u32, u32) = (10, 0);
 
-/// A row for each format and stage: its name, and how it runs on a GPU of this compute capability with these GEMMs, and kernels of this architecture.
+/// A row for each format and stage: its name, and how it runs on a GPU with this compute capability, these GEMMs and this kernel
+/// architecture.
 pub fn support(formats: GemmFormats, capability: (u32, u32), arch: Arch) -> [(&'static str, String); 6] {
     let hopper = arch == Arch::Sm90;
     let (gemm, sums) = match hopper {
@@ -16,8 +17,8 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), arch: Arch) -> [(&'
     let (major, minor) = capability;
     let card = format!("compute capability {major}.{minor}");
     let expanded = |kept: bool, why: &str| match (kept && formats.expands, hopper) {
-        (true, true) => format!("weights stay as they are and are expanded to bf16 while a GEMM runs{why}"),
-        (true, false) => format!("weights stay as they are and are expanded to bf16 before each GEMM{why}"),
+        (true, true) => format!("weights stay quantized and are expanded to bf16 while a GEMM runs{why}"),
+        (true, false) => format!("weights stay quantized and are expanded to bf16 before each GEMM{why}"),
         (false, _) => format!("weights are expanded to bf16 when they are loaded: there is no kernel for them{why}"),
     };
     let native = arch == Arch::Sm120;
@@ -69,7 +70,7 @@ mod tests {
     fn each_card_says_what_it_lacks() {
         let fp8 = |capability| line(capability, gemm_formats(capability), "FP8 transformer");
         let nvfp4 = |capability| line(capability, gemm_formats(capability), "NVFP4 transformer");
-        let before = "weights stay as they are and are expanded to bf16 before each GEMM";
+        let before = "weights stay quantized and are expanded to bf16 before each GEMM";
         assert_eq!(fp8((8, 6)), format!("{before}: compute capability 8.6 has no FP8 tensor cores"));
         assert_eq!(nvfp4((8, 9)), format!("{before}: compute capability 8.9 has no FP4 tensor cores"));
         assert_eq!(nvfp4((10, 0)), format!("{before}: there is no kernel for its FP4 tensor cores"));

@@ -11,8 +11,8 @@ use kiln::text::{grouped, shown_path};
 use kiln::trace::{Finished, Trace};
 use std::path::{Path, PathBuf};
 
-/// The trace of a command, from its flags to its end. Dropped before [`TraceFile::end`], it writes nothing: a command that was refused has
-/// nothing to show.
+/// The trace of a command, from its flags to its end. If it is dropped before [`TraceFile::end`], it writes nothing, because a refused
+/// command has nothing to show.
 pub struct TraceFile {
     open: Option<(Trace, PathBuf)>,
     command: &'static str,
@@ -22,7 +22,7 @@ pub struct TraceFile {
 }
 
 impl TraceFile {
-    /// Starts to record, if that was asked for, and refuses a file that cannot be written now rather than after the run.
+    /// Starts to record if `--trace` is given, and refuses a file that cannot be written now rather than after the run.
     pub fn start(args: &RunArgs, command: &'static str, force: Option<bool>) -> Result<Self> {
         let mut this = Self { open: None, command, force, verbosity: args.verbosity() };
         if let Some(path) = &args.trace.trace {
@@ -37,7 +37,7 @@ impl TraceFile {
         Ok(this)
     }
 
-    /// Writes the trace of a run that ended in this way, and returns how it ended.
+    /// Writes the trace of a run, and returns the run's result.
     pub fn end(mut self, ended: Result<()>) -> Result<()> {
         let Some((trace, path)) = self.open.take() else { return ended };
         let Finished { bytes, events, dropped, untimed } = trace.finish(self.command);
@@ -54,7 +54,7 @@ impl TraceFile {
                 }
                 terminal.say(&line);
             }
-            // The error of the run is the one that is reported.
+            // The error of the run takes precedence.
             Err(error) if ended.is_err() => terminal.warn(&format!("there is no trace: {error}")),
             Err(_) => {}
         }

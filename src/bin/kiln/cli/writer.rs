@@ -1,5 +1,5 @@
-//! Encodes and writes images, with metadata in each and a line of output for each file. While there are more to come, that happens
-//! on a thread of its own, beside the denoising of the next one.
+//! Encodes and writes images with metadata, and prints a line for each file. All but the last image are written on a thread of their
+//! own while the next one is denoised.
 
 use super::adapters::AppliedAdapter;
 use super::outputs::image_text;
@@ -33,7 +33,7 @@ pub struct ImageLine<'a> {
     model: &'a str,
     variant: String,
     precision: &'a str,
-    /// What weights were quantized to when they were loaded.
+    /// The format that weights were quantized to at load.
     quantize: Option<&'a str>,
     lora: &'a [AppliedAdapter],
     backend: &'a str,
@@ -65,7 +65,7 @@ impl<'a> ImageLine<'a> {
     }
 }
 
-/// What the images of a run have in common when they are written.
+/// The settings for writing that all images of a run share.
 pub struct ImageSink<'a> {
     pub settings: &'a Settings,
     /// The name of the backend that computes them.
@@ -112,30 +112,30 @@ impl ImageSink<'_> {
     }
 }
 
-/// An image that is to be written.
+/// An image to write.
 pub struct Pending {
-    /// Its file; `None` is standard output.
+    /// The file; `None` is standard output.
     pub path: Option<PathBuf>,
     pub image: GeneratedImage,
-    /// How long its phases took.
+    /// The seconds of its phases.
     pub seconds: Seconds,
 }
 
 /// Writes the images of a run in order.
 pub struct Writer<'scope, 'a> {
     sink: &'scope ImageSink<'a>,
-    /// The thread that writes all images but the last, and the way to it.
+    /// The thread that writes all images but the last, and the channel to it.
     beside: Option<(SyncSender<Pending>, ScopedJoinHandle<'scope, Result<()>>)>,
     /// How many images are still to come.
     left: usize,
 }
 
 impl<'scope, 'a> Writer<'scope, 'a> {
-    /// A writer of `count` images. One image is written by the calling thread, and so are all if the system refuses a thread.
+    /// A writer of `count` images. The calling thread writes a single image, or all images if the system refuses a thread.
     pub fn start(scope: &'scope Scope<'scope, '_>, sink: &'scope ImageSink<'a>, count: usize) -> Self {
         let mut beside = None;
         if count > 1 && threads::affordable(1) == 1 {
-            // Without a buffer: an image is handed over once the one before it was written, so at most two are in memory.
+            // Without a buffer, an image is handed over once the previous one is written, so at most two are in memory.
             let (sender, receiver) = sync_channel::<Pending>(0);
             let work = move || {
                 // The pool's threads compute the next image, and this thread is not one of them.
@@ -152,7 +152,7 @@ impl<'scope, 'a> Writer<'scope, 'a> {
     pub fn write(&mut self, pending: Pending) -> Result<()> {
         self.left = self.left.saturating_sub(1);
         if self.left == 0 {
-            // Nothing is computed beside the last image, so all threads encode it.
+            // Nothing is computed during the last image, so all threads encode it.
             self.wait()?;
         }
         match &self.beside {
@@ -162,7 +162,7 @@ impl<'scope, 'a> Writer<'scope, 'a> {
         }
     }
 
-    /// Waits until all images are written. An error of writing comes before one of computing, which it may have caused.
+    /// Waits until all images are written. A write error takes precedence over a compute error, which it may have caused.
     pub fn finish(mut self, generated: Result<()>) -> Result<()> {
         self.wait()?;
         generated

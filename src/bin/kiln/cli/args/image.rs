@@ -1,5 +1,5 @@
-//! The options of an image, each in one place: a flag of every command that generates or plans images, a field of a line of `kiln run`,
-//! its limits, and what it is part of.
+//! The options of an image. One field defines the flag of every command that generates or plans images, the JSON field of a line of
+//! `kiln run`, and the limits.
 
 use super::PaddingArg;
 use super::values::{a_number, a_whole_number, number, pixels, within};
@@ -12,14 +12,14 @@ use serde_json::Value;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-/// How many denoising steps there may be.
+/// The range of `--steps`.
 pub const STEPS: RangeInclusive<usize> = 1..=1000;
 
-/// The guidance scales that there may be.
+/// The range of `--guidance`.
 const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;
 
-/// What decides how an image is generated and what it takes. A field is a flag, and a field of a line of `kiln run` if serde does not
-/// skip it.
+/// Decides how an image is generated and what it costs. Each field is a flag, and a field of a line of `kiln run` unless serde skips
+/// it.
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
 pub struct ImageOptions {
@@ -81,11 +81,11 @@ pub struct ImageOptions {
 }
 
 impl ImageOptions {
-    /// Checks what flags cannot get past their parsers.
+    /// Checks values that did not pass the parsers of the flags.
     pub fn check(&self) -> Result<()> {
         let refused = |name: &str, expected| Err(Error::usage(format!("`{name}` is out of range"), expected));
         if self.sigmas.is_some() && self.steps.is_some() {
-            return Err(Error::usage("`sigmas` is given beside `steps`", "leave out one of them"));
+            return Err(Error::usage("`sigmas` is given together with `steps`", "leave out one of them"));
         }
         if self.steps.is_some_and(|steps| !STEPS.contains(&steps)) {
             return refused("steps", a_whole_number(&STEPS));
@@ -96,10 +96,10 @@ impl ImageOptions {
         Ok(())
     }
 
-    /// These options, with what they leave open taken from flags.
+    /// Fills in options that are not given from flags.
     pub fn or(self, flags: &Self) -> Self {
         let flags = flags.clone();
-        // A size is one decision, and so is a schedule: one side is not completed by the other side of a flag.
+        // A size is one decision, and so is a schedule: a flag does not complete one side with the other.
         let sized = self.width.is_some() || self.height.is_some();
         let scheduled = self.steps.is_some() || self.sigmas.is_some();
         let (width, height) = if sized { (self.width, self.height) } else { (flags.width, flags.height) };
@@ -116,21 +116,21 @@ impl ImageOptions {
         }
     }
 
-    /// The size of the image; `default` is what it has without options.
+    /// The size of the image. Sides that are not given come from `default`.
     pub fn size(&self, default: (usize, usize)) -> Result<Pixels> {
         Pixels::new(self.width.unwrap_or(default.0), self.height.unwrap_or(default.1))
     }
 
-    /// Values that names and seeds of lines are made from where they are given. The order is a promise.
+    /// The given values from which names and seeds of lines are made. Their order must never change.
     pub fn content(&self) -> Vec<Value> {
-        // A line has the first five always, and tiles are part of the model.
+        // The caller hashes the first five itself, and `vae_tiling` is hashed with the model.
         let Self { references: _, width: _, height: _, steps: _, guidance: _, vae_tiling: _, sigmas, padding } = self;
         let padding = padding.map(|padding| Padding::from(padding).to_string());
         [sigmas.as_ref().map(Sigmas::to_string), padding].into_iter().flatten().map(Value::from).collect()
     }
 }
 
-/// Reads noise levels as the flag has them, or as a list of numbers.
+/// Reads noise levels in the syntax of the flag, or as a list of numbers.
 fn sigmas<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Sigmas>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "expected noise levels, as in \"turbo\" or [1, 0.75, 0.5, 0.25]")]

@@ -30,12 +30,12 @@ pub struct LoraArgs {
     pub lora_mode: LoraModeArg,
 }
 
-/// An adapter that was asked for.
+/// A requested adapter.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LoraArg {
     /// A file, a folder, or a name in the Hugging Face cache.
     pub file: PathBuf,
-    /// How strong it is.
+    /// Its scale.
     pub scale: f32,
 }
 

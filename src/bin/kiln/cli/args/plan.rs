@@ -45,7 +45,7 @@ pub struct PlanArgs {
     pub json: bool,
 }
 
-/// The flag `--model`, where it also takes the names of published models.
+/// Extends the flag `--model` to the names of published models.
 fn with_names(model: Arg) -> Arg {
     let names: Vec<&str> = MODELS.iter().map(|model| model.name).collect();
     let more =

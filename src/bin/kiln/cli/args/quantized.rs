@@ -4,7 +4,7 @@ use super::values::{AccumulateArg, AttentionArg, Nvfp4MathArg, PrecisionArg, wei
 use clap::Args;
 use kiln::DType;
 
-/// The precision, and how FP8 and NVFP4 are computed with. They belong to every command that loads or plans a model.
+/// The precision, and the arithmetic of FP8 and NVFP4. Every command that loads or plans a model has these flags.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct QuantizedArgs {
     /// Set the precision that results are stored in

@@ -12,7 +12,7 @@ use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-/// Defines a `ValueEnum` whose values convert to those of another type.
+/// Defines a `ValueEnum` that converts to another enum.
 macro_rules! choice {
     ($(#[$doc:meta])* $name:ident for $target:ty { $($(#[$text:meta])* $case:ident => $value:expr,)+ }) => {
         $(#[$doc])*
@@ -216,23 +216,23 @@ pub enum BackendArg {
     Cpu,
 }
 
-/// The indices that a GPU may have.
+/// The range of GPU indices.
 pub const DEVICES: RangeInclusive<usize> = 0..=1023;
 
-/// How many CPU threads may be asked for.
+/// The range of `--threads`.
 pub const THREADS: RangeInclusive<usize> = 1..=1024;
 
-/// Parses a number of pixels. Whether it is legal depends on the other side of the image as well, so that is checked later.
+/// Parses a number of pixels. A later check decides whether it is legal, because that depends on both sides of the image.
 pub fn pixels(text: &str) -> Result<usize, String> {
     text.parse().map_err(|_| "expected a number of pixels, such as 1024".into())
 }
 
-/// What a parser of whole numbers expects.
+/// Says which whole numbers a parser accepts.
 pub fn a_whole_number(range: &RangeInclusive<impl Display>) -> String {
     format!("expected a whole number from {} to {}", range.start(), range.end())
 }
 
-/// What a parser of numbers expects.
+/// Says which numbers a parser accepts.
 pub fn a_number(range: &RangeInclusive<f32>) -> String {
     format!("expected a number from {} to {}", range.start(), range.end())
 }

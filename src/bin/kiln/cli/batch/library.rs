@@ -1,4 +1,4 @@
-//! The adapters that lines name: each file is opened once, and again if it has changed.
+//! The adapters that lines name. A file is opened once, and again if it changes.
 
 use super::super::adapters::{BESIDE, describe, open_adapter};
 use super::super::args::LoraArg;
@@ -17,7 +17,7 @@ pub struct Library {
     environment: Environment,
     /// Whether layers that the model does not have are left out.
     partial: bool,
-    /// The files, those used last at the end.
+    /// The open files, most recently used last.
     open: Vec<(Identity, Adapter)>,
 }
 
@@ -26,7 +26,7 @@ impl Library {
         Self { targets, environment, partial, open: Vec::new() }
     }
 
-    /// The adapters of a line. A line of text about each that was not open yet goes to `tell`.
+    /// The adapters of a line. Describes newly opened files to `tell`, one line of text each.
     pub fn open(&mut self, list: &[LoraArg], tell: &mut dyn FnMut(&str)) -> Result<Arc<Adapters>> {
         let open = |lora: &LoraArg| Ok((self.adapter(lora, tell)?, lora.scale));
         list.iter().map(open).collect::<Result<_>>().map(|list| Arc::new(Adapters(list)))
@@ -41,7 +41,7 @@ impl Library {
             None => {
                 let adapter = open_adapter(&path, self.partial, &self.targets)?;
                 tell(&describe(&adapter, lora.scale, BESIDE).0);
-                // What is left of an earlier version of the file is of no use.
+                // An earlier version of the file is of no use.
                 self.open.retain(|(kept, _)| kept.path != identity.path);
                 (identity, adapter)
             }

@@ -1,4 +1,4 @@
-//! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings of its own.
+//! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings.
 
 use super::super::args::{ImageOptions, LoraArg};
 use super::super::request::{ImageRequest, check_nul};
@@ -18,7 +18,7 @@ pub const MAX_LINE_BYTES: usize = 1 << 20;
 /// The hint for a line that cannot be read.
 const FIELDS: &str = "a line that begins with { is JSON; `kiln run --help` lists its fields";
 
-/// What a line asks for; what it leaves open is decided by flags, and then by the model.
+/// The settings of a line. Flags, then the model, decide what a line leaves open.
 #[derive(Debug, Default, Deserialize, PartialEq, Serialize)]
 pub struct Line {
     pub prompt: String,
@@ -27,7 +27,7 @@ pub struct Line {
     pub negative: Option<String>,
     pub lora: Option<Vec<LoraArg>>,
     pub output: Option<PathBuf>,
-    /// Options that are flags as well, among the same fields.
+    /// Options that are flags as well. Their JSON fields are in the same object.
     #[serde(skip)]
     pub options: ImageOptions,
 }
@@ -63,7 +63,7 @@ impl Line {
         let Some(size) = self.size.take() else { return Ok(()) };
         let (width, height) = (&mut self.options.width, &mut self.options.height);
         if width.is_some() || height.is_some() {
-            return Err(Error::usage("`size` is given beside `width` or `height`", "leave out one of them"));
+            return Err(Error::usage("`size` is given together with `width` or `height`", "leave out one of them"));
         }
         let sides = size.split_once('x').and_then(|(width, height)| Some((width.parse().ok()?, height.parse().ok()?)));
         let sides = sides.ok_or_else(|| Error::usage(format!("`size` is \"{}\"", shown(&size)), "write \"1024x768\""))?;
@@ -71,7 +71,7 @@ impl Line {
         Ok(())
     }
 
-    /// Fills in what flags say.
+    /// Fills in settings that are not given from flags.
     pub fn with_defaults(mut self, options: &ImageOptions, negative: Option<&str>, lora: &[LoraArg]) -> Self {
         self.options = self.options.or(options);
         self.negative = self.negative.or_else(|| negative.map(String::from));
@@ -80,14 +80,14 @@ impl Line {
         self
     }
 
-    /// A hash of everything but the name of the file, and of what `more` adds. It is the same on every machine.
+    /// A hash of everything but the output name, and of `more`. It is the same on every machine.
     fn hash(&self, seed: Option<u64>, more: &str) -> u64 {
         let references: Vec<_> = self.options.references.iter().map(|path| path.to_string_lossy()).collect();
         let Self { prompt, negative, .. } = self;
         let ImageOptions { width, height, steps, guidance, .. } = self.options;
-        // As a value its numbers and texts cannot run into each other.
+        // JSON separates numbers and texts unambiguously.
         let mut content = serde_json::json!([prompt, width, height, steps, guidance, negative, references, seed, more]);
-        // Lines without adapters, and without options that came later, have the names that they had before there were any.
+        // Lines without adapters or newer options keep the names that earlier versions gave them.
         if let Some(list) = content.as_array_mut() {
             let lora = self.lora.iter().flatten();
             list.extend(lora.map(|lora| serde_json::json!([lora.file.to_string_lossy(), lora.scale])));
@@ -97,12 +97,12 @@ impl Line {
         digest.iter().take(8).fold(0, |hash, byte| hash << 8 | u64::from(*byte))
     }
 
-    /// The seed: the given one, or one of 32 bits that is made from the rest.
+    /// The given seed, or one of 32 bits that is made from the rest of the line.
     pub fn seed(&self) -> u64 {
         self.seed.unwrap_or_else(|| self.hash(None, "") >> 32)
     }
 
-    /// What tells this image from others: a hash of the line, its seed and the model.
+    /// Identifies the image: a hash of the line, its seed and the model.
     pub fn id(&self, model: &str) -> String {
         format!("{:016x}", self.hash(Some(self.seed()), model))
     }
@@ -124,10 +124,10 @@ impl Line {
     }
 }
 
-/// Reads what a line of JSON says about one type.
+/// Deserializes one type from a line of JSON.
 fn read<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T> {
     serde_json::from_str(text).map_err(|error| {
-        // A line is all there is, so its number would only confuse.
+        // The text is always a single line, so serde's line number would only confuse.
         let what = error.to_string().replace(" at line 1 column", " at column");
         Error::usage(format!("the line is not what was expected: {what}"), FIELDS)
     })
@@ -178,7 +178,7 @@ mod tests {
             (r#"{"prompt": "x", "padding": "top"}"#, "unknown variant `top`, expected one of `left`, `right`"),
             (r#"{"prompt": "x", "sigmas": [0.5, 1]}"#, "noise levels have to fall"),
             (r#"{"prompt": "x", "sigmas": 8}"#, "expected noise levels, as in \"turbo\""),
-            (r#"{"prompt": "x", "sigmas": "turbo", "steps": 8}"#, "`sigmas` is given beside `steps`"),
+            (r#"{"prompt": "x", "sigmas": "turbo", "steps": 8}"#, "`sigmas` is given together with `steps`"),
             (r#"{"prompt": "x", "prompt": "y"}"#, "duplicate field `prompt`"),
             (r#"{"size": "64x64"}"#, "missing field `prompt`"),
             (r#"{"prompt": "x""#, "EOF"),
@@ -186,7 +186,7 @@ mod tests {
             (r#"{"prompt": "x", "seed": -1}"#, "invalid value"),
             (r#"{"prompt": "x"} y"#, "trailing characters at column"),
             (r#"{"prompt": "x", "size": "64*64"}"#, "`size` is"),
-            (r#"{"prompt": "x", "size": "64x64", "width": 64}"#, "beside"),
+            (r#"{"prompt": "x", "size": "64x64", "width": 64}"#, "together with"),
             (r#"{"prompt": "x", "steps": 0}"#, "`steps`"),
             (r#"{"prompt": "x", "guidance": 101}"#, "`guidance`"),
             (r#"{"prompt": "x", "lora": "a"}"#, "expected a sequence"),

@@ -1,4 +1,4 @@
-//! Draws results, those of this run or of a file, as they are in the JSON of `kiln bench`.
+//! Draws results in the JSON format of `kiln bench`, from this run or from a file.
 
 mod roofline;
 mod stages;
@@ -10,10 +10,10 @@ use kiln::text::shown_line;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Results of other programs are JSON that nobody checked; theirs are a few kilobytes.
+/// The size limit for result files. Other programs write unchecked JSON of a few kilobytes.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// What can be drawn. `bench/README.md` describes these fields.
+/// Results that can be drawn. `bench/README.md` describes these fields.
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 enum Results {
@@ -36,7 +36,7 @@ struct Images {
     warm_s: Vec<Times>,
 }
 
-/// Images of other engines.
+/// Results of other engines.
 #[derive(Deserialize)]
 struct Beside {
     machine: String,
@@ -52,7 +52,7 @@ struct Engine {
     images_s: Vec<Times>,
 }
 
-/// The seconds of an image, as far as they are known.
+/// The known seconds of an image.
 #[derive(Deserialize)]
 struct Times {
     open: Option<f64>,
@@ -70,12 +70,12 @@ impl Times {
         [self.open, self.load, self.encode, self.references, self.denoise, self.decode, self.png].into_iter().flatten()
     }
 
-    /// What is not in a stage.
+    /// The time between stages.
     fn rest(&self) -> f64 {
         (self.total - self.stages().sum::<f64>()).max(0.0)
     }
 
-    /// The length of all that is drawn. Stages that overlap are longer than the total.
+    /// The length of the bar. Overlapping stages are longer than the total.
     fn sum(&self) -> f64 {
         self.stages().sum::<f64>() + self.rest()
     }
@@ -139,13 +139,13 @@ impl Results {
     }
 }
 
-/// Results that were recorded.
+/// Recorded results.
 pub struct Recorded {
     path: PathBuf,
     results: Results,
 }
 
-// The name is all that messages need.
+// Messages need only the path.
 impl std::fmt::Debug for Recorded {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Recorded").field(&self.path).finish()
@@ -153,18 +153,18 @@ impl std::fmt::Debug for Recorded {
 }
 
 impl Recorded {
-    /// Reads a file of `kiln bench --json`, or of images of other engines.
+    /// Reads a file of `kiln bench --json`, or results of other engines.
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = read_file(path, MAX_FILE_BYTES).map_err(|source| Error::read(path, source))?;
-        let refused = |what: String| Error::bad_file(path, "not results of a benchmark", shown_line(&what));
+        let refused = |what: String| Error::bad_file(path, "no benchmark results", shown_line(&what));
         let results: Results = serde_json::from_slice(&bytes).map_err(|error| refused(error.to_string()))?;
         if !results.is_sound() {
-            return Err(refused("it has times or rates that cannot be".into()));
+            return Err(refused("it has impossible times or rates".into()));
         }
         Ok(Self { path: path.into(), results })
     }
 
-    /// The images in it, as those of another engine. Images of kiln are called by the name of the file.
+    /// Turns the results into those of other engines. Images of kiln are named after the file.
     fn beside(self) -> Result<Beside> {
         match self.results {
             Results::Beside(beside) => Ok(beside),
@@ -172,12 +172,12 @@ impl Recorded {
                 let name = self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
                 Ok(Beside { machine, width, height, steps, engines: vec![Engine { name, images_s: warm_s }] })
             }
-            Results::Kernels(_) => Err(Error::bad_file(&self.path, "not results of images", "it has those of kernels")),
+            Results::Kernels(_) => Err(Error::bad_file(&self.path, "no image results", "it has kernel results")),
         }
     }
 }
 
-/// Draws the results of this run, which are those of its JSON.
+/// Draws the results of this run from its JSON report.
 pub fn draw(report: &impl Serialize, beside: Vec<Recorded>) -> Result<String> {
     let json = |error: serde_json::Error| Error::Op { op: "svg", what: error.to_string() };
     let own = serde_json::from_value(serde_json::to_value(report).map_err(json)?).map_err(json)?;
@@ -187,7 +187,7 @@ pub fn draw(report: &impl Serialize, beside: Vec<Recorded>) -> Result<String> {
 /// Draws recorded results.
 pub fn draw_recorded(own: Recorded, beside: Vec<Recorded>) -> Result<String> {
     if let (Results::Beside(_), path) = (&own.results, &own.path) {
-        return Err(Error::bad_file(path, "no results of kiln", "it has those of other engines, which stand beside kiln's"));
+        return Err(Error::bad_file(path, "no kiln results", "it has results of other engines, which only --compare takes"));
     }
     draw_results(own.results, beside)
 }

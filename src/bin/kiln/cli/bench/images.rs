@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// The results of a measurement. `bench/README.md` describes these fields, which are those of the JSON.
+/// The results of a measurement. `bench/README.md` describes its JSON fields.
 #[derive(Serialize)]
 pub struct Report {
     kiln: &'static str,
@@ -49,10 +49,10 @@ pub struct Report {
     formats: Vec<String>,
     saturated: u64,
     kernels: BTreeMap<&'static str, u64>,
-    /// The GPU, if it was one.
+    /// The GPU, if the backend was one.
     #[serde(skip)]
     device: Option<DeviceInfo>,
-    /// What was predicted and by what, or why nothing was.
+    /// The prediction, or why there is none.
     #[serde(skip)]
     predicted: Result<(Prediction, Predictor), String>,
 }
@@ -143,7 +143,7 @@ impl Memory {
                 let verdict = if self.holds == Some(true) { "within" } else { "NOT within" };
                 format!("{:.1} MiB measured, {more:+.1} MiB ({share:+.1} %): {verdict} 5 % + 256 MiB of the plan", mib(bytes))
             }
-            None => "not measured: only GPUs tell".into(),
+            None => "not measured: only GPUs report it".into(),
         };
         let _ = writeln!(text, "            {measured}");
         text
@@ -224,7 +224,7 @@ struct Started<'a> {
     watch: Watch<'a>,
     /// Free memory before weights were loaded, if the backend can measure it.
     before: Option<u64>,
-    /// What is known of the run so far.
+    /// The results so far.
     report: Report,
 }
 
@@ -241,7 +241,7 @@ pub fn measure(
     // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
     let mut after = engine.backend().available()?;
     for run in 1..=runs {
-        // The same image again, so that its count is the same.
+        // Repeats the same image, so the saturation count does not change.
         let times = warm_image(&mut engine, &settings, &watch, stop)?;
         terminal.say(&format!("warm image {run} of {runs}: {:.3} s", times.total));
         report.warm_s.push(times);
@@ -312,7 +312,7 @@ fn start<'a>(
     session.fit(&settings.job, terminal)?;
     let predictor = session.backend.predictor.clone().and_then(|predictor| match session.options.precision {
         Precision::Bf16 => Ok(predictor),
-        Precision::F32 => Err("f32 is not for tensor cores".into()),
+        Precision::F32 => Err("f32 does not run on tensor cores".into()),
     });
     let (gemms, time) = (session.backend.backend.gemm_formats(), predictor.as_ref().ok().map(Predictor::op_time));
     let plan = estimate(EstimateRequest { time, ..session.model.estimate_request(session.options, gemms) }, &settings.job)?;

@@ -13,7 +13,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// The results of a measurement. `bench/README.md` describes these fields, which are those of the JSON.
+/// The results of a measurement. `bench/README.md` describes its JSON fields.
 #[derive(Serialize)]
 pub struct Report {
     kiln: &'static str,
@@ -101,7 +101,7 @@ fn ceiling(device: &DeviceInfo, dtype: DType) -> Option<String> {
 impl Report {
     pub fn table(&self) -> String {
         let mut text = format!("kiln {}, {}, {}, {}, {}\n", self.kiln, self.backend, self.machine, self.scale, self.precision);
-        text.push_str("copy: as many bytes read and written, in turn with the row\n");
+        text.push_str("copy: as many bytes read and written, alternating with the row\n");
         self.ceilings.iter().for_each(|line| {
             let _ = writeln!(text, "{line}");
         });

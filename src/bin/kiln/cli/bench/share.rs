@@ -1,5 +1,5 @@
-//! The block of `kiln bench --share`: what a measurement says to others, beside what was predicted. It has nothing of the user's: no
-//! paths, no prompt, no name of the machine.
+//! The block of `kiln bench --share`: measured and predicted times, to send to others. It has nothing of the user's: no paths, no
+//! prompt, no name of the machine.
 
 use super::super::device::describe_gpu;
 use kiln::device::DeviceInfo;
@@ -7,13 +7,13 @@ use kiln::predict::{GpuSpec, Predictor};
 use kiln::text::{amount, shown, shown_line};
 use std::fmt::Write as _;
 
-/// What is shared.
+/// The contents of the block.
 pub struct Shared<'a> {
     /// The GPU; none on the CPU.
     pub device: Option<&'a DeviceInfo>,
     /// The machine if there is no GPU.
     pub machine: &'a str,
-    /// The driver's release, if it tells.
+    /// The driver's release, if it reports one.
     pub release: Option<String>,
     /// Model, size, steps and precision.
     pub subject: String,
@@ -21,11 +21,11 @@ pub struct Shared<'a> {
     pub formats: &'a [String],
     /// The kernels that ran.
     pub kernels: Vec<&'static str>,
-    /// Bytes of device memory: measured if there was a GPU, and planned.
+    /// Bytes of device memory: measured (on a GPU only), and planned.
     pub memory: (Option<u64>, u64),
-    /// Stages with the seconds that they took, and those that were predicted.
+    /// Stages with measured and predicted seconds.
     pub stages: Vec<(&'static str, f64, Option<f64>)>,
-    /// What predicted them, or why nothing did.
+    /// The predictor, or why there is none.
     pub predictor: Result<&'a Predictor, &'a str>,
 }
 
@@ -72,9 +72,9 @@ impl Shared<'_> {
         };
         let GpuSpec { name, bandwidth, .. } = predictor.gpu();
         let row = match predictor.gpu().is_listed() {
-            true => format!("for {} as docs/kernels.md has it", shown(name)),
+            true => format!("for {}, as listed in docs/kernels.md", shown(name)),
             false => format!(
-                "for a card that is not in docs/kernels.md, from what its driver tells ({:.0} GB/s of memory bandwidth)",
+                "for a card that is not in docs/kernels.md, from what its driver reports ({:.0} GB/s of memory bandwidth)",
                 *bandwidth as f64 / 1e9
             ),
         };

@@ -1,5 +1,5 @@
-//! What `kiln doctor` checks of a model that is named: which files these are, whether all values are finite and there, and whether
-//! the text encoder gives published values. If something is off, a block says what to send.
+//! The checks of `kiln doctor` on a model that flags name: whether its files are known, whether all values are finite and written, and
+//! whether the text encoder gives published values. If a check fails, kiln prints a block to send.
 
 use super::{hint, message};
 use kiln::device::{Backend, Cpu};
@@ -17,18 +17,18 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// Tensors with faults, and differences from a known file, that are listed one by one.
+/// How many faulty tensors, or differences from a known file, are listed one by one.
 const LISTED: usize = 5;
 
-/// Tensors with faults that the block lists.
+/// How many faulty tensors the block lists.
 const LISTED_IN_BLOCK: usize = 50;
 
-/// What was found out about a model.
+/// The results of the checks.
 #[derive(Default)]
 pub struct Checks {
-    /// Rows of a name, empty in those that continue one, and a line.
+    /// Rows of a name and a line. A continuation row has an empty name.
     pub rows: Vec<(&'static str, String)>,
-    /// Rows of the block that is to be sent, without paths.
+    /// Rows of the block to send. They contain no paths.
     details: Vec<(String, String)>,
     made: usize,
     failed: usize,
@@ -37,7 +37,7 @@ pub struct Checks {
 /// A device that the text encoder runs on, and its name for display.
 pub type Device = (String, Box<dyn Backend>);
 
-/// Checks a model. With `full` its files are hashed as well.
+/// Checks a model. With `full`, hashes its files as well.
 pub fn check(model: &OpenModel, device: Device, full: bool, stop: &Arc<AtomicBool>, progress: &dyn Progress) -> Result<Checks> {
     let mut checks = Checks::default();
     checks.detail("model", format!("{}, {}", model.name, model.variant));
@@ -52,7 +52,7 @@ pub fn check(model: &OpenModel, device: Device, full: bool, stop: &Arc<AtomicBoo
 
 impl Checks {
     fn row(&mut self, name: &'static str, line: impl Into<String>) {
-        // A name is printed once for all rows of it.
+        // A name is printed only in its first row.
         let known = self.rows.iter().any(|(other, _)| *other == name);
         self.rows.push((if known { "" } else { name }, line.into()));
     }
@@ -61,13 +61,13 @@ impl Checks {
         self.details.push((name.into(), line.into()));
     }
 
-    /// Notes the outcome of one check.
+    /// Counts the outcome of one check.
     fn outcome(&mut self, passed: bool) {
         self.made += 1;
         self.failed += usize::from(!passed);
     }
 
-    /// The block to send and the error that the program ends with, if a check failed.
+    /// The block to send and the error to exit with, if a check failed.
     pub fn failure(&self) -> Option<(String, Error)> {
         if self.failed == 0 {
             return None;
@@ -80,7 +80,7 @@ impl Checks {
         Some((block, Error::ModelCheck { failed: self.failed, checks: self.made }))
     }
 
-    /// Which files these are. That a file is not known is no fault of it.
+    /// Compares the files with known ones. An unknown file is no failure.
     fn files(&mut self, model: &OpenModel) {
         let findings = model.weights().each_ref().map(identify);
         let layouts = model.weights().each_ref().map(|weights| match (weights.component(), weights.layout()) {
@@ -103,8 +103,8 @@ impl Checks {
     fn digests(&mut self, files: &[FileDigest]) {
         for FileDigest { part, name, sha256 } in files {
             let known = match published_digest(sha256) {
-                Some(file) => format!("that of {}", first_name(file)),
-                None => "none that was published, as far as kiln knows".into(),
+                Some(file) => format!("published as {}", first_name(file)),
+                None => "not published, as far as kiln knows".into(),
             };
             let line = format!("{part}: {} is {sha256}: {known}", shown(name));
             self.row("sha256", line);
@@ -112,7 +112,7 @@ impl Checks {
         }
     }
 
-    /// Whether all values are finite, and none is missing.
+    /// Checks that all values are finite, and that no matrix has an unwritten part.
     fn values(&mut self, model: &OpenModel, stop: &AtomicBool, progress: &dyn Progress) -> Result<()> {
         let start = Instant::now();
         let report = match scan(model.weights(), stop, progress) {
@@ -154,11 +154,11 @@ impl Checks {
         let written = refuse_unwritten(model.weights());
         self.outcome(written.is_ok());
         match written {
-            Ok(()) => self.row("values", "no matrix has a part that is all zeros, as one that was never written has"),
+            Ok(()) => self.row("values", "no matrix has a part that is all zeros, as an unwritten one would have"),
             Err(error) => {
                 self.row("values", format!("FAILED: {}", message(&error)));
                 self.row("values", hint(&error).unwrap_or_default());
-                // The message has a path, which is nobody's business.
+                // The message contains a path, which must not leave this machine.
                 let detail =
                     if let Error::BadFile { what, detail, .. } = &error { format!("{what}: {detail}") } else { "?".into() };
                 self.detail("values", detail);
@@ -167,7 +167,7 @@ impl Checks {
         Ok(())
     }
 
-    /// Whether the text encoder gives the values that were published for it.
+    /// Compares the text encoder's output with published values.
     fn encoder(&mut self, model: &OpenModel, device: Device, stop: &Arc<AtomicBool>, progress: &dyn Progress) -> Result<()> {
         let applicability = Applicability::of(&model.configs.text_encoder, &model.weights().text_encoder);
         if applicability == Applicability::OtherEncoder {
@@ -197,7 +197,7 @@ impl Checks {
         if verdict == Some(true) {
             return Ok(());
         }
-        // Where a GPU is off the CPU shows whether the weights are at fault.
+        // If a GPU is off, the CPU shows whether the weights are at fault.
         if is_gpu {
             verdict = run(("the CPU".into(), Box::new(Cpu::shared(stop.clone()))))?;
         }
@@ -213,7 +213,7 @@ impl Checks {
         Ok(())
     }
 
-    /// Reports the values that a device gives. Returns whether they are as they should be, or `None` if there are none.
+    /// Reports the values that a device computes. Returns whether they match the published ones, or `None` if the encoder failed.
     fn judged(
         &mut self,
         device: &str,
@@ -248,7 +248,7 @@ impl Checks {
                 format!("FAILED: `{PROMPT}` on {device}: {} of the {} {whose} are off", off.len(), VALUES.as_flattened().len())
             }
             (false, true) => format!(
-                "`{PROMPT}` on {device}, not judged because this encoder is quantized; beside them the {whose}; {seconds:.1} s"
+                "`{PROMPT}` on {device}, not judged because this encoder is quantized; compare the {whose}; {seconds:.1} s"
             ),
             (false, false) => format!("FAILED: `{PROMPT}` on {device} gives values that are not finite"),
         };
@@ -269,12 +269,12 @@ fn listed(values: &[f32]) -> String {
     values.iter().map(|value| format!("{value:>9.2}")).collect::<Vec<_>>().join(" ")
 }
 
-/// The first of the names of a file, which is the one that its digest is of.
+/// The first name of a known file. Its digest belongs to this name.
 fn first_name(file: &KnownFile) -> &'static str {
     file.name.split(" or ").next().unwrap_or(file.name)
 }
 
-/// Which file a part is like, and what differs from it.
+/// Names the known file that a part matches or resembles, and lists the differences.
 fn described(finding: &Finding) -> (String, Vec<String>) {
     let Finding { tensors, bytes, files, fingerprint, likeness } = finding;
     let mut more = Vec::new();
@@ -293,7 +293,7 @@ fn described(finding: &Finding) -> (String, Vec<String>) {
                     grouped(published)
                 ));
             }
-            format!("known: names, dtypes and shapes of all {tensors} tensors are those of {}{published}", file.name)
+            format!("known: names, dtypes and shapes of all {tensors} tensors match {}{published}", file.name)
         }
         Likeness::SameSize(file) if file.is_inferred() => {
             more.push(format!("kiln has inferred other layers for it; please send us its fingerprint, {fingerprint}"));
@@ -391,8 +391,7 @@ mod tests {
         let named = |name: &str| KNOWN.iter().find(|file| file.name.starts_with(name)).unwrap();
         let fp8 = named("flux-2-klein-4b-fp8");
         let (line, more) = described(&finding(Likeness::Same(fp8), fp8.bytes.unwrap()));
-        let want =
-            "known: names, dtypes and shapes of all 7 tensors are those of flux-2-klein-4b-fp8; its fingerprint was published";
+        let want = "known: names, dtypes and shapes of all 7 tensors match flux-2-klein-4b-fp8; its fingerprint was published";
         assert_eq!((line.as_str(), more.len()), (want, 0));
         let (_, more) = described(&finding(Likeness::Same(fp8), 5));
         assert_eq!(more, ["it has 5 bytes and the published file 4,070,624,520: another header"]);

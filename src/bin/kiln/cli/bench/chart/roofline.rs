@@ -1,15 +1,15 @@
-//! Single ops against what bounds them: a roofline of those that multiply, and the share of the ceiling that each op reaches.
+//! Single ops against their ceilings: a roofline of ops that multiply, and the share of its ceiling that each op reaches.
 
 use super::svg::{Anchor, Canvas, WIDTH, cut};
 use super::{Kernels, Row};
 use kiln::text::grouped;
 
-/// Where the roofline is.
+/// The box of the roofline plot.
 const LEFT: f64 = 76.0;
 const RIGHT: f64 = WIDTH - 30.0;
 const TOP: f64 = 96.0;
 const BOTTOM: f64 = 356.0;
-/// Where the shares begin, and 100 % of them.
+/// The x coordinates of 0 % and 100 % in the bar chart.
 const BARS: f64 = 452.0;
 const FULL: f64 = WIDTH - 172.0;
 const PITCH: f64 = 19.0;
@@ -28,7 +28,7 @@ impl Row {
         self.of_copy.map(|share| (share, "copy")).or(self.of_tensor_cores.map(|share| (share, "peak")))
     }
 
-    /// What it achieves, in the unit of what bounds it.
+    /// The achieved rate, in the unit of its ceiling.
     fn rate(&self) -> String {
         match (self.of_copy, self.flops) {
             (None, flops) if flops > 0 => rate(flops as f64 / self.median_s, "FLOP/s"),
@@ -36,7 +36,7 @@ impl Row {
         }
     }
 
-    /// Bytes that the copy beside it moved in a second.
+    /// Bytes per second of the copy that alternated with this row.
     fn copy_rate(&self) -> Option<f64> {
         let seconds = self.copy_seconds.as_deref().filter(|seconds| !seconds.is_empty())?;
         Some(self.bytes as f64 / kiln::microbench::median(seconds))
@@ -53,7 +53,7 @@ fn decades(values: impl Iterator<Item = f64>) -> Option<(i32, i32)> {
     (most > 0.0 && least.is_finite()).then(|| (least.log10().floor() as i32, (most.log10() + 1e-9).ceil() as i32))
 }
 
-/// Ops that multiply, by FLOP per byte, below the bandwidth of memory and the peaks of the tensor cores. False if there are none.
+/// Draws ops that multiply by arithmetic intensity, below the memory bandwidth and the tensor core peaks. Returns false if there are none.
 fn roofline(canvas: &mut Canvas, own: &Kernels) -> bool {
     let points: Vec<(&Row, f64, f64)> = own
         .rows
@@ -122,7 +122,7 @@ fn plain(decade: i32) -> String {
     }
 }
 
-/// What colors and shapes mean.
+/// Explains colors and shapes.
 fn legend(canvas: &mut Canvas, y: f64, own: &Kernels) {
     let mut x = 24.0;
     let has = |class: &str| own.rows.iter().any(|row| row.share().is_some_and(|(_, of)| of == class));

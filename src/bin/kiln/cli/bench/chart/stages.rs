@@ -1,10 +1,10 @@
-//! Images as stacked bars of their stages: the cold one, then the warm ones beside those of other engines.
+//! Images as stacked bars of their stages: the cold image, then warm images of kiln and of other engines.
 
 use super::svg::{Anchor, Canvas, WIDTH, cut, ticks, width_of};
 use super::{Beside, Images, Times};
 use kiln::text::grouped;
 
-/// Where bars begin and end; labels are on the left, totals on the right.
+/// The x coordinates of the bars. Labels are on the left, totals on the right.
 const LEFT: f64 = 196.0;
 const RIGHT: f64 = WIDTH - 150.0;
 const BAR: f64 = 28.0;
@@ -15,7 +15,7 @@ const NARROWEST: f64 = 0.5;
 /// Reads the seconds of one stage.
 type Stage = fn(&Times) -> Option<f64>;
 
-/// Stages in the order of time, with the names that the table and the style have for them. What an engine does not tell apart is `rest`.
+/// Stages in the order of time, with their names in the table and in the style. Time that an engine does not assign to a stage is `rest`.
 const STAGES: [(&str, Stage); 8] = [
     ("open", |t| t.open),
     ("load", |t| t.load),
@@ -27,7 +27,7 @@ const STAGES: [(&str, Stage); 8] = [
     ("rest", |t| Some(t.rest())),
 ];
 
-/// A bar: its name, what there is to say about it, and the image that it shows.
+/// A bar with its name, a caption, and the times of one image.
 struct Bar<'a> {
     name: String,
     about: String,
@@ -88,7 +88,7 @@ fn panel(canvas: &mut Canvas, top: f64, heading: &str, bars: &[Bar<'_>]) -> f64 
             if width_of(&label) + 8.0 <= width {
                 let class = match stage {
                     "denoise" | "png" | "open" => "inside",
-                    // This piece is dark where the page is.
+                    // This piece is dark on dark pages.
                     "rest" => "",
                     _ => "dark",
                 };

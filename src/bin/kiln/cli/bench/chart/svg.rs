@@ -1,13 +1,13 @@
-//! The little of SVG that charts need. Text stays text, colors follow the reader's light or dark scheme, and what is drawn is as wide as
-//! a page of GitHub shows without scaling.
+//! A minimal SVG writer for charts. Text stays text, and colors follow the reader's light or dark scheme. GitHub shows charts of this
+//! width without scaling.
 
 use std::fmt::Write as _;
 
 /// Width of a chart in pixels.
 pub const WIDTH: f64 = 860.0;
 
-/// Colors and sizes of the classes that charts use. The hues are those of Okabe and Ito, which color-blind readers can tell apart; grays
-/// are what is not the work itself.
+/// Colors and sizes of the classes that charts use. The hues are Okabe and Ito's, which color-blind readers can tell apart. Grays
+/// mark everything but the work itself.
 const STYLE: &str = "\
 text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1f2328}
 .title{font-size:15px;font-weight:600}.head{font-weight:600}.dim{fill:#59636e}.inside{fill:#fff}.dark{fill:#1f2328}
@@ -35,7 +35,7 @@ pub enum Anchor {
     End,
 }
 
-/// A text that XML may hold: markup is escaped, and characters that XML forbids are replaced.
+/// Escapes markup, and replaces characters that XML forbids.
 pub fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -52,12 +52,12 @@ pub fn escaped(text: &str) -> String {
     out
 }
 
-/// The width of a text at 12 pixels, or a little more: fonts differ.
+/// The estimated width of a text at 12 pixels. Fonts differ, so it errs on the wide side.
 pub fn width_of(text: &str) -> f64 {
     text.chars().map(|c| if c.is_ascii() { 6.4 } else { 12.0 }).sum()
 }
 
-/// A text that takes at most so many pixels.
+/// Shortens a text to at most `pixels`.
 pub fn cut(text: &str, pixels: f64) -> String {
     if width_of(text) <= pixels {
         return text.to_owned();
@@ -70,7 +70,7 @@ pub fn cut(text: &str, pixels: f64) -> String {
     kept.collect::<String>().trim_end().to_owned() + "…"
 }
 
-/// A coordinate: tenths of a pixel are enough, and keep files small.
+/// Formats a coordinate. Tenths of a pixel are enough, and keep files small.
 fn at(value: f64) -> String {
     let text = format!("{value:.1}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
@@ -111,7 +111,7 @@ impl Canvas {
         let _ = writeln!(self.body, "<polyline points=\"{}\" class=\"{class}\"/>", points.join(" "));
     }
 
-    /// The file: the drawing on a page of this height, with what it is for those who cannot see it.
+    /// The file: the drawing on a page of this height, with a title and a description for screen readers.
     pub fn finish(self, height: f64, title: &str, description: &str) -> String {
         let (width, height) = (at(WIDTH), at(height));
         format!(
