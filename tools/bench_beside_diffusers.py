@@ -1,31 +1,30 @@
 #!/usr/bin/env python3
-"""Time kiln beside the real diffusers pipeline on one checkpoint, taking turns, prompt to PNG.
+"""Time kiln and the diffusers pipeline on one checkpoint, alternating, prompt to PNG.
 
     python tools/random_checkpoint.py FOLDER --model 4b
     python tools/bench_beside_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --sizes 512,1024
     target/release/kiln bench --from RESULTS/kiln-1024x1024-burst.json --compare RESULTS/diffusers-1024x1024-burst.json --svg beside.svg
 
-Three engines: kiln, which serves images on request (`kiln bench --on-request`); diffusers' Flux2KleinPipeline, for [dev] its
-Flux2Pipeline with prompts padded on the left, in bf16 as it is (`eager`); and the same with transformer and VAE decoder under
-torch.compile (`compiled`). The VAE has channels last, and cuDNN chooses its algorithms by measuring. Every image has a new prompt
-and seed, the same for all engines of a round, and ends as a PNG in memory: kiln's own encoder there, Pillow's with its defaults
-here, so tables also have times without the PNG. Nothing is waited for inside an image: the stages of diffusers are told by CUDA
-events around the text encoder and the decoder.
+There are three engines. kiln serves images on request (`kiln bench --on-request`). `eager` is diffusers' Flux2KleinPipeline in bf16, for
+[dev] its Flux2Pipeline with prompts padded on the left. `compiled` is that pipeline with transformer and VAE decoder under torch.compile.
+The VAE has channels last, and cuDNN chooses its algorithms by measuring. Every image has a new prompt and seed, the same for all engines of
+a round, and ends as a PNG in memory. kiln uses its own encoder, diffusers Pillow's with its defaults, so tables also have times without the
+PNG. Nothing waits inside an image: CUDA events around the text encoder and the decoder mark diffusers' stages.
 
-Burst: rounds of one image for each engine, every other round backwards, with a rest before each image. Sustained: each engine
-without rest for --sustained seconds in two halves and opposite order, of each of which the first third does not count. Ratios are
-medians of the ratios of neighbors in burst, and ratios of medians in sustained; above one kiln is faster.
+Burst: rounds of one image for each engine, every other round backwards, with a rest before each image. Sustained: each engine without rest
+for --sustained seconds, in two halves and opposite order; the first third of each half does not count. Ratios are medians of the ratios of
+neighbors in burst, and ratios of medians in sustained. Above one kiln is faster.
 
-With --transformer-only diffusers encodes a prompt before all else, and its text encoder leaves the GPU: two programs with all of
-[dev] do not fit on one. Denoising is then all that is compared, and with `--kiln-args --low-memory` kiln has no more of the model
-on the GPU than that needs. If the folder has no text encoder in bf16, diffusers gets random embeddings. --kiln-args can be given
-several times; each stands for a program that takes turns with diffusers, one after the other:
+With --transformer-only diffusers encodes a prompt first, and its text encoder leaves the GPU, because two programs with all of [dev] do not
+fit on one. Only denoising is compared, and with `--kiln-args --low-memory` kiln keeps only what denoising needs on the GPU. If the folder
+has no text encoder in bf16, diffusers gets random embeddings. --kiln-args can be given several times. Each stands for a program that
+alternates with diffusers, one after the other:
 
     python tools/bench_beside_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --sizes 1024 --transformer-only \\
         --kiln-args=--low-memory --kiln-args "--transformer FOLDER/flux2_dev_fp8mixed.safetensors"
 
-Needs a GPU, and what tools/requirements.txt pins. With --dry neither is asked for much: small sizes on the CPU, few rounds, no
-compiling; figures of it mean nothing. Writes two JSON files for each size and way, which `kiln bench --svg` draws.
+Needs a GPU and the packages in tools/requirements.txt. --dry needs little of either: it uses small sizes on the CPU, few rounds and no
+compiling, and its figures mean nothing. Writes two JSON files for each size and way, which `kiln bench --svg` draws.
 """
 
 import argparse
@@ -51,14 +50,14 @@ STAGES = ("encode", "denoise", "decode", "png")
 
 
 def serve(args, more, width, height, steps):
-    """kiln, with these more arguments."""
+    """kiln with additional arguments."""
     size = "--width", width, "--height", height, "--steps", steps
     arguments = "--model", args.checkpoint, "--backend", args.device, *size, *more.split()
     return Kiln("kiln", args.kiln.resolve(), arguments)
 
 
 class Marks:
-    """Moments of a stream, or of the host where there is no GPU."""
+    """Points in time on a stream, or on the host if there is no GPU."""
 
     def __init__(self, device):
         self.device, self.all = device, []
@@ -81,7 +80,7 @@ class Marks:
 
 @contextlib.contextmanager
 def marked(owner, name, marks):
-    """A method with marks before and after its call."""
+    """A method that marks the time before and after its call."""
     method = getattr(owner, name)
 
     def call(*args, **kwargs):
@@ -98,7 +97,7 @@ def marked(owner, name, marks):
 
 
 class Diffusers:
-    """The pipeline, as it is or with its largest parts compiled."""
+    """The pipeline, eager or with its largest parts compiled."""
 
     def __init__(self, args, width, height, pipe, name):
         self.args, self.size, self.pipe, self.name = args, (width, height), pipe, name
@@ -146,7 +145,7 @@ def has_weights(folder, part):
 
 
 def encode_first(args, pipe):
-    """The embeddings of a prompt, whose encoding is timed. The text encoder then leaves the GPU. Without one, embeddings are drawn."""
+    """The embeddings of a prompt, whose encoding is timed; afterwards the text encoder leaves the GPU. Without an encoder, random ones."""
     if pipe.text_encoder is None:
         return torch.randn(1, 512, pipe.transformer.config.joint_attention_dim, device=args.device, dtype=torch.bfloat16)
     _, prompt = next(requests())
@@ -159,19 +158,19 @@ def encode_first(args, pipe):
 
 
 def compiled(args, pipe):
-    """The same models with transformer and decoder compiled; `pipe` stays as it is."""
+    """The pipeline's models with transformer and decoder compiled; `pipe` does not change."""
     transformer = torch.compile(pipe.transformer, mode=args.compile, dynamic=False)
     if args.transformer_only:
         return make_pipeline(args.checkpoint, dict(text_encoder=None, transformer=transformer, vae=pipe.vae))
     vae = copy.copy(pipe.vae)
-    # A copy of a module has the parts of the original, and not yet a list of its own of them.
+    # A copied module shares the original's dict of submodules until it gets its own.
     vae._modules = dict(pipe.vae._modules)
     vae.decoder = torch.compile(pipe.vae.decoder, mode=args.compile, dynamic=False)
     return make_pipeline(args.checkpoint, dict(text_encoder=pipe.text_encoder, transformer=transformer, vae=vae))
 
 
 def sustained(engines, seconds, asked):
-    """Image after image, without the first third of each stretch: the clock falls until the power limit is met."""
+    """Image after image. The first third of each stretch does not count: the clock falls until it meets the power limit."""
     times = {engine.name: [] for engine in engines}
     for engine in engines + engines[::-1]:
         stretch, end = [], time.perf_counter() + seconds / 2
@@ -182,7 +181,7 @@ def sustained(engines, seconds, asked):
 
 
 def table(size, way, times, compared):
-    """Lines with quartiles of what is compared, the ratio to kiln with and without the PNG, and medians of the stages."""
+    """Lines with quartiles of the compared times, the ratio to kiln with and without the PNG, and medians of the stages."""
     png = "png" if compared == "total" else None
     of = lambda engine, less=None: [image[compared] - (image[less] if less else 0) for image in times[engine]]
     lines = []
@@ -196,7 +195,7 @@ def table(size, way, times, compared):
 
 
 def save(args, stem, way, report, times):
-    """What `kiln bench --from` and `--compare` read."""
+    """Writes the files that `kiln bench --from` and `--compare` read."""
     stem = f"{stem}-{way}.json"
     (args.out / f"kiln-{stem}").write_text(json.dumps(report | dict(warm_s=times["kiln"])) + "\n")
     others = [dict(name=name, images_s=images) for name, images in times.items() if name != "kiln"]
@@ -205,7 +204,7 @@ def save(args, stem, way, report, times):
 
 
 def measure(args, pipe, width, height):
-    """All ways for one size, for each of kiln's arguments and each number of steps."""
+    """Measures one size in all ways, for each of kiln's arguments and each number of steps."""
     release, kind = versions()["diffusers"], Denoiser if args.transformer_only else Diffusers
     others = [kind(args, width, height, pipe, f"diffusers {release}")]
     if args.compile != "none":
@@ -221,7 +220,7 @@ def measure(args, pipe, width, height):
 
 
 def take_turns(args, engines, steps, size, numbered):
-    """All ways for kiln, the first of these engines, and the others."""
+    """Runs kiln, the first of these engines, and the others in all ways."""
     asked = requests()
     for engine in engines[1:]:
         engine.steps = steps

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Check that other decoders read the files of `cargo bench --bench encode -- --write FOLDER`, and how large they are.
+"""Check that other decoders read the files of `cargo bench --bench encode -- --write FOLDER`, and compare their sizes.
 
     pip install -r tools/requirements.txt
     cargo bench --bench encode -- --runs 1 --sides 512,1024 --write FOLDER
     python tools/check_encoding.py FOLDER
 
-PNG is read by libpng itself (through ctypes) and by Pillow, JPEG and WebP by Pillow. Exits with 1 where pixels of a
-lossless file differ, a JPEG is below 35 dB, or the PNG of a photo-like image is more than 1.08 times as large as the
-one that libpng writes at its default level, 6, with all filters. `flat` is not photo-like and only reported.
+PNG is read by libpng itself (through ctypes) and by Pillow, JPEG and WebP by Pillow. Exits with 1 if pixels of a lossless file differ, a
+JPEG is below 35 dB, or the PNG of a photo-like image is more than 1.08 times as large as libpng's at its default level, 6, with all
+filters. `flat` is not photo-like and is only reported.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Libpng:
         if name is None:
             sys.exit("no libpng 1.6 here: install libpng16-16 or the like")
         self.library = ctypes.CDLL(name)
-        # Without types ctypes would cut pointers to 32 bits.
+        # Without types ctypes would truncate pointers to 32 bits.
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self.library.png_image_write_to_memory.argtypes = [
             ctypes.POINTER(PngImage), pointer, ctypes.POINTER(size), ctypes.c_int, pointer, ctypes.c_int32, pointer,
@@ -60,7 +60,7 @@ class Libpng:
         ]
 
     def size(self, pixels, side):
-        """Bytes of the file that libpng writes."""
+        """Bytes of libpng's file of these pixels."""
         image = PngImage(version=1, width=side, height=side, format=self.RGB)
         size = ctypes.c_size_t(0)
         if not self.library.png_image_write_to_memory(image, None, size, 0, pixels, 0, None):
@@ -68,7 +68,7 @@ class Libpng:
         return size.value
 
     def pixels(self, file, side):
-        """Pixels of a file, or the message of libpng. A warning counts as well."""
+        """Pixels of a file, or libpng's message. A warning counts as well."""
         image = PngImage(version=1)
         pixels = ctypes.create_string_buffer(3 * side * side)
         begun = self.library.png_image_begin_read_from_memory(image, file, len(file))

@@ -1,25 +1,26 @@
 #!/usr/bin/env python3
-"""Check a file of `kiln quantize` against the weights that it was made from, and read it as other programs do.
+"""Check a file of `kiln quantize` against its original weights, and read it as other programs do.
 
     kiln quantize FOLDER OUT --to nvfp4
     python tools/check_quantized_file.py FOLDER/transformer OUT/transformer/flux-2-klein-4b-nvfp4.safetensors
     python tools/check_quantized_file.py FOLDER/text_encoder OUT/text_encoder/qwen_3_4b_nvfp4.safetensors
 
-The original is a safetensors file or a folder of them, under the names of diffusers and transformers or those of single files.
+The original is a safetensors file or a folder of them, with names of diffusers and transformers or of single files.
 
-    formulas   Every tensor is computed again by tools/quantized.py and compared byte by byte: codes, scales, and what stays in
-               bf16. All quantized layers or none have an input_scale, and it is a power of two.
-    ComfyUI    Which layers are quantized, and how, is read as its loader does (convert_old_quants in comfy/utils.py, the mixed
-               precision layers of comfy/ops.py), and weights are expanded as comfy-kitchen's CUDA kernels do, written here a second
-               time. No weight may be further from the original than rounding allows.
-    diffusers  Its quantizer for files of Black Forest Labs reads FP8 with a scale for each row, and NVFP4 in the order of
-               ModelOpt: the even column in the low nibble, block scales row by row. Files of `--layout diffusers` are so, and are
-               known by having scales but no settings for ComfyUI: what diffusers makes of such a file as it is has to be the
-               right weights, to the bit, and the part about ComfyUI is left out. Files for ComfyUI, and those that Black Forest
-               Labs publish of FLUX.2 [klein], have one scale and the other order, so that diffusers 0.42 does not read them as they
-               are: FP8 is refused, and NVFP4 is loaded as other numbers. Of these, scales and codes are put into its order first,
-               and what it makes of them has to be the same weights; what it makes of the file as it is, is printed. It has
-               no loader for text encoders in these formats, and those for ModelOpt and torchao want files that these wrote.
+
+    formulas   Every tensor is computed again by tools/quantized.py and compared byte by byte: codes, scales, and bf16 tensors.
+               Either all quantized layers have an input_scale or none, and it is a power of two.
+    ComfyUI    The loader's rules decide which layers are quantized, and how (convert_old_quants in comfy/utils.py, the mixed
+               precision layers of comfy/ops.py). Weights are expanded as in comfy-kitchen's CUDA kernels, which are written here
+               a second time. No weight may be further from the original than rounding allows.
+    diffusers  Its quantizer for files of Black Forest Labs reads FP8 with row scales, and NVFP4 in the order of ModelOpt: the even
+               column in the low nibble, block scales row by row. `--layout diffusers` writes such files; they have scales but no
+               settings for ComfyUI. For these files diffusers' weights have to be right to the bit, and the ComfyUI part is left
+               out. Files for ComfyUI, and those that Black Forest Labs publish of FLUX.2 [klein], have one scale and the other
+               order, so diffusers 0.42 does not read them unmodified: it refuses FP8 and loads NVFP4 as other numbers. Their
+               scales and codes are put into its order first, and diffusers has to make the right weights of them; its result for
+               the unmodified file is printed. It has no loader for text encoders in these formats, and its loaders for ModelOpt
+               and torchao need files that these wrote.
 
 Exits 1 when something is wrong. On a GPU, or with 16 cores, klein 4B takes a few minutes.
 """
@@ -36,12 +37,12 @@ from safetensors import safe_open
 from quantized import fp8_scale, nvfp4_scale, pack, to_blocks, to_fp8
 from single_files import FORMATS, SETTINGS, Weight, layer_settings, transformer_weights
 
-# Tensors that a layer of each format has, and the dtype of its elements.
+# The tensors of a layer in each format, and the dtype of its elements.
 LAYER_TENSORS = {
     "float8_e4m3fn": (torch.float8_e4m3fn, {"weight", "weight_scale", "input_scale"}),
     "nvfp4": (torch.uint8, {"weight", "weight_scale", "weight_scale_2", "input_scale"}),
 }
-# Text encoders of ComfyUI have no output head.
+# ComfyUI's text encoders have no output head.
 UNUSED = "lm_head.weight"
 HEAD_DIM = 128
 
@@ -88,7 +89,7 @@ def is_transformer(names):
 
 
 def single_file_weights(shapes, formats):
-    """The weights of a single file, each with the tensors of the original that it is made of."""
+    """The weights of a single file, each with the original tensors that it consists of."""
     if any(name.startswith("transformer_blocks.") for name in shapes):
         weights = transformer_weights(shapes, (), "bf16")
         sources = {weight.name: weight for weight in weights}
@@ -98,21 +99,21 @@ def single_file_weights(shapes, formats):
 
 
 def original_values(weight, original, device):
-    """The values of a weight in bf16, in which single files are."""
+    """The values of a weight in bf16, the type of single files."""
     if len(weight.sources) == 1 and weight.name in weight.sources:
         return original[weight.name].to(device, torch.bfloat16)
     return weight.stack(lambda name, _: original[name].to(device, torch.bfloat16))
 
 
 def settings_by_scales(quantized):
-    """The same of a file for diffusers, which has nothing but scales."""
+    """The formats of a diffusers file's layers, which follow from its scales."""
     layers = [name.removesuffix(".weight_scale") for name in quantized.places if name.endswith(".weight_scale")]
     formats = {layer: "nvfp4" if f"{layer}.weight_scale_2" in quantized.places else "fp8" for layer in layers}
     return {layer: {"format": FORMATS[format]} for layer, format in formats.items()}
 
 
 class Layers:
-    """The quantized layers of a file, and for which program they are laid out."""
+    """The quantized layers of a file, and the program whose layout it has."""
 
     def __init__(self, quantized):
         self.settings = layer_settings(quantized)
@@ -136,19 +137,19 @@ def same_bytes(a, b):
 
 
 def tensors_for_diffusers(weight, values):
-    """What a file for diffusers has of a weight, without input_scale."""
+    """The tensors of a weight in a file for diffusers, without input_scale."""
     if weight.format == "bf16":
         return {weight.name: values}
     largest = values.float().abs()
     if weight.format == "fp8":
         largest = largest.amax(dim=1)
-        # Any scale does for zeros but zero itself.
+        # For zeros any scale but zero is right.
         scale = torch.where(largest == 0, 1.0, fp8_scale(largest))
         stored = dict(weight=to_fp8(values, scale[:, None]), weight_scale=scale)
     else:
         scale = nvfp4_scale(largest.amax())
         codes, block_scales = to_blocks(values, scale)
-        # Packed for ComfyUI, with the nibbles exchanged.
+        # Packed for ComfyUI, with exchanged nibbles.
         packed = pack(codes)
         stored = dict(weight=packed << 4 | packed >> 4, weight_scale=block_scales, weight_scale_2=scale)
     return {f"{weight.layer}.{name}": tensor for name, tensor in stored.items()}
@@ -181,7 +182,7 @@ def check_formulas(weights, original, quantized, layers, device):
 
 
 def scales_in_rows(tiled, weight):
-    """The block scales of an NVFP4 weight, row by row. In the file they are in tiles of 128 rows by four blocks: of the rows r,
+    """The block scales of an NVFP4 weight, row by row. The file has them in tiles of 128 rows by four blocks, with the rows r,
     r + 32, r + 64 and r + 96 side by side."""
     rows, pairs = weight.shape
     down, along = -(-rows // 128), -(-pairs // 8 // 4)
@@ -191,8 +192,7 @@ def scales_in_rows(tiled, weight):
 
 
 def expanded(layer, layers, quantized, device):
-    """The weight of a layer in bf16, and how far each value may be from the original, relative to what its elements are multiples
-    of."""
+    """The weight of a layer in bf16, and how far each value may be from the original, relative to the unit of its elements."""
     kind = layers.settings[layer]["format"]
     dtype, known = LAYER_TENSORS[kind]
     names = {name.rsplit(".", 1)[1] for name in quantized.places if name.rsplit(".", 1)[0] == layer} - {SETTINGS}
@@ -209,7 +209,7 @@ def expanded(layer, layers, quantized, device):
         scale = quantized[f"{layer}.weight_scale"].to(device)
         scale = scale[:, None] if layers.for_diffusers else scale
         elements = weight.float()
-        # Half of the distance of two neighbors: of 2^-3 times the power of two below, of subnormal numbers 2^-9.
+        # Half the distance of two neighbors, which is 2^-3 times the power of two below, or 2^-9 for subnormal numbers.
         _, exponent = torch.frexp(elements)
         return (elements * scale).bfloat16(), torch.exp2(exponent.clamp(min=-5) - 5.0) * scale
     scales = quantized[f"{layer}.weight_scale"].to(device)
@@ -219,19 +219,19 @@ def expanded(layer, layers, quantized, device):
     pairs = [weight & 15, weight >> 4] if layers.for_diffusers else [weight >> 4, weight & 15]
     codes = torch.stack(pairs, dim=-1).flatten(1).int()
     elements = torch.where(codes > 7, -1.0, 1.0) * magnitudes[codes & 7]
-    # Likewise: a quarter up to 2, a half up to 4, one above. A block whose scale rounds to zero is lost.
+    # Half the distance again: a quarter up to 2, a half up to 4, one above. A block whose scale rounds to zero is lost.
     distance = torch.where(elements.abs() < 2, 0.25, torch.where(elements.abs() < 4, 0.5, 1.0))
     lost = 6 * 2.0**-10 * quantized[f"{layer}.weight_scale_2"].to(device)
     return (elements * unit).bfloat16(), torch.where(unit == 0, lost, distance * unit)
 
 
 def check_values(weights, original, quantized, layers, device):
-    """The values of all weights against the original."""
+    """Compares the values of all weights with the original."""
     errors = []
     for name, weight in weights.items():
         values = original_values(weight, original, device)
         if weight.layer not in layers.settings:
-            # A plain cast, so that nothing but floats of 16 or 32 bits keep their values.
+            # A plain cast, because only floats of 16 or 32 bits keep their values.
             stored = quantized[name]
             expect(stored.dtype in (torch.bfloat16, torch.float32), f"{name} is {stored.dtype} and has no settings")
             expect(torch.equal(stored.to(device, torch.bfloat16), values), f"{name} differs")
@@ -240,7 +240,7 @@ def check_values(weights, original, quantized, layers, device):
         expect(found.shape == values.shape, f"{name} has the shape {tuple(found.shape)}")
         found, values = found.float(), values.float()
         error = (found - values).abs()
-        # One rounding to bf16 comes on top, and those of the divisions in f32.
+        # Rounding to bf16 adds an error, and so do the divisions in f32.
         beyond = (error > allowed * (1 + 2.0**-20) + found.abs() * 2.0**-8).sum().item()
         expect(beyond == 0, f"{beyond} values of {name} are further from the original than rounding allows")
         errors.append((error.square().sum() / values.square().sum()).sqrt().item())
@@ -253,7 +253,7 @@ def check_values(weights, original, quantized, layers, device):
 
 
 def diffusers_config(original, shapes):
-    """The configuration beside the original, or else what its shapes say."""
+    """The configuration next to the original. Without one, the configuration follows from the shapes."""
     path = original / "config.json"
     if path.is_file():
         return json.loads(path.read_text())
@@ -273,7 +273,7 @@ def diffusers_config(original, shapes):
 
 
 def in_diffusers_order(quantized, layers):
-    """The tensors of a file for ComfyUI with scales and codes as diffusers wants them."""
+    """The tensors of a file for ComfyUI, with scales and codes in diffusers' order."""
     tensors = {name: quantized[name] for name in quantized.places}
     for layer, settings in layers.settings.items():
         weight, scale = (tensors[f"{layer}.{name}"] for name in ("weight", "weight_scale"))
@@ -282,13 +282,13 @@ def in_diffusers_order(quantized, layers):
             continue
         tensors[f"{layer}.weight"] = weight << 4 | weight >> 4
         tensors[f"{layer}.weight_scale"] = scales_in_rows(scale, weight)
-        # It insists on one, though it does not matter to the weights.
+        # diffusers requires an input_scale, though the weights do not depend on it.
         tensors.setdefault(f"{layer}.input_scale", torch.ones(()))
     return tensors
 
 
 def right_in_diffusers(tensors, quantized, layers, config, device):
-    """How many quantized layers diffusers reads from these tensors as the weights that they are, to the bit."""
+    """How many quantized layers diffusers reads to the bit from these tensors."""
     from diffusers import BFLQuantizationConfig, Flux2Transformer2DModel
 
     with tempfile.TemporaryDirectory() as folder:
@@ -319,7 +319,7 @@ def check_diffusers(quantized, layers, config, device):
 
 
 def as_it_is(quantized, layers, config, device):
-    """What diffusers makes of the file as it is."""
+    """diffusers' result for the unmodified file."""
     tensors, number = {name: quantized[name] for name in quantized.places}, len(layers.settings)
     try:
         right = right_in_diffusers(tensors, quantized, layers, config, device)
@@ -337,10 +337,10 @@ def as_it_is(quantized, layers, config, device):
 
 def main():
     parser = argparse.ArgumentParser(description="Check a file of kiln quantize.")
-    parser.add_argument("original", type=Path, help="the weights it was made from: a safetensors file, or a folder of them")
+    parser.add_argument("original", type=Path, help="the original weights: a safetensors file, or a folder of them")
     parser.add_argument("quantized", type=Path, help="the file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-diffusers", action="store_true", help="leave out the reading by diffusers")
+    parser.add_argument("--no-diffusers", action="store_true", help="do not read the file with diffusers")
     args = parser.parse_args()
     original, quantized = Tensors(args.original), Tensors(args.quantized)
     shapes = original.shapes()
@@ -349,7 +349,7 @@ def main():
     checks = dict(formulas=lambda: check_formulas(weights, original, quantized, layers, args.device))
     if layers.for_diffusers:
         checks["ComfyUI"] = lambda: "left out: the file is laid out for diffusers"
-    # Values are computed as the kernels of the program compute them that the file is for.
+    # Values are computed like the kernels of the program that the file is for.
     name = "values" if layers.for_diffusers else "ComfyUI"
     checks[name] = lambda: check_values(weights, original, quantized, layers, args.device)
     if is_transformer(shapes) and not args.no_diffusers:

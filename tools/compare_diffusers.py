@@ -1,30 +1,30 @@
 #!/usr/bin/env python3
-"""Compare kiln with the real diffusers pipeline on one checkpoint, stage by stage.
+"""Compare kiln with the diffusers pipeline on one checkpoint, stage by stage.
 
     python tools/random_checkpoint.py FOLDER --model 4b
     python tools/compare_diffusers.py FOLDER --kiln target/release/kiln --out RESULTS --references 2
 
-Every case (each size, and with --references the last size with reference images) runs three ways from the same noise: diffusers in
-fp32, with nothing rounded to less; diffusers in bf16; kiln in its default precision. The error of the two latter is their relative
-L2 distance from the first: of the prompt embeddings, the reference tokens, velocity and latents of each step, and the decoded image.
-Latents of early steps are mostly the noise, which has no error; the velocity is what the transformer itself makes.
+Every case (each size, and with --references the last size with reference images) runs three ways from the same noise: diffusers in fp32,
+with nothing rounded to less; diffusers in bf16; kiln in its default precision. The errors of the last two are relative L2 distances from
+the first: of the prompt embeddings, the reference tokens, velocity and latents of each step, and the decoded image. Latents of early steps
+are mostly the noise, which has no error; the velocity is the transformer's own output.
 
-The rule is that of tests/engine/model.rs: kiln's error is at most 1.2 times that of diffusers in bf16. diffusers rounds the timestep to
-bf16, which moves the result by more than everything else; so it runs once more with exact times, and the smaller error counts.
+The rule of tests/engine/model.rs applies: kiln's error is at most 1.2 times the error of diffusers in bf16. diffusers rounds the timestep
+to bf16, which moves the result by more than all other roundings. So it runs once more with exact times, and the smaller error counts.
 
-With --lora an adapter is added to the weights in fp32 before they are rounded; kiln takes its file (with --kiln-args "--lora-mode
-branch" it keeps the adapter beside the weights).
+--lora adds an adapter to the weights in fp32 before they are rounded. kiln reads the adapter's file; with --kiln-args "--lora-mode branch"
+it computes the adapter as branches.
 
-A folder of FLUX.2 [dev] is known by its model_index.json, and diffusers runs Flux2Pipeline. --guidance is one of its inputs, which
-diffusers rounds as it does times, and which is exact where those are. --padding says where prompts are padded and with what, in
-both programs. The weights of the run in fp32 stay in bf16, as they are stored, and are widened where they are used: so the whole
-model and its text encoder need 100 GB of a GPU, and not 200. With --lora they are in fp32 from the start.
+model_index.json identifies a folder of FLUX.2 [dev], for which diffusers runs Flux2Pipeline. --guidance is one of its inputs. diffusers
+rounds it like times, and keeps it exact where times are exact. --padding sets the side and the values of prompt padding in both programs.
+In the fp32 run the weights stay in bf16, as stored, and are widened where they are used. The whole model and its text encoder then need 100
+GB of a GPU instead of 200. With --lora they are in fp32 from the start.
 
-Exits 1 when the rule is broken or token ids differ. Also prints how long diffusers takes in bf16, as `peer_ms`: medians after a
-warm-up. kiln's times are of a single run that began with nothing loaded, and no benchmark.
+Exits 1 when the rule is broken or token ids differ. Also prints diffusers' times in bf16, as `peer_ms`: medians after a warm-up. kiln's
+times come from a single cold run and are not a benchmark.
 
-Needs torch, diffusers, transformers, safetensors, Pillow and numpy, and no network. In --out are the references, noise, kiln's dumps
-and pictures.
+Needs torch, diffusers, transformers, safetensors, Pillow and numpy, and no network. --out receives the references, noise, and kiln's dumps
+and images.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from transformers import Mistral3Config, Qwen2TokenizerFast, Qwen3Config, Qwen3F
 
 ALLOWED = 1.2
 PARTS = ("text_encoder", "transformer", "vae")
-# Of [dev], where both programs agree.
+# The guidance of [dev] that both programs use by default.
 GUIDANCE = 4.0
 
 
@@ -73,7 +73,7 @@ class Case:
 
 
 def draw_reference(number, size):
-    """An image with edges, colors and slopes, the same every time."""
+    """An image with edges, colors and slopes, equal on every call."""
     width, height = size
     y, x = np.mgrid[:height, :width]
     slope = (x * 255 // width + y * 255 // height)[..., None] // 2
@@ -81,7 +81,7 @@ def draw_reference(number, size):
 
 
 def noise_of(case):
-    """Noise as the pipeline takes it, rounded so that all runs can start from exactly the same."""
+    """Noise as the pipeline takes it, rounded so that all runs start from exactly equal noise."""
     shape = (1, 128, case.height // 16, case.width // 16)
     generator = torch.Generator("cpu").manual_seed(case.width * 10_000 + case.height)
     return torch.randn(shape, generator=generator).bfloat16().float()
@@ -104,7 +104,7 @@ def cases_of(args):
 
 
 def run_kiln(args, case, label="kiln", more=()):
-    """Runs kiln once, with more arguments. Returns what it dumped, and its seconds by stage."""
+    """Runs kiln once, with additional arguments. Returns its dump, and its seconds by stage."""
     stem = args.out / f"{label}-{case.name}"
     noise, dump = args.out / f"noise-{case.name}.safetensors", stem.with_suffix(".safetensors")
     save_file({"noise": noise_of(case).flatten(2)[0].T.contiguous()}, noise)
@@ -119,7 +119,7 @@ def run_kiln(args, case, label="kiln", more=()):
     if done.returncode != 0:
         sys.exit(f"kiln ended with {done.returncode}: {shlex.join(str(part) for part in command)}")
     report = json.loads(done.stdout)
-    # Where the picture is tells nobody else anything.
+    # The image's full path does not belong into the figures.
     return load_file(dump), report | dict(path=Path(report["path"]).name)
 
 
@@ -136,7 +136,7 @@ def is_dev(folder):
 
 
 def exact_arithmetic():
-    """No TF32, no choice of algorithms by time: fp32 means fp32, and a run can be repeated."""
+    """Turns off TF32 and timing-based choice of algorithms, so that fp32 means fp32 and a run can be repeated."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
@@ -146,7 +146,7 @@ def exact_arithmetic():
 
 
 def stored_tensors(folder, device):
-    """Names and tensors of a folder's files, on the device as they are stored."""
+    """Names and tensors of a folder's files, on the device in their stored format."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt", device=device) as file:
             for name in file.keys():
@@ -155,7 +155,7 @@ def stored_tensors(folder, device):
 
 @torch.no_grad()
 def fill(model, tensors):
-    """Copies tensors into a model; every one has to have its place and every place its tensor."""
+    """Copies tensors into a model. Every tensor must have a place, and every place a tensor."""
     targets = model.state_dict()
     if getattr(model.config, "tie_word_embeddings", False):
         del targets["lm_head.weight"]
@@ -165,7 +165,7 @@ def fill(model, tensors):
 
 
 class NarrowLinear(torch.nn.Linear):
-    """A layer whose weights are in bf16, and are widened to what it computes in. They are a buffer: models tell their dtype by parameters."""
+    """A layer with bf16 weights, widened to its compute type. They are a buffer, because models report their dtype by parameters."""
 
     def forward(self, x):
         return torch.nn.functional.linear(x, self.weight.to(x.dtype))
@@ -182,7 +182,7 @@ def default_dtype(dtype):
 
 
 def keep_narrow(model):
-    """Keeps the weights of linear layers in bf16, in which they are, and has all else in fp32."""
+    """Keeps the weights of linear layers in their bf16, and everything else in fp32."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             assert module.bias is None
@@ -196,9 +196,9 @@ def keep_narrow(model):
 
 
 def build_model(folder, part, device, narrow=False):
-    """The model of a part in fp32, as its config has it and without the weights of the folder. `narrow` keeps the weights in bf16.
+    """The model of a component in fp32, by its config and without the folder's weights. `narrow` keeps the weights in bf16.
 
-    Not with from_pretrained: that makes the models in the memory of the host first, and can do without only with `accelerate`.
+    Not with from_pretrained, which makes the models in host memory first, unless `accelerate` is installed.
     """
     with torch.device(device), default_dtype(torch.bfloat16 if narrow else torch.float32):
         if part == "text_encoder" and is_dev(folder):
@@ -213,14 +213,14 @@ def build_model(folder, part, device, narrow=False):
 
 
 def load_model(folder, part, device, narrow=False):
-    """The model of a part in fp32, with the weights of the folder."""
+    """The model of a component in fp32, with the folder's weights."""
     model = build_model(folder, part, device, narrow)
     fill(model, stored_tensors(folder / part, device))
     return model
 
 
 def make_pipeline(folder, models, padding="left"):
-    """The pipeline of a folder with these models. Only prompts of [dev] are padded in more than one way."""
+    """The pipeline of a folder with these models. Only [dev]'s prompts have more than one kind of padding."""
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
     if is_dev(folder):
         return padded_pipeline(models, scheduler, (folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"), padding)
@@ -235,18 +235,18 @@ def make_pipeline(folder, models, padding="left"):
 
 
 def is_narrow(folder, part):
-    """Whether weights are widened where they are used: in fp32 those of [dev] fit no GPU."""
+    """Whether weights are widened where they are used: in fp32 [dev]'s weights fit no GPU."""
     return is_dev(folder) and part != "vae"
 
 
 def load_pipeline(folder, device, padding="left", narrow=True, parts=PARTS):
-    """The pipeline in fp32, with some of its parts."""
+    """The pipeline in fp32, with some of its components."""
     models = {part: load_model(folder, part, device, narrow and is_narrow(folder, part)) for part in parts}
     return make_pipeline(folder, dict.fromkeys(PARTS) | models, padding)
 
 
 def request(args, case, prompt_embeds=None):
-    """The arguments of a pipeline's call, with the prompt or with what a text encoder made of it."""
+    """The arguments of a pipeline's call, with the prompt or its embeddings."""
     images = [PIL.Image.open(file) for file in case.references]
     return dict(
         prompt=args.prompt if prompt_embeds is None else None,
@@ -261,7 +261,7 @@ def request(args, case, prompt_embeds=None):
 
 
 def run_diffusers(pipe, args, case, exact_time=False, prompt_embeds=None):
-    """Runs the pipeline. Returns the same tensors as kiln's dump, on the CPU."""
+    """Runs the pipeline. Returns the tensors of kiln's dump, on the CPU."""
     run, _ = record(pipe, exact_time, **request(args, case, prompt_embeds), output_type="pt")
     outputs = dict(prompt_embeds=run.prompt_embeds)
     if prompt_embeds is None:
@@ -294,7 +294,7 @@ def median_ms(device, repeats, work):
 
 
 def step_ms(pipe, args, case):
-    """From the end of a step to the end of the next; the first step of a call is not counted."""
+    """Times from the end of a step to the end of the next. The first step of a call does not count."""
     times = []
     for _ in range(args.repeats + 1):
         ends = []
@@ -322,7 +322,7 @@ def peer_times(pipe, args, case):
 def compiled_step_ms(pipe, args, case):
     try:
         return step_ms(pipe, args, case)
-    except Exception as error:  # whatever the compiler fails with: the comparison is done, and this a bonus
+    except Exception as error:  # any failure of the compiler: the comparison is done, and this an extra
         print(f"{case.name}: torch.compile failed: {error}")
         return None
 
@@ -331,7 +331,7 @@ def compiled_step_ms(pipe, args, case):
 
 
 def denoised(case):
-    """What the transformer makes, and the image."""
+    """The names of the transformer's outputs, and of the image."""
     return [*(f"{what}.{step}" for step in range(1, case.steps + 1) for what in ("velocity", "latents")), "image"]
 
 
@@ -341,13 +341,13 @@ def stages(case):
 
 
 def with_velocities(dump, sigmas):
-    """kiln does not dump velocities, but its latents are exact enough to tell them."""
+    """Adds velocities to kiln's dump, which lacks them. Its latents are exact enough to compute them."""
     moves = sigmas.diff().tolist()
     return dump | {f"velocity.{i}": (dump[f"latents.{i}"] - dump[f"latents.{i - 1}"]) / d for i, d in enumerate(moves, 1)}
 
 
 def compare(case, exact, rounded, timed, kiln):
-    """Rows of the table for one case, and whether the token ids are the same."""
+    """Rows of the table for one case, and whether the token ids agree."""
     rows, kiln = [], with_velocities(kiln, exact["sigmas"])
     for stage in stages(case):
         assert kiln[stage].shape == exact[stage].shape, f"{stage}: {kiln[stage].shape}, not {exact[stage].shape}"
@@ -360,7 +360,7 @@ def compare(case, exact, rounded, timed, kiln):
 
 
 def free(device):
-    """Gives back memory, also that of models whose parts refer to each other."""
+    """Frees memory, also that of models with reference cycles."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -409,7 +409,7 @@ def versions():
 
 
 def begin(args):
-    """The cases, and a function that says what is done, with the time since then."""
+    """The cases, and a function that reports progress with the time since the start."""
     clock = time.monotonic()
 
     def said(what):
@@ -422,7 +422,7 @@ def begin(args):
 
 def run(args):
     cases, said = begin(args)
-    # First, so that a GPU is not shared with the other.
+    # kiln runs first, so that it does not share a GPU with diffusers.
     dumps, reports = {}, {}
     for case in cases:
         dumps[case.name], reports[case.name] = run_kiln(args, case)
@@ -468,7 +468,7 @@ def run(args):
 
 
 def finish(args, figures):
-    """Writes the figures, says what is broken, and returns the exit code."""
+    """Writes the figures, prints broken rules, and returns the exit code."""
     if args.json:
         about = dict(device=device_name(args.device), versions=versions(), prompt=args.prompt, steps=args.steps)
         args.json.write_text(json.dumps(about | figures, indent=1) + "\n")
@@ -486,19 +486,19 @@ def sizes(text):
 
 
 def arguments(description):
-    """The command line that comparisons of kiln with the pipeline have in common."""
+    """The command line that all comparisons of kiln with the pipeline share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint", type=Path, help="model folder in the diffusers layout")
     parser.add_argument("--kiln", type=Path, required=True, help="the program")
     parser.add_argument("--out", type=Path, required=True, help="folder for files along the way")
     parser.add_argument("--sizes", type=sizes, default=sizes("512,1024"), help="pixels: 512,768x1024")
     parser.add_argument("--references", type=int, default=0, metavar="N", help="reference images, with the last size")
-    # The first is not changed on its way to the model; the second is scaled down and cut.
+    # The model gets the first unchanged; the second is scaled down and cropped.
     parser.add_argument("--reference-sizes", type=sizes, default=sizes("1024,1300x1100"), metavar="SIZES")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--prompt", default="a red fox in the snow, looking at a sign that says \u201cKiln\u201d")
-    parser.add_argument("--guidance", type=float, metavar="SCALE", help=f"of FLUX.2 [dev] [default: {GUIDANCE}]")
-    parser.add_argument("--padding", choices=PADDINGS, help="of the prompts of FLUX.2 [dev] [default: left]")
+    parser.add_argument("--guidance", type=float, metavar="SCALE", help=f"guidance of FLUX.2 [dev] [default: {GUIDANCE}]")
+    parser.add_argument("--padding", choices=PADDINGS, help="padding of prompts of FLUX.2 [dev] [default: left]")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lora", metavar="FILE:SCALE", help="an adapter, as random_lora.py writes it")
@@ -507,7 +507,7 @@ def arguments(description):
 
 
 def parse(parser):
-    """The arguments, with those that depend on the model."""
+    """The arguments, with defaults that depend on the model."""
     args = parser.parse_args()
     if is_dev(args.checkpoint):
         args.guidance = GUIDANCE if args.guidance is None else args.guidance

@@ -6,32 +6,32 @@
         --transformer FOLDER/flux-2-klein-4b-fp8.safetensors \\
         --text-encoder FOLDER/qwen_3_4b_fp8.safetensors FOLDER/qwen_3_4b_fp8mixed.safetensors
 
-The same for NVFP4: `--format nvfp4 --encoder nvfp4` makes FOLDER/flux-2-klein-4b-nvfp4.safetensors and
-FOLDER/qwen_3_4b_nvfp4.safetensors; and for FLUX.2 [dev] `--model dev --format fp8 --encoder fp8` makes
-FOLDER/flux2_dev_fp8mixed.safetensors and FOLDER/mistral_3_small_flux2_fp8.safetensors, with --guidance and --padding of
-tools/compare_diffusers.py. Three programs run the transformer in every case of tools/compare_diffusers.py, from the same noise and
-the same prompt embeddings:
+For NVFP4, `--format nvfp4 --encoder nvfp4` makes FOLDER/flux-2-klein-4b-nvfp4.safetensors and FOLDER/qwen_3_4b_nvfp4.safetensors. For
+FLUX.2 [dev], `--model dev --format fp8 --encoder fp8` makes FOLDER/flux2_dev_fp8mixed.safetensors and
+FOLDER/mistral_3_small_flux2_fp8.safetensors; --guidance and --padding are those of tools/compare_diffusers.py. Three programs run the
+transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
 
-    wide    diffusers in fp32 with the weights that the codes and scales stand for, and with inputs as they are
-    torch   FP8: what ComfyUI computes. Inputs are clamped and rounded to e4m3 with the file's input_scale, the product of the codes
-            by torch._scaled_mm without fast accumulation is stored in bf16; all else is diffusers in bf16, but for times and
-            latents, which ComfyUI has in fp32
-            NVFP4: weights expanded to bf16 and inputs as they are, all in bf16; and, for --nvfp4-math fp8, the arithmetic of FP8 with
-            weights encoded again as e4m3 and inputs of the range that the file's input_scale gives them
+
+    wide    diffusers in fp32 with the weights decoded from codes and scales, and with plain inputs
+    torch   FP8: ComfyUI's arithmetic. Inputs are clamped and rounded to e4m3 with the file's input_scale. The product of the codes
+            by torch._scaled_mm without fast accumulation is stored in bf16. Everything else is diffusers in bf16, except for times
+            and latents, which ComfyUI has in fp32
+            NVFP4: weights expanded to bf16 and plain inputs, all in bf16. For --nvfp4-math fp8 it is the arithmetic of FP8 with
+            weights re-encoded as e4m3, and inputs in the range of the file's input_scale
     kiln    FP8: with its defaults, and with --attention bf16 under every --fp8-accumulate
-            NVFP4: with --nvfp4-math bf16; and with --nvfp4-math fp8 and what FP8 is run with
+            NVFP4: with --nvfp4-math bf16; and with --nvfp4-math fp8 and the arguments of FP8
 
-On the CPU `torch` sums exactly. The error of `torch` and of kiln is their relative L2 distance from `wide`: of velocity and latents
-of each step, and of the decoded image. With quantized inputs kiln's is at most 1.1 times that of `torch` with --attention bf16 and
-1.2 times with its defaults, everywhere; and at least half of it, because expanded weights and inputs that were never quantized would
-be much closer to `wide`. With inputs as they are it is at most 1.2 times that of `torch`, the rule of tools/compare_diffusers.py. The
-prompt embeddings are those that kiln computes with the first text encoder, so that its error has no part in this.
+On the CPU `torch` sums exactly. The errors of `torch` and of kiln are relative L2 distances from `wide`: of velocity and latents of
+each step, and of the decoded image. With quantized inputs kiln's error is at most 1.1 times `torch`'s with --attention bf16 and 1.2
+times with its defaults, everywhere. It is also at least half of it, because expanded weights and plain inputs would be much closer to
+`wide`. With plain inputs it is at most 1.2 times `torch`'s, the rule of tools/compare_diffusers.py. kiln computes the prompt
+embeddings of all runs with the first text encoder, so that its error has no part in this.
 
-Text encoders have quantized weights and inputs as they are. kiln's prompt embeddings with each of the files are held to
-transformers in fp32, with the rule of tools/compare_diffusers.py: an error of at most 1.2 times that of transformers in bf16 with
-weights expanded as ComfyUI expands them, with one rounding.
+Text encoders have quantized weights and plain inputs. kiln's prompt embeddings with each file are compared with transformers in fp32,
+by the rule of tools/compare_diffusers.py: an error of at most 1.2 times the error of transformers in bf16 with weights expanded as in
+ComfyUI, with one rounding.
 
-Exits 1 when a rule is broken. Needs what tools/compare_diffusers.py needs, and that a model of klein is distilled.
+Exits 1 when a rule is broken. Needs the packages of tools/compare_diffusers.py, and klein models must be distilled.
 """
 
 import functools
@@ -50,13 +50,13 @@ from random_lora import put_beside
 from safetensors import safe_open
 from single_files import declared_formats, encoder_weights, transformer_weights
 
-# Below this share of PyTorch's error, inputs were not quantized: without that it is a fifth on the tiny model.
+# Below this share of PyTorch's error, inputs cannot have been quantized: with plain inputs it is a fifth on the tiny model.
 QUANTIZED = 0.5
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Arguments of kiln, and how many times the error of PyTorch its own may be."""
+    """Arguments of kiln, and the limit of its error over PyTorch's."""
 
     arguments: tuple
     most: float
@@ -74,7 +74,7 @@ FP8_VARIANTS = {
     "bf16-exact": Variant((*PLAIN_HEADS, "--fp8-accumulate", "exact"), 1.1),
     "bf16-fast": Variant((*PLAIN_HEADS, "--fp8-accumulate", "fast"), 1.1),
 }
-# By the format of the transformer. Those of NVFP4 are named by what it is multiplied in, and then as those of FP8.
+# By the transformer's format. NVFP4 variants are named by the type of the product, then like the FP8 variants.
 VARIANTS = dict(
     fp8=FP8_VARIANTS,
     nvfp4={"bf16": Variant(("--nvfp4-math", "bf16"), ALLOWED, quantizes=False)}
@@ -86,7 +86,7 @@ VARIANTS = dict(
 
 @dataclass(frozen=True)
 class TensorCoreLayer(Fp8Layer):
-    """A layer in FP8 whose product the GPU computes."""
+    """An FP8 layer whose product the GPU's tensor cores compute."""
 
     def product(self, x):
         codes = to_fp8(x, self.input_scale).contiguous()
@@ -96,12 +96,12 @@ class TensorCoreLayer(Fp8Layer):
 
 @dataclass(frozen=True)
 class ReencodedLayer(Nvfp4Layer):
-    """A layer in NVFP4 whose product is that of FP8."""
+    """An NVFP4 layer that is re-encoded and multiplied as FP8."""
 
     @functools.cached_property
     def in_fp8(self):
         codes, scale = nvfp4_to_fp8(self.weight, self.weight_scale, self.weight_scale_2)
-        # What the largest block scale and the largest code stand for is what the largest e4m3 number stands for.
+        # The largest e4m3 number stands for the largest block scale times the largest code.
         return fp8_layer(self.weight.device)(codes, scale, E2M1_MAX * self.input_scale)
 
     def product(self, x):
@@ -113,13 +113,13 @@ def fp8_layer(device):
 
 
 def weights_of(part, model):
-    """The weights that a single file has of a model, all of them in bf16."""
+    """The weights of a model in a single file, all in bf16."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return transformer_weights(shapes, (), "bf16") if part == "transformer" else encoder_weights(shapes, ["bf16"])
 
 
 def load_single_file(folder, part, path, device):
-    """The model of a part in fp32 with the weights of a single file. Codes stay codes, expanded or multiplied in every call."""
+    """The model of a component in fp32 with a single file's weights. Codes stay codes, expanded or multiplied in every call."""
     kinds = dict(fp8=fp8_layer(device), nvfp4=ReencodedLayer)
     model = build_model(folder, part, device, is_narrow(folder, part))
     state = model.state_dict()
@@ -144,7 +144,7 @@ def load_single_file(folder, part, path, device):
 
 
 def keep_latents_wide(pipe):
-    """Rounds latents to a model's dtype when the model takes them, and not in between. Prompt embeddings may be in fp32 as well."""
+    """Rounds latents to a model's dtype only when the model takes them. Prompt embeddings may be in fp32 as well."""
 
     def round_inputs(transformer, _args, kwargs):
         names = ("hidden_states", "encoder_hidden_states")
@@ -159,7 +159,7 @@ def keep_latents_wide(pipe):
 
 
 def run_encoders(args, models, said):
-    """Prompt embeddings of each text encoder in fp32 and in bf16. Returns these, and a pipeline that has the last one."""
+    """Prompt embeddings of each text encoder in fp32 and in bf16. Returns them, and a pipeline with the last encoder."""
     embeds = {}
     for path in args.text_encoder:
         encoder = load_single_file(args.checkpoint, "text_encoder", path, args.device)
@@ -184,7 +184,7 @@ def compare_encoders(embeds, kiln):
 
 
 def row_of(case, stage, variant, wide, theirs, own):
-    """The errors of a result of PyTorch and of one of kiln's."""
+    """The errors of a PyTorch result and of a kiln result."""
     assert own.shape == wide.shape, f"{stage}: {own.shape}, not {wide.shape}"
     errors = [relative_l2(result, wide) for result in (theirs, own)]
     return dict(case=case, stage=stage, variant=variant, rms=rms(wide), torch=errors[0], kiln=errors[1], ratio=errors[1] / errors[0])
@@ -196,7 +196,7 @@ def judged(ratio, least, most):
 
 
 def compare(case, wide, theirs, dumps, variants):
-    """Rows of the table for one case, given kiln's dumps by variant, and PyTorch's results by whether inputs are quantized."""
+    """Rows of the table for one case: kiln's dumps by variant against PyTorch's results with quantized and plain inputs."""
     rows = []
     for name, dump in dumps.items():
         kiln, variant = with_velocities(dump, wide["sigmas"]), variants[name]
@@ -207,7 +207,7 @@ def compare(case, wide, theirs, dumps, variants):
 
 
 def print_rows(rows):
-    """A line for every case, stage and error of PyTorch, with kiln's error and its ratio for each variant that is held to it."""
+    """A line for every case, stage and PyTorch error, with kiln's error and ratio for each variant compared with it."""
     lines = {}
     for row in rows:
         lines.setdefault((row["case"], row["stage"], row["torch"]), {})[row["variant"]] = row
@@ -227,9 +227,9 @@ def cell_of(row):
 def run(args):
     cases, said = begin(args)
     variants = VARIANTS[args.format]
-    # First, so that a GPU is not shared with the others.
+    # kiln runs first, so that it does not share a GPU with the others.
     dumps, reports, kiln_embeds = {}, {}, {}
-    # Files of klein do not tell their variant.
+    # Files of klein do not state their variant.
     variant_of = [] if is_dev(args.checkpoint) else ["--variant", "distilled"]
     files = ["--transformer", args.transformer, *variant_of, "--text-encoder"]
     for case in cases:
@@ -275,15 +275,15 @@ def run(args):
         rows += compare(case, wide[case.name], theirs[case.name], dumps[case.name], variants)
     print_rows(rows)
     broken = [
-        f"{row['case']}, {row['variant']}: the error of {row['stage']} is {row['ratio']:.3f} times that of PyTorch"
+        f"{row['case']}, {row['variant']}: the error of {row['stage']} is {row['ratio']:.3f} times PyTorch's"
         for row in rows
         if not row["ok"]
     ]
-    # All runs have the same prompt and text encoder, whatever the transformer does.
+    # All runs have the same prompt and text encoder, so the embeddings must agree.
     for case, runs in dumps.items():
         for variant, dump in runs.items():
             if not torch.equal(dump["prompt_embeds"], kiln_embeds[args.text_encoder[0]]):
-                broken.append(f"{case}, {variant}: kiln's prompt embeddings are not those of its other runs")
+                broken.append(f"{case}, {variant}: kiln's prompt embeddings differ from its other runs")
     return finish(args, dict(rows=rows, kiln=reports, broken=broken))
 
 
@@ -299,7 +299,7 @@ def main():
     parser.add_argument("--transformer", type=Path, required=True, metavar="FILE", help="the transformer in FP8 or NVFP4")
     parser.add_argument("--text-encoder", type=Path, nargs="+", required=True, metavar="FILE", help="quantized text encoders")
     names = "; ".join(f"{format}: {', '.join(variants)}" for format, variants in VARIANTS.items())
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"of kiln [default: all]. {names}")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help=f"kiln's variants [default: all]. {names}")
     args = parse(parser)
     args.format = format_of(args.transformer)
     args.variants = args.variants or [*VARIANTS[args.format]]

@@ -30,10 +30,10 @@ state h + (i + 1) * GAMMA, and
     rank 1, *.weight, *.running_var    1 + ((k & 127) - 64) / 128; twice that for the transformer's query and key norms
     rank 1, anything else              (2k - 255) / 256 / 8
 
-so that activations keep a size of order one, attention is sharp enough that a wrong position shows, and every weight is exact in
+so that activations keep a size of order one, attention is sharp enough to show a wrong position, and every weight is exact in
 bf16.
 
-bf16 errors. How far the same pipeline in bf16 is from fp32 (relative L2) is the yardstick for an engine that computes in bf16.
-It is taken once as the pipeline is (bf16_relative_l2), and once with the time embedding given the exact timestep
-(bf16_exact_time_relative_l2), which the pipeline rounds to bf16: a much larger error than all others.
+bf16 errors. The relative L2 distance of the pipeline in bf16 from fp32 is the yardstick for an engine that computes in bf16. It is
+measured with the unmodified pipeline (bf16_relative_l2), and with the time embedding given the exact timestep
+(bf16_exact_time_relative_l2). The pipeline rounds the timestep to bf16, an error much larger than all others.
 """

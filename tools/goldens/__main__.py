@@ -6,18 +6,18 @@ import sys
 import time
 from pathlib import Path
 
-# The folder of the package and of the other tools, however this was started.
+# The folder of the package and of the other tools, wherever this was started.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import goldens  # noqa: E402
 
 NAMES = ("klein", "modes", "lora", "dev", "tiling", "quantized", "builtin", "tokens", "tokens_mistral", "references")
-# Needs a package that the others do not.
+# Needs a package that the others do not need.
 SEPARATE = "ranks"
 
 
 def reproducible():
-    """Has sums in the same order on every machine."""
+    """Makes sums run in the same order on every machine."""
     import torch
     from diffusers.utils import logging
 
@@ -28,7 +28,7 @@ def reproducible():
 
 
 def run(name, args):
-    """Writes or checks one fixture. Returns whether it is as it should be."""
+    """Writes or checks one fixture. Returns whether it is correct."""
     started = time.monotonic()
     module = importlib.import_module(f"goldens.{name}")
     if "diffusers" in sys.modules:
@@ -47,7 +47,7 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to rebuild (default: all but {SEPARATE})")
     parser.add_argument("--check", action="store_true", help="compare with what is stored instead of writing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tokenizer.json of FLUX.2 [dev] to this file instead")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"of {SEPARATE}: the package as it was downloaded")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help=f"for {SEPARATE}: the downloaded package")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in (*NAMES, SEPARATE)]:
         parser.error(f"there is no {', '.join(unknown)}")

@@ -1,20 +1,21 @@
 """tests/fixtures/builtin.*: the built-in model, models/builtin, run by diffusers.
 
-One prompt and one edit of a reference image, with the weights that kiln ships. To be run again whenever those change.
+One prompt and one edit of a reference image, with kiln's weights. Run again when these change.
 
 The reference runs in fp64 here, rounded to F32 when stored: on images as flat as these the group
 norms of PyTorch lose three digits in fp32, and kiln would be held to their errors.
 
 tests/fixtures/builtin.safetensors, F32 where not said otherwise:
     noise                  [N, 128]    the initial noise of all cases, token order
-    <case>.token_ids   I32 [T]         what the text encoder is given
+    <case>.token_ids   I32 [T]         the input of the text encoder
     <case>.prompt_embeds   [T/8, 384]  every 8th of the rows
     <case>.latents         [N, 128]    after the last step, still normalized
     <case>.image       U16 [H/8, W/8, 3]  every 8th pixel of every 8th row, round(65535 * v)
 
 tests/fixtures/builtin.json:
     versions, weights (the CRC-32 of each safetensors file), and the cases: prompt, size,
-    steps, the reference image if there is one, and how far the same pipeline in bf16 is
+
+    steps, the reference image if there is one, and the distance of the pipeline in bf16
     from fp64.
 
 A reference image is a disc on a plain background: pixel (y, x) has the disc's color
@@ -47,7 +48,7 @@ CASES = (
 
 @functools.cache
 def defaults():
-    """kiln.json: what klein fixes by convention and this model does otherwise."""
+    """kiln.json: the settings in which this model differs from klein's defaults."""
     return json.loads((FOLDER / "kiln.json").read_text(encoding="utf-8"))
 
 
@@ -59,7 +60,7 @@ def disc(reference):
 
 
 def noise():
-    """The same for all cases and precisions."""
+    """The noise of all cases and precisions."""
     own = defaults()
     shape = (1, 128, own["height"] // 16, own["width"] // 16)
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(SEED))

@@ -17,18 +17,19 @@ Padding, `padding` of a case. To 512 ids with id 11, which the attention does no
 Row i has the text position i in every mode.
 
 tests/fixtures/dev.safetensors, for each case, F32 from the fp32 run where not said otherwise:
-    <case>.token_ids      I32 [512]        what the text encoder is given
+    <case>.token_ids      I32 [512]        the input of the text encoder
     <case>.prompt_embeds      [32, 384]    every 16th of the 512 rows
     <case>.prompt_rows        [3, 384]     the first real row, the last real row and a pad
                                            row, `rows` of the case; [2, 384] without pads
     <case>.sigmas             [steps + 1]  the last is 0
     <case>.noise_head         [64]         start of the initial noise, token order
-    <case>.velocity           [N, 128]     what the scheduler is given in step 0
+    <case>.velocity           [N, 128]     the input of the scheduler in step 0
     <case>.latents            [N, 128]     after the last step, still normalized
     <case>.image          U16 [H, W, 3]    round(65535 * v), v in [0, 1]
     <case>.reference.1.tokens [n, 128]     as in modes.py
-    Only what `kept` of the case names; prompt_embeds and prompt_rows of a case that does
-    not keep them are those of the case `embeds`.
+
+    Only what `kept` of the case names. A case that does not keep prompt_embeds and
+    prompt_rows has those of the case `embeds`.
 and
     residual.left             [5, 3, 128]  the residual stream of case left after `layers`
     residual.right            [5, 3, 128]  layers, in the rows `rows`; of case right
@@ -42,21 +43,22 @@ tests/fixtures/dev_turbo.safetensors:
 
 tests/fixtures/dev.json:
     versions, config, weights   as in goldens.json
-    cases      the pipeline calls with their bf16 errors; `exact_time` is
-               with exact guidance too, which the pipeline rounds to bf16 as it does times.
-               `sigmas` are given to the pipeline, whose scheduler shifts them once more.
-               An adapter is merged into the fp32 weights.
+
+    cases      the pipeline calls with their bf16 errors; `exact_time` has exact guidance,
+               too, which the pipeline rounds to bf16 like times. The pipeline gets `sigmas`,
+               and its scheduler shifts them once more. An adapter is merged into the fp32
+               weights.
     residual   `layers` and `rows` of residual.left and residual.right
     time       sigma and guidance, null for none, and the timestep that the sinusoid gets
     images     the reference image, as in modes.json
     adapter    the tensors of dev_turbo.safetensors
-    mistakes   what a single mistake does to all 512 rows of the embeddings of case left,
-               relative L2, to five decimals
 
-The mistakes are made in a second implementation of ids, encoder, taps and padding, in
-numpy and f64, which without a mistake agrees with transformers to 2e-6. KNOWN has values
-that were computed independently, with transformers 4.57.3 and 5.22.2; every run is held
-to them.
+    mistakes   the effect of a single mistake on all 512 rows of the embeddings of case
+               left, relative L2, to five decimals
+
+The mistakes are made in a second implementation of ids, encoder, taps and padding, in numpy and f64. Without a mistake it agrees
+with transformers to 2e-6. KNOWN has values that were computed independently, with transformers 4.57.3 and 5.22.2. Every run must
+match them.
 """
 
 import copy
@@ -123,7 +125,7 @@ class DevCase:
 
 
 FOX = "a red fox in the snow"
-# Its last bytes and [/INST] are beyond the 512 ids.
+# The last bytes and [/INST] lie beyond the 512 ids.
 LONG = ", ".join(f"{i} foxes in the snow" for i in range(1, 21))
 # Text outside ASCII, an e with a separate accent, a string that is removed, and two that are special tokens.
 MIXED = 'Ünïcode é e\u0301 — [IMG]你好 🦀 </s> [INST] "sign"'
@@ -142,7 +144,7 @@ CASES = (
     DevCase("turbo_lora", FOX, 80, 64, 8, 5, 2.5, sigmas=TURBO, adapter=ADAPTER.name, embeds="left", kept=WITH_IMAGE),
 )
 
-# Only held to KNOWN.
+# Compared with KNOWN only.
 CHECKED = (
     replace(LEFT, name="right_guidance", padding="right", guidance=2.5),
     replace(LEFT, name="left_guidance_1", guidance=1.0),
@@ -168,7 +170,7 @@ WEIGHT_SAMPLES = dict(
 
 
 def language_model(encoder):
-    """The language model with the names that are hashed."""
+    """The language model, with the names that are hashed."""
     return torch.nn.ModuleDict(dict(model=encoder.model.language_model))
 
 
@@ -199,7 +201,7 @@ SPECIALS = re.compile("(" + "|".join(map(re.escape, MISTRAL_TOKENS)) + ")")
 
 
 def ids_of(text):
-    """Written down by hand: special tokens, and bytes of everything else."""
+    """Ids by a second implementation: special tokens, and the bytes of all other text."""
     ids = []
     for part in SPECIALS.split(text):
         ids += [MISTRAL_TOKENS.index(part)] if part in MISTRAL_TOKENS else [1000 + byte for byte in part.encode()]
@@ -211,7 +213,7 @@ def prompt_text(prompt):
 
 
 def padded(ids, side, pad=PAD):
-    """512 ids, and which of them are real."""
+    """512 ids, and which of them are not padding."""
     ids = ids[:LENGTH]
     pads, real = [pad] * (LENGTH - len(ids)), np.ones(len(ids), bool)
     none = np.zeros(len(pads), bool)
@@ -226,7 +228,7 @@ def padded(ids, side, pad=PAD):
 @dataclass
 class DevRun:
     run: Run
-    real: torch.Tensor  # [512], which rows are not pads
+    real: torch.Tensor  # [512], the rows that are not pads
     sigmas: torch.Tensor
     rows: dict  # the number of the first real row, the last and a pad row
 
@@ -272,7 +274,7 @@ def run_case(components, case, exact_time=False):
 
 
 def check_pads(case, result):
-    """What the modes of padding say about the pad rows."""
+    """Checks what the padding modes promise about pad rows."""
     pads = result.run.prompt_embeds[~result.real]
     if not len(pads):
         return
@@ -296,7 +298,7 @@ def run_residual(components, case):
 
 
 def run_times(components):
-    """Time vectors [4, 256] and their description. A timestep has gone through the pipeline's roundings in fp32."""
+    """Time vectors [4, 256] and their description. A timestep has the pipeline's roundings in fp32."""
     vectors, described = [], []
     for sigma, guidance in TIMES:
         timestep = torch.tensor([sigma]) * 1000 / 1000 * 1000
@@ -313,7 +315,7 @@ def run_times(components):
 
 
 def turbo_adapter():
-    """An adapter of all layers that the Turbo file has, under its two prefixes: no MLP of a double block, no last modulation."""
+    """An adapter of all layers of the Turbo file, under its two prefixes: no MLP of a double block, no last modulation."""
     writer = Writer("dev_turbo", model=Flux2Transformer2DModel(**GUIDANCE_TRANSFORMER))
     for layer, place in bfl_places(guidance_embeds=True).items():
         if not layer.startswith("double_blocks.") and "adaLN" not in layer:
@@ -334,7 +336,7 @@ def with_adapter(components, case, adapter):
 
 
 def run_loaded(components, case, adapter):
-    """The case with the file as diffusers reads it."""
+    """Runs the case with the file as diffusers reads it."""
     pipe = make_pipeline(copy.deepcopy(components), case.padding)
     with tempfile.TemporaryDirectory() as folder:
         pipe.load_lora_weights(adapter.write(folder))
@@ -346,18 +348,18 @@ def run_loaded(components, case, adapter):
 
 @dataclass(frozen=True)
 class Rules:
-    """How ids become embeddings; a mistake changes one."""
+    """The rules that turn ids into embeddings. A mistake changes one."""
 
     theta: float = 1e9
     eps: float = 1e-5
     taps: tuple[int, ...] = TAPS
-    adjacent: bool = False  # pairs of neighbors are rotated, not of the halves
+    adjacent: bool = False  # RoPE rotates pairs of neighbors, not of the halves
     modulo: bool = False  # query head h uses key head h mod 2, not h / 4
     scale: float = 128**-0.5
     causal: bool = True
     average_pads: bool = False  # a row that sees nothing gets the mean of all values, not zero
     final_norm: bool = False  # on the last tap
-    interleaved: bool = False  # the taps of a channel beside each other
+    interleaved: bool = False  # a channel's taps are adjacent
     zero_pads: bool = False
     offset: int = 0  # of positions
 
@@ -431,7 +433,7 @@ class Mistake:
     side: str = "left"
     pad: int = PAD
     rules: Rules = Rules()
-    real_only: bool = False  # pad rows are the right ones of case left
+    real_only: bool = False  # pad rows are the correct ones of case left
 
 
 def mistakes():
@@ -473,7 +475,7 @@ def mistakes():
 
 
 def run_mistakes(encoder, embeds):
-    """How far each mistake is from `embeds`, relative L2; before them, how far none is."""
+    """The relative L2 distance of each mistake from `embeds`, after the distance without a mistake."""
     weights = {name: t.double().numpy() for name, t in stored_tensors(language_model(encoder)).items()}
 
     def error(mistake):
@@ -490,8 +492,8 @@ def run_mistakes(encoder, embeds):
 
 # --- Known values -----------------------------------------------------------
 #
-# The first values of a tensor, or where a list has parts the first values, the last
-# values and the root mean square; of images and noise with the channels in front.
+# The first values of a tensor, or where a list has parts the first values, the last values and the root mean square. Images and
+# noise have channels first.
 
 KNOWN_WEIGHTS = {
     "model.embed_tokens.weight": (-0.031738, -0.045410, 0.003418, -0.062988),
@@ -560,7 +562,7 @@ KNOWN_MISTAKES = dict(
 
 
 class Known:
-    """Compares with the values above; `lines` tells how close they came."""
+    """Compares with the values above; `lines` reports how close they came."""
 
     def __init__(self):
         self.lines = ["known values                      numbers  largest difference"]
@@ -599,7 +601,7 @@ class Known:
                 tensor = tensor.permute(2, 0, 1) if output == "image" else tensor
                 self.hold(f"{name}: {output}", self.parts(tensor, *known), exact + 2e-5)
         errors = {one["name"]: one["relative_l2"] for one in found}
-        # Known to three digits.
+        # Mistakes are known to three digits.
         pairs = [(errors[name] / (known or 1), bool(known)) for name, known in KNOWN_MISTAKES.items()]
         self.hold("mistakes, relative", pairs, 0.0051)
 

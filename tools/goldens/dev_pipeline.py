@@ -1,4 +1,4 @@
-"""The reference pipeline of FLUX.2 [dev] as the tools run it: its text encoder without what is never used, its processor, and padding.
+"""The reference pipeline of FLUX.2 [dev] for the tools: its text encoder without unused parts, its processor, and padding.
 
     LanguageModel     Mistral3ForConditionalGeneration without vision tower and output head
     processor         PixtralProcessor with any tokenizer.json
@@ -21,7 +21,7 @@ PADDINGS = ("left", "right", "left-zeros", "right-zeros")
 
 
 class LanguageModel(torch.nn.Module):
-    """Mistral3ForConditionalGeneration without vision tower and output head, which have no influence. Its tensors are named as in files."""
+    """Mistral3ForConditionalGeneration without vision tower and output head, which have no influence. Tensor names are those of files."""
 
     def __init__(self, config):
         super().__init__()
@@ -41,7 +41,7 @@ class LanguageModel(torch.nn.Module):
 
 
 def processor(tokenizer_json, side):
-    """The processor with a tokenizer.json, which pads on a side."""
+    """The processor with a tokenizer.json, which pads on this side."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer_json), padding_side=side, **MISTRAL_ROLES)
     return PixtralProcessor(PixtralImageProcessorPil(), tokenizer, chat_template=MISTRAL_TEMPLATE)
 
@@ -55,7 +55,7 @@ def side_of(padding):
 
 @contextlib.contextmanager
 def recorded_mask(encoder):
-    """Yields a list that gets the masks that a text encoder is called with."""
+    """Yields a list that receives the masks of all calls of a text encoder."""
     masks = []
 
     def on_call(_module, _args, kwargs):
@@ -69,16 +69,16 @@ def recorded_mask(encoder):
 
 
 class PaddedPipeline(Flux2Pipeline):
-    """Flux2Pipeline with one of the paddings; its tokenizer has to have the side.
+    """Flux2Pipeline with one of the paddings. Its tokenizer must pad on the same side.
 
-    A row of padding before the prompt sees nothing, and its attention is zero. On a GPU that holds for some kernels of PyTorch, the
-    plain one among them, and not for cuDNN's, which recent releases prefer.
+    A row of padding before the prompt sees nothing, and its attention is zero. On a GPU some kernels of PyTorch ensure that, among them the
+    plain one. cuDNN's does not, which recent releases prefer.
     """
 
     padding = "left"
 
     def encode_prompt(self, *args, **kwargs):
-        if self.text_encoder is None:  # what it makes is given
+        if self.text_encoder is None:  # the caller passes its output
             return super().encode_prompt(*args, **kwargs)
         plain = side_of(self.padding) == "left" and self.text_encoder.device.type == "cuda"
         kernels = sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext()

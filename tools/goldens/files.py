@@ -1,4 +1,4 @@
-"""Where the fixtures are, how they are written or compared, and a hash. Needs no package."""
+"""Places of the fixtures, writing and comparing them, and a hash. Needs no package."""
 
 import gzip
 import importlib.metadata
@@ -27,13 +27,13 @@ def package_versions(*packages):
 
 
 def unpacked(path, data):
-    """What is in a file: versions of zlib compress differently."""
+    """A file's content, unpacked, because versions of zlib compress differently."""
     return gzip.decompress(data) if path.suffix == ".gz" else data
 
 
 @dataclass(kw_only=True)
 class Files:
-    """Files that have the same content wherever they are made."""
+    """Files with the same content on every machine."""
 
     contents: dict  # bytes by path
     report: str = ""
@@ -53,9 +53,9 @@ class Files:
 
 
 def token_file(name, ids, prompts, long, **about):
-    """The fixture `name` of token ids: a line for each prompt with its ids, and one for each long prompt with their number and hash.
+    """The fixture `name` of token ids: a line for each prompt with its ids, for long prompts with their number and hash.
 
-    A long prompt is a piece that is repeated until it has 32,768 bytes, the most a prompt may have.
+    A long prompt is a piece repeated up to 32,768 bytes, the longest prompt.
     """
     cases = [dict(prompt=prompt, ids=found) for prompt, found in prompts]
     for piece in long:

@@ -1,8 +1,7 @@
-"""JPEG files of every layout: a small encoder for what Pillow does not write.
+"""JPEG files of every layout: a small encoder for layouts that Pillow does not write.
 
-`encode` makes a file of given coefficients with any sampling factors, any order and
-split of scans, sequential or progressive, restart marks and color markers. Codes are
-those of ITU T.81; every scan gets Huffman tables made for it.
+`encode` makes a file of given coefficients with any sampling factors, any order and split of scans, sequential or
+progressive, restart marks and color markers. Codes follow ITU T.81; every scan gets its own Huffman tables.
 
 `layouts` makes the files behind tests/fixtures/layouts.safetensors.
 """
@@ -48,7 +47,7 @@ def adobe(transform):
 
 
 def planned(size, components):
-    """Largest factors, and blocks of each component: those it needs, and those that whole MCUs have."""
+    """Largest factors, and for each component the blocks it needs and the blocks of whole MCUs."""
     most = max(c.h for c in components), max(c.v for c in components)
     mcus = [-(-side // (8 * m)) for side, m in zip(size, most)]
     needed = [tuple(-(-(-(-side * f // m)) // 8) for side, f, m in zip(size, (c.h, c.v), most)) for c in components]
@@ -59,7 +58,7 @@ def planned(size, components):
 
 
 def lengths(counts):
-    """Lengths of Huffman codes, at most 16, with room for the code of ones alone, which is forbidden."""
+    """Lengths of Huffman codes, at most 16, with room for the all-ones code, which is forbidden."""
     while True:
         heap = [(n, i, [s]) for i, (s, n) in enumerate(sorted(counts.items()))] + [(0, 999, [None])]
         depth = Counter()
@@ -72,7 +71,7 @@ def lengths(counts):
         if max(depth.values()) <= 16:
             break
         counts = {s: n // 2 + 1 for s, n in counts.items()}
-    # The symbol of ones alone must be the longest, and the last.
+    # The symbol with the all-ones code must be the longest, and the last.
     longest = max(depth.values())
     other = next(s for s in depth if depth[s] == longest)
     depth[other], depth[None] = depth[None], longest
@@ -81,7 +80,7 @@ def lengths(counts):
 
 
 def table(counts):
-    """The codes of a table as {symbol: (code, length)}, and the table as in a file."""
+    """A table's codes as {symbol: (code, length)}, and its bytes in a file."""
     size = lengths(counts)
     order = sorted(size, key=lambda s: (size[s], s))
     codes, code, last = {}, 0, 0
@@ -95,13 +94,13 @@ def table(counts):
 
 
 def number(value):
-    """A value as its bits: negative ones are one less."""
+    """A value as its bits; a negative value is stored minus one."""
     length = int(abs(value)).bit_length()
     return (value if value >= 0 else value + (1 << length) - 1), length
 
 
 class Items:
-    """What a scan consists of: symbols of tables, bits, and restart marks."""
+    """The contents of a scan: table symbols, bits, and restart marks."""
 
     def __init__(self, limit):
         self.items, self.ends, self.pending, self.limit = [], 0, [], limit
@@ -113,7 +112,7 @@ class Items:
         self.items.append((None, (value, length)))
 
     def flush(self, table):
-        """Writes how many blocks ended, and the corrections that were held back."""
+        """Writes how many blocks ended, and the delayed corrections."""
         if self.ends:
             length = self.ends.bit_length() - 1
             self.symbol(table, length << 4)
@@ -217,7 +216,7 @@ def segment(marker, data):
 
 
 def encode(size, components, layout):
-    """The file, in pieces: what comes first, then each scan with its tables, then the end mark."""
+    """The file in pieces: the part before the scans, each scan with its tables, the end mark."""
     pieces = [b"\xff\xd8" + b"".join(segment(*app) for app in layout.app)]
     for index, c in enumerate(components):
         kind = ">64H" if layout.wide_quantizers else ">64B"
@@ -243,7 +242,7 @@ COSINE = np.array([[np.cos((2 * x + 1) * k * np.pi / 16) / (2 if k else 8**0.5) 
 
 
 def coefficients(plane, quantizers, blocks):
-    """Quantized coefficients of samples 0..255, repeated at the edges to so many blocks across and down."""
+    """Quantized coefficients of samples 0..255, with repeated edges up to `blocks` across and down."""
     plane = np.pad(plane, ((0, blocks[1] * 8 - plane.shape[0]), (0, blocks[0] * 8 - plane.shape[1])), mode="edge")
     tiles = plane.reshape(blocks[1], 8, blocks[0], 8).transpose(0, 2, 1, 3) - 128.0
     values = (COSINE @ tiles @ COSINE.T).reshape(*tiles.shape[:2], 64)[..., ZIGZAG]
@@ -256,8 +255,8 @@ SIZE = 65, 67  # one and three samples beyond whole blocks
 
 YCC, RGB = (1, 2, 3), (82, 71, 66)
 
-# Name: ids, sampling factors (across, down) of each component, markers. What a name has after
-# its dot makes no difference to the pixels.
+# Name: ids, sampling factors (across, down) of each component, markers. The part of a name after the dot makes no
+# difference to the pixels.
 IMAGES = {
     "444": (YCC, "11 11 11", [JFIF]),
     "422": (YCC, "21 11 11", [JFIF]),
@@ -295,7 +294,7 @@ IMAGES = {
 
 
 def layouts_of(parts, fits):
-    """Layouts for so many components; `fits` if one MCU may have all of them."""
+    """Layouts for `parts` components; `fits` if one MCU may hold all of them."""
     every, each = tuple(range(parts)), [(part,) for part in range(parts)]
     first = [each[0], every[1:]]
     together = [every] if fits else each
@@ -306,7 +305,7 @@ def layouts_of(parts, fits):
     def bands(*ranges):
         return [(part, *r) for r in ranges for part in each]
 
-    # As libjpeg does by default, nearly.
+    # Nearly libjpeg's default.
     successive = [(scan, 0, 0, 0, 1) for scan in together] + [(each[0], 1, 5, 0, 2)]
     successive += [(part, 1, 63, 0, 1) for part in each[1:]] + [(each[0], 6, 63, 0, 2), (each[0], 1, 63, 2, 1)]
     successive += [(scan, 0, 0, 1, 0) for scan in together] + bands((1, 63, 1, 0))
@@ -328,7 +327,7 @@ def layouts_of(parts, fits):
     return found
 
 
-# The layouts of these are all tried, of the others those that differ most.
+# All layouts are tried on these images, and the most different layouts on the others.
 THOROUGH = {"420", "440", "unlike_chroma", "grey.22", "ycck"}
 OTHERS = ("together", "apart", "luma_first", "successive")
 

@@ -4,10 +4,10 @@ models/tiny/tokenizer.json
     The tiny tokenizer: id = byte value for 0..255, then Qwen's 26 added tokens.
 
 tests/fixtures/goldens.safetensors, for each case:
-    <case>.token_ids      I32 [512]         what the text encoder is given
+    <case>.token_ids      I32 [512]         the input of the text encoder
     <case>.prompt_embeds  F32 [32, 384]     every 16th of the 512 rows
     <case>.noise_head     F32 [64]          start of the initial noise, token order
-    <case>.velocity       F32 [N, 128]      what the scheduler is given in step 0
+    <case>.velocity       F32 [N, 128]      the input of the scheduler in step 0
     <case>.latents        F32 [N, 128]      after the last step, still normalized
     <case>.image          U16 [H, W, 3]     round(65535 * v), v in [0, 1]
     All come from the fp32 run; N is the number of 16x16 pixel patches, row-major.
@@ -51,7 +51,7 @@ WEIGHT_SAMPLES = dict(
 
 
 def check_noise():
-    """The two facts about torch's CPU generator that the cases rely on."""
+    """Checks the two facts about torch's CPU generator on which the cases rely."""
 
     def draw(seed, dtype):
         return torch.randn(1, 128, 5, 6, generator=torch.Generator("cpu").manual_seed(seed), dtype=dtype)

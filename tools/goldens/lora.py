@@ -1,35 +1,35 @@
 """tests/fixtures/lora.*: adapters, LoRA and LoKr, in every spelling, on the tiny model of klein.
 
 Each case is a pipeline call with one or two adapter files, prompts of 64 tokens
-and one step. It is computed in two ways that share nothing:
+and one step. It is computed in two independent ways:
 
-    merged      every product s * B A, or Kronecker product, is computed in f64 and
-                added to the weights by this script; then the plain pipeline runs
-    reference   the file is written, and read by whoever is named:
+    merged      this script computes every product s * B A, or Kronecker product, in f64 and
+
+                adds it to the weights; then the plain pipeline runs
+    reference   the file is written, and another program reads it:
                 diffusers     Flux2KleinPipeline.load_lora_weights, which injects
                               PEFT's layers; set_adapters for scales
-                fused         the same, then fuse_lora
+                fused         as `diffusers`, then fuse_lora
                 peft          peft.PeftModel.from_pretrained, on the transformer, or
                               on transformers' text encoder
-                none          nobody else reads it rightly: `why` in the list says so
+                none          no other program reads it correctly: `why` says so
 
-The two must agree to 2e-5; what is stored is the reference's, or else the merged one.
+The two must agree to 2e-5. The fixture stores the reference's output, or else the merged one's.
 
 tests/fixtures/lora.safetensors, F32 from the fp32 run:
-    <case>.velocity       [16, 128]   what the scheduler is given
+    <case>.velocity       [16, 128]   the input of the scheduler
     <case>.prompt_embeds  [16, 384]   every 4th of the 64 rows; only of cases that
                                       change the text encoder
 
 tests/fixtures/lora.json:
     versions   of the packages
-    files      name, metadata, the text of an adapter_config.json beside the file, and
+    files      name, metadata, the text of an adapter_config.json next to the file, and
                all tensors: "BF16 2x256", or "F32 =1.5", the value of an alpha
     cases      files with scales, and the errors of the merged model in bf16 with exact
                timesteps
 
-Values of a factor. As weights have them, by the tensor's name in the
-file: of unit gain, and exact in bf16 and in f16. A delta is therefore about as large
-as the weight it is added to, so that any mistake shows.
+Values of a factor. They follow the weights' rule, by the tensor's name in the file: of unit gain, and exact in bf16 and in f16. A delta is
+therefore about as large as the weight it changes, so that any mistake shows.
 """
 
 import copy
@@ -68,7 +68,7 @@ def rows(name, *ranges):
 
 @functools.cache
 def bfl_places(**changes):
-    """The places of all linear layers by their BFL names, of the tiny transformer or one with other settings."""
+    """The places of all linear layers by BFL name, of the tiny transformer or one with other settings."""
     h, places = HIDDEN, {}
     with torch.device("meta"):
         shapes = {name: t.shape for name, t in Flux2Transformer2DModel(**TRANSFORMER | changes).state_dict().items()}
@@ -81,7 +81,7 @@ def bfl_places(**changes):
 
 
 def diffusers_places():
-    """The same by their diffusers names, in which nothing is fused but the single blocks, and nothing swapped."""
+    """The places by diffusers name, in which only the single blocks are fused, and nothing is swapped."""
     weights = sorted({name for place in bfl_places().values() for name, _, _ in place})
     return {name.removesuffix(".weight"): [(name, 0, None)] for name in weights}
 
@@ -92,7 +92,7 @@ def text_places(layers):
 
 
 def split_places():
-    """Queries, keys, values and MLP of the fused layers one by one, as OneTrainer numbers them; the others as they are."""
+    """Queries, keys, values and MLP of the fused layers one by one, as OneTrainer numbers them; other layers keep their places."""
     h, places = HIDDEN, {}
     for name, place in bfl_places().items():
         if name.endswith(".qkv"):
@@ -106,7 +106,7 @@ def split_places():
 
 
 def flux1_places():
-    """Single blocks as FLUX.1 names their layers in diffusers."""
+    """Single blocks under FLUX.1's layer names in diffusers."""
     h, places = HIDDEN, {}
     for n in SINGLE:
         block, fused = f"single_transformer_blocks.{n}", f"single_transformer_blocks.{n}.attn.to_qkv_mlp_proj"
@@ -126,7 +126,7 @@ def blocks(places):
 
 @dataclass
 class AdapterFile:
-    """What a file has, and what it means: `terms` are (part, place, scale, factors) of every layer."""
+    """A file's tensors and their meaning: `terms` are (part, place, scale, factors) of every layer."""
 
     name: str
     tensors: dict
@@ -176,8 +176,8 @@ class Writer:
         self.file.terms.append((self.part, place, 1.0 if scale is None else scale, up @ down))
 
     def lokr(self, layer, place, split, ranks=(None, None), alpha=None):
-        """LyCORIS, modules/lokr.py: kron(w1, w2), each whole or a product; scale alpha / rank, of w2's if both are products, and 1
-        if both are whole. `split` is the shape of w1."""
+        """LyCORIS, modules/lokr.py: kron(w1, w2), each whole or a product. The scale is alpha / rank (w2's rank if both are products), and
+        1 if both are whole. `split` is the shape of w1."""
         (height, width), (i, j) = self.shape(place), split
         assert height % i == 0 and width % j == 0, layer
         values = []
@@ -200,7 +200,7 @@ KOHYA = (".lora_down.weight", ".lora_up.weight")
 
 @functools.cache
 def build_once():
-    """The components, which nobody changes."""
+    """The components, which no caller changes."""
     return build_components()
 
 
@@ -224,7 +224,7 @@ def dotted(prefix):
 
 
 def saved_by_diffusers(name, rslora):
-    """A file that diffusers itself writes, with PEFT's settings in its metadata: alpha is not the rank, and of some layers both differ."""
+    """A file that diffusers itself writes, with PEFT's settings in its metadata. Alpha is not the rank, and some layers differ in both."""
     places = diffusers_places()
     own_rank = {f"transformer_blocks.{n}.attn.to_k": 3 for n in DOUBLE}
     own_alpha = {f"single_transformer_blocks.{n}.attn.to_out": 5 for n in SINGLE}
@@ -244,7 +244,7 @@ def saved_by_diffusers(name, rslora):
         with safetensors.safe_open(Path(folder) / "pytorch_lora_weights.safetensors", "pt") as saved:
             assert set(saved.keys()) == set(writer.file.tensors), "diffusers names tensors differently"
             writer.file.metadata = saved.metadata()
-    # The order of this one is that of a set.
+    # Its order is that of a set.
     settings = json.loads(writer.file.metadata["lora_adapter_metadata"])
     settings["transformer.target_modules"].sort()
     writer.file.metadata["lora_adapter_metadata"] = json.dumps(settings, indent=2, sort_keys=True)
@@ -252,7 +252,7 @@ def saved_by_diffusers(name, rslora):
 
 
 def saved_by_peft(name, places, part, prefix, rank, alpha):
-    """A folder that PEFT itself writes: adapter_model.safetensors, and settings beside it."""
+    """A folder that PEFT itself writes: adapter_model.safetensors, with its settings."""
     writer = Writer(name, torch.float32, part)
     for layer, place in places.items():
         writer.lora(f"{prefix}{layer}", place, rank, scale=alpha / rank)
@@ -263,7 +263,7 @@ def saved_by_peft(name, places, part, prefix, rank, alpha):
             assert set(saved.keys()) == set(writer.file.tensors), "PEFT names tensors differently"
             writer.file.metadata = saved.metadata()
         config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    # The order of this one is that of a set.
+    # Its order is that of a set.
     config["target_modules"] = sorted(config["target_modules"])
     writer.file.config = json.dumps(config, sort_keys=True)
     return writer.file
@@ -312,7 +312,7 @@ def build_files():
         lora_file("flux1_names", flux1_places(), 2, dotted("transformer.")),
         lora_file("old", blocks(diffusers), 2, endings=("_lora.down.weight", "_lora.up.weight")),
         lora_file("older", blocks(diffusers), 2, endings=(".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight")),
-        # Whole factors: alpha does not count, and trainers write this one.
+        # Whole factors: alpha has no effect, and trainers write this value.
         lokr_file("lokr", lokr_layers((None, None), (4, 4)), dotted("diffusion_model."), 9999999999.0),
         lokr_file("lokr_w2", lokr_layers((None, 2), (4, 4)), dotted("diffusion_model."), 1.0),
         lokr_file("lokr_both", lokr_layers((1, 3)), dotted("diffusion_model."), 2.0),
@@ -401,7 +401,7 @@ def run(components_or_pipe, case, exact_time=False):
 
 
 def run_reference(files, case, folder):
-    """The case as others compute it, or None."""
+    """Runs the case in the reference program, or returns None."""
     if case.reference == "none":
         return None
     components = fresh()

@@ -1,4 +1,4 @@
-"""The tiny models: their configurations and weights. The package describes how weights are made."""
+"""The tiny models: configurations and weights. The package's docstring describes how weights are made."""
 
 import math
 import re
@@ -21,13 +21,13 @@ TEXT_ENCODER = dict(
     head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=1e6),
     attention_bias=False, tie_word_embeddings=True,
 )  # fmt: skip
-# One layer more than the last tap, whose state is therefore not the normed last one.
+# One layer after the last tap; otherwise the tapped state would be the normed last one.
 MISTRAL_ENCODER = dict(
     vocab_size=1280, hidden_size=128, intermediate_size=384, num_hidden_layers=31, num_attention_heads=8, num_key_value_heads=2,
     head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=dict(rope_type="default", rope_theta=1e9),
     sliding_window=None, tie_word_embeddings=False,
 )  # fmt: skip
-# Whatever is not named here keeps the class default, which is the FLUX.2 value.
+# Every setting not named here keeps the class default, which is the FLUX.2 value.
 VAE = dict(block_out_channels=[32, 64, 64, 64], layers_per_block=2, latent_channels=32, norm_num_groups=32)
 SCHEDULER = dict(
     num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=True, time_shift_type="exponential", base_shift=0.5, max_shift=1.15
@@ -58,7 +58,7 @@ def tensor_values(name, shape):
 
 
 def stored_tensors(model):
-    """The tensors a checkpoint of `model` holds: no tied copies, no counters."""
+    """The tensors in a checkpoint of `model`: no tied copies, no counters."""
     tied = getattr(model, "_tied_weights_keys", None) or {}
     return {name: t for name, t in model.state_dict().items() if name not in tied and t.is_floating_point()}
 
@@ -71,7 +71,7 @@ def fill(model):
 
 
 def build_components():
-    # The initial weights of the constructors are all overwritten.
+    # `fill` overwrites all initial weights of the constructors.
     encoder = fill(Qwen3ForCausalLM(Qwen3Config(**TEXT_ENCODER)))
     assert encoder.lm_head.weight is encoder.model.embed_tokens.weight, "the output head should be tied"
     models = dict(transformer=Flux2Transformer2DModel(**TRANSFORMER), vae=AutoencoderKLFlux2(**VAE))
@@ -79,7 +79,7 @@ def build_components():
 
 
 def to_bf16(components):
-    """Convert the models in place to what loading a checkpoint in bf16 gives."""
+    """Converts the models in place to the result of loading a checkpoint in bf16."""
     for model in components.values():
         # Module.to also rounds the rotary frequencies, which are a computed buffer and
         # not a weight; a model loaded with from_pretrained has them in fp32.

@@ -1,7 +1,7 @@
 """tests/fixtures/modes.*: the modes beyond text to image, on the tiny model of klein.
 
 tests/fixtures/modes.safetensors, F32 from the fp32 run where not said otherwise:
-    <case>.velocity                [N, 128]   what the scheduler is given in step 0, so
+    <case>.velocity                [N, 128]   the input of the scheduler in step 0,
                                               with the guidance of `base_negative` applied
     <case>.latents                 [N, 128]   after the last step, still normalized
     <case>.image               U16 [H, W, 3]  round(65535 * v), v in [0, 1]
@@ -21,7 +21,7 @@ tests/fixtures/modes.json:
     guidance_embed   the direct call of a transformer with a guidance embedding
     encode           the encoded image
     layout           token counts and FNV-1a 64 of the ids of a large request
-    config, weights  of the two models that differ from those of goldens.json
+    config, weights  of the two models that differ from goldens.json
     and the bf16 errors, as in goldens.json.
 
 Test images. Blocks of 8x8 pixels with the colors of the weights' hash: with k as in
@@ -35,8 +35,8 @@ Ids of `layout`. The position ids (t, h, w, l) as little-endian int32, token aft
 token, in the order given to the transformer: `image` only the image tokens, `all`
 with the text tokens in front.
 
-The report ends with deliberate mistakes and how far they move a velocity, in units
-of its bf16 error with exact times: the fixtures must notice each of them.
+The report ends with deliberate mistakes and how far they move a velocity, in units of its bf16 error with exact times. The
+fixtures must notice each of them.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ from goldens.model import GUIDANCE_TRANSFORMER, TRANSFORMER, VAE, build_componen
 from goldens.pipeline import Case, make_pipeline, run_pipeline
 from goldens.values import PACKAGES, Recording, hashed, hashed_blocks, relative_l2, to_u16
 
-# As in the released small decoder, the encoder is unchanged, the first decoder layer
-# tells the two apart, and its groups have three channels.
+# As in the released small decoder, the encoder is unchanged, the first decoder layer identifies it, and its groups have three
+# channels.
 SMALL_DECODER_VAE = VAE | dict(decoder_block_out_channels=[32, 64, 96, 96])
 
 
@@ -127,7 +127,7 @@ def image_summary(index):
 
 @contextlib.contextmanager
 def kept_processors(transformer):
-    """Takes back the attention processors that the KV pipeline installs."""
+    """Restores the attention processors that the KV pipeline replaces."""
     processors = transformer.attn_processors
     yield
     transformer.set_attn_processor(processors)
@@ -162,7 +162,7 @@ def run_mode(models, case, exact_time=False):
 
 
 def check_order(case, run):
-    """The canvas comes before the references, in the KV model after them."""
+    """Checks that the canvas comes before the references, and after them in the KV model."""
     canvas = [0] * len(run.noise)
     references = []
     for number, index in enumerate(case.references, 1):
@@ -215,11 +215,11 @@ def run_encode(models):
 
 
 class Captured(Exception):
-    """Ends a pipeline call once the transformer's arguments are known."""
+    """Ends a pipeline call after it has prepared the transformer's arguments."""
 
 
 def layout_ids(models, kind):
-    """Text and image ids as the pipeline gives them to the transformer, without running any model."""
+    """Text and image ids that the pipeline passes to the transformer, without running any model."""
     sizes = []
 
     def encode(image, generator):
@@ -269,14 +269,14 @@ def layout_summary(models):
 
 
 def references_see_all(query, key, value, num_txt, num_ref, kv_cache=None, backend=None, *, right):
-    """The attention of the KV model without the rule that references only see references."""
+    """The KV model's attention without the rule that references only see references."""
     if kv_cache is None:
         return transformer_flux2.dispatch_attention_fn(query, key, value, backend=backend)
     return right(query, key, value, num_txt, num_ref, kv_cache=kv_cache, backend=backend)
 
 
 def mistakes():
-    """(case, what is wrong, changed fields of the case, a patch of the reference)."""
+    """(case, description, changed fields of the case, a patch of the reference)."""
     klein, kv, processor, transformer = Flux2KleinPipeline, Flux2KleinKVPipeline, Flux2ImageProcessor, Flux2Transformer2DModel
     ids, patchify, forward = klein._prepare_image_ids, klein._patchify_latents, transformer.forward
     calls = itertools.count()
@@ -375,7 +375,7 @@ def compute():
     for part in [asdict(case) for case in CASES] + [GUIDANCE, ENCODE]:
         name = part["name"]
         kept = {key: stored(key, tensor) for key, tensor in exact[name].items()}
-        # Not the errors with rounded times, which may be of any size.
+        # Errors with rounded times may be of any size, so they are left out.
         _, errors[name] = recording.add(part, kept, exact[name], *(run[name] for run in bf16))
     for case in CASES:
         check_order(case, runs[case.name])
