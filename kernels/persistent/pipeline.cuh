@@ -63,7 +63,7 @@ template <int kConsumers, int kProducer_, int kConsumer_>
 struct RegisterSplit {
   static constexpr int kProducer = kProducer_, kConsumer = kConsumer_;
   static_assert(kProducer % 8 == 0 && kConsumer % 8 == 0, "setmaxnreg counts in eights");
-  // Registers per thread at launch: the SM's registers divided among the CTA's threads, rounded down to a multiple of eight.
+  // Registers per thread at launch: the SM's, divided among the threads, in eights. A warpgroup that requests more waits forever.
   static constexpr int kAtLaunch = kRegistersPerSm / ((1 + kConsumers) * kWarpgroupThreads) / 8 * 8;
   static_assert(kProducer + kConsumers * kConsumer <= (1 + kConsumers) * kAtLaunch, "more registers than a CTA has");
 };
