@@ -7,7 +7,6 @@
 
 The original is a safetensors file or a folder of them, with names of diffusers and transformers or of single files.
 
-
     formulas   Every tensor is computed again by tools/quantized.py and compared byte by byte: codes, scales, and bf16 tensors.
                Either all quantized layers have an input_scale or none, and it is a power of two.
     ComfyUI    The loader's rules decide which layers are quantized, and how (convert_old_quants in comfy/utils.py, the mixed

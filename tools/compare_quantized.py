@@ -11,7 +11,6 @@ FLUX.2 [dev], `--model dev --format fp8 --encoder fp8` makes FOLDER/flux2_dev_fp
 FOLDER/mistral_3_small_flux2_fp8.safetensors; --guidance and --padding are those of tools/compare_diffusers.py. Three programs run the
 transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
 
-
     wide    diffusers in fp32 with the weights decoded from codes and scales, and with plain inputs
     torch   FP8: ComfyUI's arithmetic. Inputs are clamped and rounded to e4m3 with the file's input_scale. The product of the codes
             by torch._scaled_mm without fast accumulation is stored in bf16. Everything else is diffusers in bf16, except for times

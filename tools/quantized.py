@@ -1,12 +1,12 @@
-"""The formulas of quantized weights and activations, FP8 and NVFP4, as ComfyUI and the files of Black Forest Labs have them.
+"""The formulas of quantized weights and activations, FP8 and NVFP4, as in ComfyUI and the files of Black Forest Labs.
 
 FP8: codes in e4m3 and one f32 scale for the tensor. NVFP4: codes in e2m1, an e4m3 scale for every block of 16 neighbors in a
 row, and one f32 scale for the tensor. A value is its code times its scales, so a scale is the largest magnitude over the largest
 code.
 
 All arithmetic is in f32, and e4m3 and e2m1 round to nearest, ties to even. Codes in e4m3 and block scales are float8_e4m3fn
-tensors, which `.float()` decodes; codes in e2m1 are bytes. Everything works on any device. What makes codes works on `meta`
-tensors too, which have shapes and dtypes but no values.
+tensors, which `.float()` decodes; codes in e2m1 are bytes. Everything works on any device. Functions that make codes also work
+on `meta` tensors, which have shapes and dtypes but no values.
 """
 
 import torch
@@ -28,17 +28,17 @@ def amax(x):
 
 
 def divide(x, number):
-    """x / number with one rounding. Dividing by a plain number multiplies by its rounded reciprocal on a GPU."""
+    """x / number with one rounding. On a GPU, dividing by a plain number multiplies by its rounded reciprocal."""
     return x / x.new_tensor(number)
 
 
 def fp8_scale(largest):
-    """The scale of a tensor in e4m3 whose largest magnitude is `largest`."""
+    """The scale of an e4m3 tensor whose largest magnitude is `largest`."""
     return divide(largest, E4M3_MAX)
 
 
 def nvfp4_scale(largest):
-    """The tensor scale in NVFP4: the block with the largest value gets the largest block scale."""
+    """The NVFP4 tensor scale: the block with the largest value gets the largest block scale."""
     return divide(largest, E4M3_MAX * E2M1_MAX)
 
 
@@ -46,7 +46,7 @@ def nvfp4_scale(largest):
 
 
 def e4m3(x):
-    """x rounded to the nearest code. It saturates, where a plain cast gives NaN."""
+    """x rounded to the nearest code. It saturates, while a plain cast gives NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -54,7 +54,7 @@ def e2m1(x):
     """x rounded to the nearest code, one to a byte. It saturates."""
     size = x.abs()
     code = torch.signbit(x).to(torch.uint8) * 8
-    # A code begins half-way from the one below, and an even code includes its lower end.
+    # A code begins halfway from the code below, and an even code includes its lower end.
     for number, start in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), 1):
         code += size >= start if number % 2 == 0 else size > start
     return code
@@ -68,7 +68,7 @@ def from_e2m1(codes):
 
 
 def pack(codes):
-    """Two codes to a byte, that of the even column in the high nibble."""
+    """Packs two codes to a byte, the even column in the high nibble."""
     return codes[:, 0::2] << 4 | codes[:, 1::2]
 
 
@@ -79,8 +79,8 @@ def unpack(packed):
 def tile_offsets(rows, columns, device=None):
     """Where block scale (row, column) is stored: in tiles of 128 rows by 4 columns, which run along the columns first.
 
-    The tensor cores of Blackwell read them so. A tile is 32 groups of 16 bytes; group i has the four scales of each of the rows
-    i, i + 32, i + 64 and i + 96.
+    The tensor cores of Blackwell read this order. A tile is 32 groups of 16 bytes; group i has the four scales of each of the
+    rows i, i + 32, i + 64 and i + 96.
     """
     r, c = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)[None, :]
     tiles = -(-columns // 4)
@@ -97,7 +97,7 @@ def swizzle(block_scales):
 
 
 def unswizzle(stored, rows, columns):
-    """Block scales [rows, columns] out of their tiles."""
+    """Block scales [rows, columns] read from their tiles."""
     return stored.view(torch.uint8).flatten()[tile_offsets(rows, columns, stored.device)].view(torch.float8_e4m3fn)
 
 
@@ -125,18 +125,18 @@ def to_blocks(x, scale):
 
 
 def from_blocks(codes, steps):
-    """The values of NVFP4 codes [rows, K], given what a one stands for in each block, [rows, K / 16]."""
+    """The values of NVFP4 codes [rows, K], given the value of one in each block, [rows, K / 16]."""
     return from_e2m1(codes) * steps.repeat_interleave(BLOCK, dim=1)
 
 
 def to_nvfp4(x, scale):
-    """x [rows, K] as a file has it, given its tensor scale: packed codes [rows, K / 2], and block scales in tiles."""
+    """x [rows, K] in file form, given its tensor scale: packed codes [rows, K / 2], and block scales in tiles."""
     codes, block_scales = to_blocks(x, scale)
     return pack(codes), swizzle(block_scales)
 
 
 def stored_blocks(packed, stored_scales):
-    """The codes and block scales, as those of `to_blocks`, of what a file has."""
+    """The codes and block scales of a file's tensors, in the form of `to_blocks`."""
     rows, pairs = packed.shape
     return unpack(packed), unswizzle(stored_scales, rows, pairs * 2 // BLOCK)
 
@@ -148,10 +148,10 @@ def from_nvfp4(packed, stored_scales, scale):
 
 
 def nvfp4_to_fp8(packed, stored_scales, scale):
-    """Codes in e4m3, and their scale, that are closest to NVFP4 values if the scale may change by a power of two only.
+    """The e4m3 codes and their scale that are closest to NVFP4 values if the scale may only change by a power of two.
 
-    The products of codes and block scales are rounded. The power is the largest one that keeps them from saturating, so that the
-    fewest fall below the normal numbers.
+    The products of codes and block scales are rounded. The power is the largest that keeps them from saturating, so that the
+    fewest products fall below the normal numbers.
     """
     codes, block_scales = stored_blocks(packed, stored_scales)
     largest = E2M1_MAX * amax(block_scales)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a random FLUX.2 [klein] or [dev] checkpoint at its real size, as the real ones are published.
+"""Write a random FLUX.2 [klein] or [dev] checkpoint at its real size, in the published form.
 
     python tools/random_checkpoint.py OUT --model 4b                   # 16 GB: klein 4B, Qwen3-4B, VAE, tokenizer
     python tools/random_checkpoint.py OUT --model 9b --blocks 2,2      # fewer blocks: double, single
@@ -10,10 +10,10 @@
     python tools/random_checkpoint.py OUT --model dev --format fp8 --encoder fp8 --quantized-only      # 54 GB
     python tools/random_checkpoint.py OUT --model dev --format fp8 nvfp4 --encoder fp8 --lengths       # only says how long the files are
 
-The folder has the diffusers layout with weights in bf16; kiln and diffusers both open it. Nothing in it was trained: it serves to
-compare two engines (tools/compare_diffusers.py) and to time them at the real sizes, not to generate images worth looking at.
+The folder has the diffusers layout with bf16 weights; kiln and diffusers both open it. Nothing in it was trained. It serves to compare two
+engines (tools/compare_diffusers.py) and to time them at the real sizes, not to generate useful images.
 
-Beside the folders of the parts lie the quantized files that were asked for, made of the same weights:
+The requested quantized files lie next to the component folders and have the same weights:
 
     flux-2-klein-4b-fp8.safetensors      the transformer as Black Forest Labs publish it: their names and order of tensors, the
     flux-2-klein-4b-nvfp4.safetensors    quantized layers named in the header, their input_scale measured in a run of the bf16
@@ -25,19 +25,19 @@ Beside the folders of the parts lie the quantized files that were asked for, mad
     mistral_3_small_flux2_fp8.safetensors    the 30 layers of its text encoder that it reads, without final norm; the published
                                          file is longer, because it has the tokenizer too
 
-Layers that a published file keeps in bf16 are so here, and a transformer of the real size is as long as the published file, to
-the byte. In `fp8mixed` a layer is FP8, NVFP4 or bf16 by the hash of its name, in the proportions of the published qwen_3_8b_fp8mixed.
-`kiln --model OUT` still means the bf16 model; the command that takes the quantized files is printed. With --quantized-only a part
-that is written quantized is not written in bf16: its folder has only the config, and only that command works.
+Layers that a published file keeps in bf16 stay bf16 here, and a transformer of the real size is as long as the published file, to the byte.
+In `fp8mixed` the hash of a layer's name makes it FP8, NVFP4 or bf16, in the proportions of the published qwen_3_8b_fp8mixed. `kiln --model
+OUT` still means the bf16 model; the script prints the command that takes the quantized files. With --quantized-only a component that is
+written quantized is not written in bf16: its folder has only the config, and only that command works.
 
-The text encoder of [dev] is the language model of Mistral Small 3 under the names that published folders have, without vision tower
-and output head; it has one layer more than are read, and not ten. Measuring the inputs of all of [dev] takes a GPU with 110 GB.
-`--input-scales formula` takes instead what the gains below imply, which is 0.9 to 3 times what is measured.
+The text encoder of [dev] is the language model of Mistral Small 3 under the names of published folders, without vision tower and output
+head. It has one layer more than are read, and not ten. Measuring the inputs of all of [dev] takes a GPU with 110 GB. `--input-scales
+formula` uses the scales that the gains below imply, 0.9 to 3 times the measured ones.
 
-Names and shapes are those of the diffusers and transformers classes, built without memory. Values come from a generator of their
-own for each tensor, seeded by its name; it is that of the GPU where there is one, so only machines of one kind make the same files.
-They are scaled so that every part of the model matters in the result, and an error anywhere shows: activations, modulations and
-gates are of order one, attention looks at a few tokens and not at the mean of all, and the image fills its range.
+Names and shapes come from the diffusers and transformers classes, built without memory. Each tensor has its own generator, seeded by its
+name, on the GPU if there is one, so only machines of one kind make the same files. Values are scaled so that every component matters in the
+result, and an error anywhere shows: activations, modulations and gates are of order one, attention looks at a few tokens and not at the
+mean of all, and the image fills its range.
 """
 
 import argparse
@@ -89,16 +89,16 @@ MODELS = {
     "dev": dict(
         transformer=GUIDANCE_TRANSFORMER
         | dict(num_layers=8, num_single_layers=48, num_attention_heads=48, joint_attention_dim=15360),
-        # The published one has 40 layers.
+        # The published encoder has 40 layers.
         text_encoder=MISTRAL_ENCODER
         | dict(vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_attention_heads=32, num_key_value_heads=8),
         vae=REAL_VAE,
     ),
 }
-# Layers of the text encoder that are read. What the reference returns after its last one has gone through a norm.
+# Layers of the text encoder that are read. The reference's output after its last layer has gone through a norm.
 LAYERS_READ = {"tiny": 27, "4b": 27, "9b": 27, "tiny-dev": 30, "dev": 30}
 
-# What is written besides the settings above: whose they are.
+# Config entries in addition to the settings above: the class and library.
 HEADS = dict(
     transformer=dict(_class_name="Flux2Transformer2DModel", out_channels=None),
     text_encoder=dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", dtype="bfloat16"),
@@ -123,12 +123,12 @@ TOKENIZER_CONFIG = dict(
     unk_token=None, padding_side="right", model_max_length=131072, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
 )  # fmt: skip
 
-# Without the side of padding, which is left to the library.
+# Without the padding side, which the library sets by default.
 DEV_TOKENIZER_CONFIG = dict(
     MISTRAL_ROLES, tokenizer_class="LlamaTokenizerFast", model_max_length=131072, clean_up_tokenization_spaces=False
 )
 
-# Stem of the weight files and bytes of the largest, as the libraries that save real models have them.
+# Stem of the weight files and bytes of the largest, as in the libraries that save real models.
 FILES = dict(
     transformer=("diffusion_pytorch_model", 10_000_000_000),
     text_encoder=("model", 5_000_000_000),
@@ -150,10 +150,10 @@ def configs_of(args):
 
 
 def written_config(part, config, model):
-    """What the part's config.json says."""
+    """The content of the component's config.json."""
     if part != "text_encoder" or not is_dev(model):
         return HEADS[part] | config
-    # The configuration of a model that also sees has that of its language model inside.
+    # A vision-language model's configuration contains its language model's.
     inner = dict(model_type="mistral", hidden_act="silu") | config
     outer = dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", dtype="bfloat16")
     return outer | dict(tie_word_embeddings=False, text_config=inner)
@@ -161,13 +161,13 @@ def written_config(part, config, model):
 
 def build(part, config):
     if part == "text_encoder":
-        # Only Qwen's says this.
+        # Only Qwen's configuration has this key.
         return Qwen3ForCausalLM(Qwen3Config(**config)) if "attention_bias" in config else LanguageModel(MistralConfig(**config))
     return (Flux2Transformer2DModel if part == "transformer" else AutoencoderKLFlux2)(**config)
 
 
 def tensors_of(part, config):
-    """Name, shape and dtype of every tensor that a published file of the part has."""
+    """Name, shape and dtype of every tensor in a published file of the component."""
     with torch.device("meta"):
         state = build(part, config).state_dict()
     tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
@@ -181,13 +181,13 @@ def shapes_of(part, args):
 
 # --- Values -----------------------------------------------------------------
 
-# What silu makes of a normal variable has this size; a projection after it makes up for the loss.
+# Silu of a normal variable has size 0.6. The next projection makes up for the loss with this gain.
 SILU = 1 / 0.6
 # Shifts and scales stay below the signal, or all tokens become one; gates let a block's whole output pass.
 SHIFT, SCALE, GATE = 0.3 * SILU, 0.3 * SILU, SILU
 
-# Gain of a projection: the size of its output for an input of size one. The first pattern that fits counts, and the others have 1.
-# Several numbers are for as many equal slices of the rows.
+# Gain of a projection: the size of its output for an input of size one. The first matching pattern counts, otherwise the gain is 1. Several
+# numbers apply to as many equal slices of the rows.
 GAINS = [
     # The sinusoid has size 0.7.
     (r"transformer\.time_guidance_embed\..*linear_1", [1.4]),
@@ -195,23 +195,23 @@ GAINS = [
     (r"transformer\.double_stream_modulation", [SHIFT, SCALE, GATE] * 2),
     (r"transformer\.single_stream_modulation", [SHIFT, SCALE, GATE]),
     (r"transformer\.norm_out\.linear", [SCALE, SHIFT]),
-    # Text features have grown through the layers of their encoder.
+    # Text features have grown in the layers of their encoder.
     (r"transformer\.context_embedder", [0.3]),
     (r"transformer\..*\.(to_out|to_add_out|linear_out)\b", [SILU]),
-    # Nothing norms queries and keys of Mistral: with these, scores have a deviation of two.
+    # Mistral has no qk-norms: with these gains, scores have a deviation of two.
     (r"text_encoder\.language_model\..*\.[qk]_proj", [1.4]),
-    # The residual stream grows with the root of the number of layers. In the encoder there are more of them.
+    # The residual stream grows with the root of the number of layers. The encoder has more layers.
     (r"text_encoder\..*\.o_proj", [0.7]),
     (r"text_encoder\..*\.down_proj", [0.7 * SILU]),
     (r"vae\..*\.attentions\.0\.to_[qk]", [1.6]),
     (r"vae\..*coder\.conv_in", [1.5]),
-    # Most pixels should be within -1..1.
+    # Most pixels should lie within -1..1.
     (r"vae\.decoder\.conv_out", [0.4 * SILU]),
     (r"vae\..*\.(conv1|conv2|conv_out)\b", [SILU]),
 ]
 
-# Mean of vectors that are factors. Large query and key norms make attention sharp: with thousands of keys it would otherwise be
-# close to the mean of all values, and wrong positions would not show.
+# Mean of vectors that are factors. Large query and key norms make attention sharp. With thousands of keys it would otherwise be close to
+# the mean of all values, and wrong positions would not show.
 FACTORS = [
     (r"transformer\..*\.norm_(added_)?[qk]\.weight", 1.7),
     (r"text_encoder\..*\.[qk]_norm\.weight", 1.4),
@@ -224,12 +224,12 @@ def first_match(table, name):
 
 
 def values(name, shape, device):
-    """The tensor `name` (with its part in front), in bf16."""
+    """The tensor `name` (with its component in front), in bf16."""
     generator = torch.Generator(device).manual_seed(fnv1a(name.encode()) >> 1)
     tensor = torch.empty(shape, device=device).normal_(generator=generator)
     factor = first_match(FACTORS, name)
     if len(shape) == 1 and factor is not None:
-        # Never near zero, which would hide whatever it is multiplied with.
+        # Never near zero, which would hide the tensor that it multiplies.
         tensor.clamp_(-3, 3).mul_(0.2).add_(1).mul_(factor)
     elif len(shape) == 1:
         tensor.mul_(0.2)
@@ -266,7 +266,7 @@ def split(tensors, limit):
 
 
 def header_of(tensors, metadata):
-    """The bytes of a safetensors file before its data, where each tensor begins in the file, and where the last one ends."""
+    """The bytes of a safetensors file before its data, each tensor's start in the file, and the end of the last one."""
     header, starts, offset = {"__metadata__": metadata} if metadata else {}, {}, 0
     for name, shape, dtype in tensors:
         end = offset + byte_size(shape, dtype)
@@ -285,7 +285,7 @@ def write_all(file, data, offset):
 
 
 def queue_file(path, tensors, metadata, jobs, pool):
-    """Queues a safetensors file, whose tensors the jobs make. Returns the open file, and what to wait for before it is closed."""
+    """Queues a safetensors file, whose tensors the jobs make. Returns the open file, and what must finish before it is closed."""
     head, starts, size = header_of(tensors, metadata)
     declared = {name: (tuple(shape), dtype) for name, shape, dtype in tensors}
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -308,19 +308,19 @@ def finish_file(file, writes):
 
 
 def stored(part, device, name, shape, dtype):
-    """A tensor as the part's folder has it."""
-    # The only one that is no float counts batches, and nobody reads it.
+    """A tensor as the component's folder has it."""
+    # The only tensor that is not float counts batches, and nobody reads it.
     return {name: values(f"{part}.{name}", shape, device) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)}
 
 
 def values_of(part, config, device):
-    """Names and tensors of the part's folder, whether or not it has been written."""
+    """Names and tensors of the component's folder, whether or not it was written."""
     for name, shape, dtype in tensors_of(part, config):
         yield from stored(part, device, name, shape, dtype).items()
 
 
 def write_weights(folder, part, config, device, pool):
-    """Writes a part's weights. Returns the number of tensors and of bytes."""
+    """Writes a component's weights. Returns the number of tensors and of bytes."""
     tensors = tensors_of(part, config)
     stem, limit = FILES[part]
     shards = split(tensors, limit)
@@ -341,7 +341,7 @@ def write_weights(folder, part, config, device, pool):
 
 
 def tokenizer_of(model):
-    """The bytes of its tokenizer.json."""
+    """The bytes of the model's tokenizer.json."""
     tiny = {"tiny": tokenizer_json, "tiny-dev": tiny_mistral_json, "dev": indented_json}
     packed = ROOT / "models" / "qwen3" / "tokenizer.json.gz"
     return tiny[model]().encode() if model in tiny else gzip.decompress(packed.read_bytes())
@@ -352,7 +352,7 @@ def report(what, tensors, size, started):
 
 
 def has_bf16(part, args):
-    """Whether the part's folder has its weights."""
+    """Whether the component's folder has its weights."""
     formats = dict(transformer=args.format, text_encoder=args.encoder).get(part, ["bf16"])
     return "bf16" in formats or not args.quantized_only
 
@@ -374,7 +374,7 @@ def write_checkpoint(folder, args, device, pool):
 
 # --- Quantized files --------------------------------------------------------
 
-# Formats of the text encoder's layers, which are dealt out by the hash of their names.
+# Formats of the text encoder's layers, chosen by the hash of their names.
 ENCODERS = dict(
     fp8=["fp8"],
     # In about the proportions of the published qwen_3_8b_fp8mixed: 141 layers in FP8, 85 in NVFP4 and 26 in bf16.
@@ -383,7 +383,7 @@ ENCODERS = dict(
 )
 ENCODER_STEMS = {"tiny": "qwen_3_tiny", "4b": "qwen_3_4b", "9b": "qwen_3_8b"}
 ENCODER_STEMS |= {"tiny-dev": "mistral_3_tiny_flux2", "dev": "mistral_3_small_flux2"}
-# Of the transformer of [dev]. Those of klein are named by variant, size and format.
+# Transformer files of [dev]. klein's files are named by variant, size and format.
 DEV_FILES = {
     ("tiny-dev", "fp8"): "flux2_tiny_dev_fp8mixed",
     ("tiny-dev", "nvfp4"): "flux2-tiny-dev-nvfp4",
@@ -393,7 +393,7 @@ DEV_FILES = {
 
 
 def write_single_file(path, part, weights, amax, device, pool):
-    """Writes a file, or without a pool only says how long it is. Returns its length."""
+    """Writes a file, or without a pool only computes its length. Returns the length."""
     started = time.monotonic()
     tensors, metadata = single_file(weights, amax)
     size = header_of(tensors, metadata)[2]
@@ -419,7 +419,7 @@ def arguments_of(case):
 
 
 def calibrate(folder, args, device, weights):
-    """The largest magnitude of the input of every layer that can be quantized, over a run of the bf16 model."""
+    """The largest input magnitude of every layer that can be quantized, over a run of the bf16 model."""
     from compare_diffusers import Case, build_model, exact_arithmetic, fill, is_narrow, make_pipeline  # needs more packages
 
     started = time.monotonic()
@@ -427,7 +427,7 @@ def calibrate(folder, args, device, weights):
     models = {}
     for part, config in configs_of(args).items():
         models[part] = build_model(folder, part, device, is_narrow(folder, part))
-        # Made again, because that is faster than reading them, and the files need not be there.
+        # Made again, because that is faster than reading them, and the files may not exist.
         fill(models[part], values_of(part, config, device))
     pipe = make_pipeline(folder, models)
     amax = {weight.layer: torch.zeros((), device=device) for weight in weights if QUANTIZABLE.match(weight.name)}
@@ -446,15 +446,15 @@ def calibrate(folder, args, device, weights):
     return amax
 
 
-# The largest magnitude of a layer's inputs by its name, in multiples of the largest of a million normal values. Norms make inputs normal; scales, which
-# have the deviation 0.3 and more, then widen some channels several times. Values are normal too, and attention gives something between one of
-# them and their mean. The product of a normal value and the silu of another one is far from normal.
+# The largest magnitude of a layer's inputs by its name, in multiples of the largest of a million normal values. Norms make inputs normal.
+# Scales with a deviation of 0.3 and more then widen some channels several times. Values are normal too, and attention gives something
+# between one of them and their mean. The product of a normal value and another one's silu is far from normal.
 IMPLIED = [(r"qkv|mlp\.0|linear1", 4.0), (r"proj", 1.0), (r"mlp\.2|linear2", 5.0)]
 NORMAL = 5.0
 
 
 def implied(weights):
-    """The largest magnitude of the input of every layer that can be quantized, by what the gains make of normal values."""
+    """The largest input magnitude of every layer that can be quantized, as the gains imply for normal values."""
     layers = [weight.layer for weight in weights if QUANTIZABLE.match(weight.name)]
     return {layer: torch.tensor(NORMAL * first_match(IMPLIED, layer)) for layer in layers}
 
@@ -466,7 +466,7 @@ def write_transformers(folder, args, device, pool):
         shapes = shapes_of("transformer", args)
         weights = transformer_weights(shapes, (), "bf16")
         amax = implied(weights) if args.input_scales == "formula" else calibrate(folder, args, device, weights)
-        # The pipeline is large, and its parts refer to each other.
+        # The pipeline is large and has reference cycles.
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -474,13 +474,13 @@ def write_transformers(folder, args, device, pool):
     for format in [format for format in FORMATS if format in args.format]:
         name = DEV_FILES.get((args.model, format), f"{stem}-{args.model}-{format}")
         path = folder / f"{name}.safetensors"
-        # A tiny model keeps the layers in bf16 that the smallest published one keeps.
+        # A tiny model keeps the same layers in bf16 as the smallest published one.
         published = {"tiny": "4b", "tiny-dev": "dev"}.get(args.model, args.model)
         size, kept = PUBLISHED[published, args.variant, format]
         found = write_single_file(path, "transformer", transformer_weights(shapes, kept, format), amax, device, pool)
         if published == args.model and not args.blocks:
             assert found == size, f"the published {path.name} has {size:,} bytes"
-        # Files of klein do not tell their variant.
+        # Files of klein do not state their variant.
         arguments[format] = ["--transformer", path] + ([] if is_dev(args.model) else ["--variant", args.variant])
     return [arguments[format] for format in args.format]
 
@@ -497,7 +497,7 @@ def write_encoders(folder, args, device, pool):
 
 
 def say_lengths(args):
-    """Says how long all files would be."""
+    """Prints the lengths that all files would have."""
     for part, config in configs_of(args).items():
         if has_bf16(part, args):
             tensors = tensors_of(part, config)
@@ -509,7 +509,7 @@ def say_lengths(args):
 
 # --- Check ------------------------------------------------------------------
 
-# The modules whose outputs are shown: what adds to a residual stream or changes it, and every modulation.
+# The modules whose outputs are shown: those that change a residual stream, and every modulation.
 SHOWN = re.compile(
     r"(time_guidance_embed|\w+_stream_modulation\w*|x_embedder|context_embedder|norm_out|proj_out"
     r"|(single_)?transformer_blocks\.\d+(\.attn|\.ff|\.ff_context)?|(language_model\.)?model\.layers\.\d+(\.self_attn|\.mlp)?"
@@ -518,7 +518,7 @@ SHOWN = re.compile(
 
 
 def show_sizes(part, name, output):
-    """Prints the size of an output, and how much of it all tokens or pixels have in common."""
+    """Prints the size of an output, and the share that all tokens or pixels have in common."""
     for tensor in output if isinstance(output, tuple) else [output]:
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             spread = (2, 3) if tensor.ndim == 4 else (-2,)
@@ -527,7 +527,7 @@ def show_sizes(part, name, output):
 
 
 def check(folder, device, size):
-    """Runs one step with the real classes and prints the size of what comes out of each block."""
+    """Runs one step with the real classes and prints the size of each block's output."""
     from compare_diffusers import Case, draw_reference, exact_arithmetic, load_pipeline  # needs more packages
 
     exact_arithmetic()
@@ -559,7 +559,7 @@ def main():
     parser.add_argument("--quantized-only", action="store_true", help="no weights in bf16 of a part that is written quantized")
     scales = "of layers: measured in a run of the model, or what its gains imply"
     parser.add_argument("--input-scales", choices=("measured", "formula"), default="measured", help=scales)
-    parser.add_argument("--variant", choices=("distilled", "base"), help="of the published model of klein to follow [default: distilled]")
+    parser.add_argument("--variant", choices=("distilled", "base"), help="the published klein model to follow [default: distilled]")
     parser.add_argument("--lengths", action="store_true", help="write nothing, and say how long the files would be")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--check", action="store_true", help="then run a step and print how large activations are")
@@ -576,7 +576,7 @@ def main():
     if args.check and not all(has_bf16(part, args) for part in MODELS[args.model]):
         parser.error("--check runs the bf16 model, which --quantized-only leaves out")
     started = time.monotonic()
-    # More threads than this only wait for the same disk.
+    # More threads would only wait for the same disk.
     with ThreadPoolExecutor(8 if args.device == "cuda" else os.cpu_count()) as pool:
         write_checkpoint(args.out, args, args.device, pool)
         transformers = write_transformers(args.out, args, args.device, pool)

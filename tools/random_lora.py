@@ -6,12 +6,13 @@
     python tools/compare_diffusers.py FOLDER --lora adapter.safetensors:0.8 ...
     python tools/compare_quantized.py FOLDER --lora adapter.safetensors:0.8 ...
 
-FOLDER is what random_checkpoint.py writes; only its config is read. What the adapter adds is about SIZE times as large as the weights there. The comparisons
-take the functions below: the reference has the adapter added to its weights in fp32, or beside quantized ones.
+FOLDER is written by random_checkpoint.py; only its config is read. The adapter's delta is about SIZE times as large as the weights of
+random_checkpoint.py. The comparisons use the functions below: the reference adds the adapter to its weights in fp32, or computes it
+alongside quantized ones.
 
-The file of FLUX.2-dev-Turbo that people have has 170 layers of rank 256 under two prefixes: names of Black Forest Labs behind `diffusion_model.`, and
-for the attention of double blocks names of diffusers behind `transformer.`; MLPs of double blocks and the last modulation are not among
-them. At the real size --turbo writes a file of its length, 2,760,814,880 bytes.
+The published file of FLUX.2-dev-Turbo has 170 layers of rank 256 under two prefixes: names of Black Forest Labs behind `diffusion_model.`,
+and for the attention of double blocks names of diffusers behind `transformer.`. MLPs of double blocks and the last modulation are not in
+it. At the real size --turbo writes a file of the same length, 2,760,814,880 bytes.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def block_layers(model):
 
 
 def turbo_layers(model):
-    """Shapes of the layers that the Turbo file has, by their names there."""
+    """Shapes of the layers of the Turbo file, by their names there."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert any("guidance_embedder" in name for name in shapes), "only FLUX.2 [dev] has a guidance embedding"
     layers = {}
@@ -46,7 +47,7 @@ def turbo_layers(model):
 
 
 def diffusers_name(layer):
-    """The name in diffusers of an adapter's layer, from that in its file. Of names of Black Forest Labs only those of Turbo."""
+    """The diffusers name of an adapter's layer, from its name in the file. Supports only the Black Forest Labs names of Turbo."""
     name = layer.removeprefix("diffusion_model.")
     if name == layer:
         return layer.removeprefix("transformer.")
@@ -58,7 +59,7 @@ def diffusers_name(layer):
 
 
 def split_scale(text):
-    """The file and the strength of FILE:SCALE."""
+    """The file and the strength in FILE:SCALE."""
     path, _, scale = text.rpartition(":")
     return Path(path), float(scale)
 
@@ -80,7 +81,7 @@ def add_lora(transformer, text):
 
 
 class Beside(torch.nn.Module):
-    """A layer with the product of its adapter beside it, in the type of its input, as PEFT computes it."""
+    """A layer with its adapter's product added, in the type of its input, as PEFT computes it."""
 
     def __init__(self, layer, down, up):
         super().__init__()
@@ -91,7 +92,7 @@ class Beside(torch.nn.Module):
 
 
 def put_beside(transformer, text, device):
-    """Puts an adapter beside the layers of a model."""
+    """Adds adapter products to the layers of a model, without changing weights."""
     for name, (down, up) in factors_of(text, device).items():
         transformer.set_submodule(name, Beside(transformer.get_submodule(name), down, up))
 
@@ -114,7 +115,7 @@ def main():
     layers = turbo_layers(model) if args.turbo else {f"transformer.{name}": shape for name, shape in block_layers(model).items()}
     rank = args.rank or (TURBO_RANK if args.turbo else 32)
     for name, (rows, cols) in layers.items():
-        # The weights of random_checkpoint.py have a deviation of about one by the root of the columns.
+        # The weights of random_checkpoint.py have a deviation of about one over the root of the columns.
         down, up = draw(rank, cols) * cols**-0.5, draw(rows, rank) * (SIZE * rank**-0.5)
         tensors[f"{name}.lora_A.weight"] = down.bfloat16().cpu()
         tensors[f"{name}.lora_B.weight"] = up.bfloat16().cpu()

@@ -14,7 +14,6 @@ tests/fixtures/builtin.safetensors, F32 where not said otherwise:
 
 tests/fixtures/builtin.json:
     versions, weights (the CRC-32 of each safetensors file), and the cases: prompt, size,
-
     steps, the reference image if there is one, and the distance of the pipeline in bf16
     from fp64.
 

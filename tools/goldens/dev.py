@@ -27,7 +27,6 @@ tests/fixtures/dev.safetensors, for each case, F32 from the fp32 run where not s
     <case>.latents            [N, 128]     after the last step, still normalized
     <case>.image          U16 [H, W, 3]    round(65535 * v), v in [0, 1]
     <case>.reference.1.tokens [n, 128]     as in modes.py
-
     Only what `kept` of the case names. A case that does not keep prompt_embeds and
     prompt_rows has those of the case `embeds`.
 and
@@ -43,7 +42,6 @@ tests/fixtures/dev_turbo.safetensors:
 
 tests/fixtures/dev.json:
     versions, config, weights   as in goldens.json
-
     cases      the pipeline calls with their bf16 errors; `exact_time` has exact guidance,
                too, which the pipeline rounds to bf16 like times. The pipeline gets `sigmas`,
                and its scheduler shifts them once more. An adapter is merged into the fp32
@@ -52,7 +50,6 @@ tests/fixtures/dev.json:
     time       sigma and guidance, null for none, and the timestep that the sinusoid gets
     images     the reference image, as in modes.json
     adapter    the tensors of dev_turbo.safetensors
-
     mistakes   the effect of a single mistake on all 512 rows of the embeddings of case
                left, relative L2, to five decimals
 

@@ -4,7 +4,6 @@ Each case is a pipeline call with one or two adapter files, prompts of 64 tokens
 and one step. It is computed in two independent ways:
 
     merged      this script computes every product s * B A, or Kronecker product, in f64 and
-
                 adds it to the weights; then the plain pipeline runs
     reference   the file is written, and another program reads it:
                 diffusers     Flux2KleinPipeline.load_lora_weights, which injects

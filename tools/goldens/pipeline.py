@@ -31,7 +31,7 @@ class Case:
 
 
 def qwen_tokenizer(content):
-    """The class that the reference pipeline has, with a tokenizer.json."""
+    """The tokenizer class of the reference pipeline, with a tokenizer.json."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.json"
         path.write_bytes(content)
@@ -41,7 +41,7 @@ def qwen_tokenizer(content):
 
 
 def chat_text(tokenizer, prompt):
-    """The prompt in the template of a chat."""
+    """The prompt in the chat template."""
     messages = [dict(role="user", content=prompt)]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
 
@@ -61,18 +61,18 @@ def tiny_tokenizer():
 
 
 class Run:
-    """What a pipeline call did, and the pipeline does not return; tensors without the batch dimension."""
+    """The outputs of a pipeline call that the pipeline does not return; tensors without the batch dimension."""
 
     TENSORS = ("token_ids", "prompt_embeds", "noise", "input_ids", "inputs", "velocities", "latents", "image")
 
     def __init__(self, pipe, exact_time):
         self.token_ids = self.noise = self.latents = self.prompt_embeds = self.decoded = self.image = None
-        # Of the image tokens in step 0, in the order the transformer gets them: ids [S, 4], and the tokens [S, 128].
+        # The image tokens in step 0, in the order the transformer gets them: ids [S, 4], and the tokens [S, 128].
         self.input_ids = self.inputs = None
-        self.velocities, self.steps = [], []  # of each step: what the scheduler is given, and the latents after it
+        self.velocities, self.steps = [], []  # for each step: the scheduler's input, and the latents after it
         self.pipe = pipe
         self.scheduler_step = pipe.scheduler.step
-        # A comparison may give embeddings instead of a prompt.
+        # A comparison may pass embeddings instead of a prompt.
         encoder = [pipe.text_encoder] if pipe.text_encoder is not None else []
         self.handles = [each.register_forward_pre_hook(self.on_text_encoder, with_kwargs=True) for each in encoder]
         self.handles += [
@@ -82,7 +82,7 @@ class Run:
         pipe.scheduler.step = self.on_scheduler_step
         if exact_time:
             embed = pipe.transformer.time_guidance_embed
-            # The sinusoid is computed for the time and, where guidance is embedded, then for the guidance.
+            # The sinusoid is computed for the time and, if guidance is embedded, then for the guidance.
             self.sinusoids = itertools.cycle(["time"] if embed.guidance_embedder is None else ["time", "guidance"])
             self.handles.append(embed.time_proj.register_forward_pre_hook(self.on_sinusoid))
 
@@ -128,15 +128,15 @@ class Run:
         return self.velocities[0]
 
     def reference_tokens(self, number):
-        """The tokens of a reference image, which are numbered from 1."""
+        """The tokens of a reference image. Images are numbered from 1."""
         return self.inputs[self.input_ids[:, 0] == 10 * number]
 
     def outputs(self):
-        """What errors are told of."""
+        """The outputs whose errors are reported."""
         return {name: getattr(self, name) for name in ("prompt_embeds", "velocity", "latents", "image")}
 
     def tensors(self):
-        """What most fixtures keep."""
+        """The tensors that most fixtures keep."""
         return dict(
             token_ids=self.token_ids.to(torch.int32),
             prompt_embeds=self.prompt_embeds[::16],
@@ -165,7 +165,7 @@ class Run:
 
 
 def record(pipe, exact_time, **arguments):
-    """Runs a pipeline. Returns what it did on the way, and the image."""
+    """Runs a pipeline. Returns the recorded run, and the image."""
     run = Run(pipe, exact_time)
     names = ["latents", "prompt_embeds"]
     try:
@@ -188,7 +188,7 @@ def run_pipeline(pipe, case, exact_time=False, **arguments):
         **arguments,
     )
     run.velocities = torch.stack(run.velocities)
-    # In the dtype of the decoder, like the pipeline: in bf16 the sum is rounded.
+    # Computed in the dtype of the decoder, like the pipeline: in bf16 the sum is rounded.
     run.image = (run.decoded * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0).float()
     # A deliberate mistake may give NaN.
     same = np.array_equal(run.image.numpy(), returned, equal_nan=True)

@@ -1,30 +1,28 @@
 """tests/fixtures/quantized.*: the tiny model of klein with FP8 and NVFP4 weights.
 
-The pipeline is diffusers'; the quantized layers follow ComfyUI's arithmetic, described below: codes, scales and expanded weights
-are computed in tools/quantized.py, which the other tools share, and the products here.
+The pipeline is diffusers'; the quantized layers follow ComfyUI's arithmetic, described below. tools/quantized.py, which the
+other tools share, computes codes, scales and expanded weights. This module computes the products.
 
-Models. A layer is a tensor of the original (BFL) layout, so that q, k and v of a double
-block are one tensor with one scale. Quantized are the linear layers of the double and
-single blocks; in `mixed` also those of the text encoder. Everything else is bf16.
+Models. A layer is a tensor of the original (BFL) layout, so that q, k and v of a double block are one tensor with one scale. The
+linear layers of the double and single blocks are quantized, in `mixed` also the text encoder's. Everything else is bf16.
 
     model         transformer   activations                      text encoder
     fp8           file fp8      FP8, static scale                bf16
     nvfp4         file nvfp4    NVFP4, static tensor scale,      bf16
                                 block scales of each call
-    nvfp4_w4a16   file nvfp4    as they are                      bf16
-    mixed         file fp8      FP8, static scale; those of      file fp8mixed: FP8, NVFP4
-                                the text encoder as they are     or bf16, layer by layer
+    nvfp4_w4a16   file nvfp4    plain                            bf16
+    mixed         file fp8      FP8, static scale; plain in      file fp8mixed: FP8, NVFP4
+                                the text encoder                 or bf16, layer by layer
 
 tests/fixtures/quantized.safetensors, F32 where not said otherwise. For <run> =
-<model>.<case>.wide and <model>.<case>.quantized, where the cases are those of goldens.json:
+<model>.<case>.wide and <model>.<case>.quantized, with the cases of goldens.json:
     <run>.prompt_embeds  [32, 384]            every 16th of the 512 rows; only of mixed, and
                                               only in `wide`: both runs have the same
     <run>.velocity       [ceil(N / 3), 128]   step 0: tokens 0, 3, 6, ...
     <run>.latents        [ceil(N / 3), 128]   after the last step: the same tokens
     <run>.image      U16 [ceil(H / 7), W, 3]  round(65535 * v): pixel rows 0, 7, 14, ...
-`wide` is the model with expanded weights, all in fp32: no weight is rounded to bf16 and
-no activation is quantized. `quantized` is in fp32 too, but for the activations that the
-model quantizes; nvfp4_w4a16 has no such run, and its `wide` is that of nvfp4.
+`wide` is the model with expanded weights, all in fp32: no weight is rounded to bf16 and no activation is quantized. `quantized`
+is in fp32 too, except for the activations that the model quantizes. nvfp4_w4a16 has no such run, and its `wide` equals nvfp4's.
     linear.<file>.<layer>  [8, ceil(rows / 16)]  columns 0, 16, 32, ... of the product of one
                                               layer of fp8 or nvfp4 with the input below,
                                               which it quantizes; not rounded to bf16
@@ -34,15 +32,15 @@ tests/fixtures/quantized.json, scales as the bits of an f32:
     layers    for each file its linear layers: the format, the tensor scale (`weight_scale`
               of FP8, `weight_scale_2` of NVFP4) and, in the transformers, `input_scale`
     samples   for some of these layers the shape of `weight` and the FNV-1a 64 of the bytes of
-              `weight` and, if NVFP4, of `weight_scale`, both as in the file; for those in
+              `weight` and, if NVFP4, of `weight_scale`, both as in the file; for layers in
               `linear` also of the codes of the input, [8, K] or [8, K / 2], and of its block
-              scales, in tiles like those of a weight of 8 rows
+              scales, in the tiles of a weight of 8 rows
     cases     <model>.<case> with the bf16 errors over what is stored:
                   wide.<stage>, quantized.<stage>  the model as ComfyUI runs it in bf16,
                       against `wide` and against `quantized`
                   expanded.<stage>  the model with expanded weights, rounded to bf16, and
-                      activations as they are, against `wide`: how ComfyUI runs it where the
-                      GPU has no product for the format. For nvfp4_w4a16 that is wide.<stage>.
+                      plain activations, against `wide`: how ComfyUI runs it if the GPU
+                      has no product for the format. For nvfp4_w4a16 that is wide.<stage>.
 
 Formulas. All in f32 unless a rounding is named; e4m3 and e2m1 round to nearest, ties to
 even. Weights are read from the bytes of the file, as a program would.
@@ -61,15 +59,13 @@ even. Weights are read from the bytes of the file, as a program would.
              product           qx and bx of x like codes and b of w, with t for g,
                                y = sum((qx * bx) * (code * b)) * (t * g), rounded likewise
 
-The sums are in f64, rounded to f32. h is fnv1a(name of the scale tensor) mod 3, the name
-being <layer>.weight_scale, <layer>.weight_scale_2 or <layer>.input_scale: all tiny weights
-of one fan-in have the same maximum, and without h the scale of another layer would be right
-nearly everywhere. Head room costs neither format anything. fnv1a(layer) mod 3 is the format
-of an encoder layer: 0 FP8, 1 NVFP4, 2 bf16. amax(x) is the largest magnitude of a layer's
-input in the fp32 runs of all cases of goldens.json, rounded to bf16. An NVFP4 byte holds
-two codes, that of the even column in the high nibble. Block scales are stored in tiles of
-128 rows x 4 blocks, with zeros where a tile is not full: with T tiles side by side, the
-scale of row r and block c is at (integer divisions)
+The sums are in f64, rounded to f32. h is fnv1a(name of the scale tensor) mod 3, with the name <layer>.weight_scale,
+<layer>.weight_scale_2 or <layer>.input_scale. All tiny weights of one fan-in have the same maximum, so without h the scale of
+another layer would be right nearly everywhere. Head room costs neither format anything. fnv1a(layer) mod 3 is the format of an
+encoder layer: 0 FP8, 1 NVFP4, 2 bf16. amax(x) is the largest magnitude of a layer's input in the fp32 runs of all cases of
+goldens.json, rounded to bf16. An NVFP4 byte holds two codes, with the even column in the high nibble. Block scales are stored in
+tiles of 128 rows x 4 blocks, with zeros where a tile is not full. With T tiles side by side, the scale of row r and block c is
+at (integer divisions)
 
     ((r / 128) * T + c / 4) * 512 + (r mod 32) * 16 + (r mod 128) / 32 * 4 + c mod 4.
 
@@ -77,15 +73,13 @@ Input of `linear`. (2k - 255) / 256 * 16^(row - 4), exact in bf16, with k for th
 "linear.<layer>", shape [8, K]: the first rows come near to or fall below the smallest code,
 the last ones are beyond the largest, and some values are ties. Compare row by row.
 
-What `quantized` can tell. A code that flips makes others flip in the layers behind it, so
-that another order of a sum moves this run as far as bf16 does, or as another input scale,
-or none: --check allows it 1.25 bf16 errors. The sharp comparisons are `wide`, for all that
-is read from a file, and `linear`, for the quantization of activations. That a pipeline
-quantizes its activations at all shows in its error against `wide`, which is then several
-times that of expanded weights.
+The limits of `quantized`. A code that flips makes others flip in later layers. Another order of a sum therefore moves this run
+as far as bf16 does, or as another input scale, or none, and --check allows 1.25 bf16 errors. The precise comparisons are `wide`,
+for everything that is read from a file, and `linear`, for the quantization of activations. The error against `wide` shows
+whether a pipeline quantizes its activations at all: it is then several times the error of expanded weights.
 
-The report ends with deliberate mistakes and how far they move an output, in units of its
-bf16 error with exact times: a pipeline run or, where marked, only `linear` notices each.
+The report ends with deliberate mistakes and how far they move an output, in units of its bf16 error with exact times. A pipeline
+run or, where marked, only `linear` notices each.
 """
 
 import contextlib
@@ -144,7 +138,7 @@ def bytes_of(tensor):
 
 
 def check_formats():
-    """The formats against numbers known from their definition."""
+    """Checks the formats with numbers known from their definition."""
     for code in range(256):
         exponent, mantissa = code >> 3 & 15, code & 7
         value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
@@ -152,7 +146,7 @@ def check_formats():
             value = torch.tensor([-value if code & 128 else value])
             assert torch.equal(torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).float(), value)
             assert bytes_of(e4m3(value)) == bytes([code])
-    # The largest value, what saturates, both zeros, ties, and the ends of the subnormal range.
+    # The largest value, saturated values, both zeros, ties, and the ends of the subnormal range.
     values = [448, 449, 464, 1e6, -464, 0.0, -0.0, 1.0625, 1.1875, 1.3125, 248, 432, 2**-10, 3 * 2**-10, 15 * 2**-10]
     expected = "7e 7e 7e 7e fe 00 80 38 3a 3a 78 7e 00 02 08"
     assert bytes_of(e4m3(torch.tensor(values))) == bytes.fromhex(expected)
@@ -183,13 +177,13 @@ def head_room(name):
 
 
 def input_scale_for(layer, input_amax, scale_of):
-    """None where activations are never quantized."""
+    """The input scale of a layer; None if its activations are never quantized."""
     return None if input_amax is None else scale_of(input_amax) * head_room(f"{layer}.input_scale")
 
 
 @dataclass(frozen=True)
 class Fp8Layer:
-    """A layer as the file holds it, and what it computes."""
+    """An FP8 layer as the file holds it, and its product."""
 
     scale_of = staticmethod(fp8_scale)
     weight: torch.Tensor  # e4m3, [rows, K]
@@ -220,7 +214,7 @@ class Fp8Layer:
 
 @dataclass(frozen=True)
 class Nvfp4Layer:
-    """The same for NVFP4."""
+    """An NVFP4 layer as the file holds it, and its product."""
 
     scale_of = staticmethod(nvfp4_scale)
     weight: torch.Tensor  # bytes, [rows, K / 2]
@@ -270,7 +264,7 @@ def f32_bits(value):
 
 
 def transformer_layers():
-    """The quantized layers and the modules of diffusers that hold their rows."""
+    """The quantized layers, and the diffusers modules that hold their rows."""
     blocks = {name: place for name, place in bfl_places().items() if "_blocks." in name}
     return {name: [weight.removesuffix(".weight") for weight, _, _ in place] for name, place in blocks.items()}
 
@@ -303,7 +297,7 @@ def build_file(components, name, input_amax):
 
 
 def check_mixture(file):
-    """What a program may fuse is of different formats, and each kind of layer takes each format, where it matters."""
+    """Checks that layers a program may fuse differ in format, and that each kind of layer takes each format where it matters."""
     formats = {layer: stored and type(stored) for layer, stored in file.items()}
     for parts in ENCODER_GROUPS:
         groups = [[formats[f"model.layers.{n}.{part}"] for part in parts] for n in range(9)]
@@ -317,7 +311,7 @@ def check_mixture(file):
 
 
 class QuantizedLinear(torch.nn.Module):
-    """In place of a linear layer: rows of a layer of the file."""
+    """Replaces a linear layer by rows of a layer of the file."""
 
     def __init__(self, layer, rows):
         super().__init__()
@@ -330,7 +324,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def install(components, files):
-    """Put the layers of the files into the models."""
+    """Puts the layers of the files into the models."""
     for name, layers in files.items():
         part, modules_of, _ = FILES[name]
         for layer, stored in layers.items():
@@ -344,7 +338,7 @@ def install(components, files):
 
 
 def quantize_activations(model, quantizes):
-    """Whether a model's quantized layers take quantized inputs from now on, where the file has a scale for them."""
+    """Sets whether a model's quantized layers quantize their inputs, where the file has a scale for them."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             module.quantizes_activations = quantizes
@@ -374,7 +368,7 @@ def calibrate(components):
 
 
 def stages(model, run):
-    """What is kept of a run, as floats."""
+    """The stored stages of a run, as floats."""
     embeds = dict(prompt_embeds=run.prompt_embeds[::16]) if model.text_encoder else {}
     return embeds | dict(velocity=run.velocity[::3], latents=run.latents[::3], image=run.image[::7])
 
@@ -385,7 +379,7 @@ def files_of(model, files):
 
 @dataclass
 class Result:
-    """Stages of the runs of one model and case, and the errors of those in bf16 for each of ERROR_KINDS."""
+    """Stages of the runs of one model and case, and their bf16 errors for each of ERROR_KINDS."""
 
     truths: dict
     errors: list
@@ -428,7 +422,7 @@ LINEAR_ROWS = 8
 
 
 def linear_input(layer, columns):
-    """Rows of very different size, exact in bf16: the last are beyond every input scale, the first underflow."""
+    """Rows of very different size, exact in bf16. The last rows exceed every input scale, the first underflow."""
     return hashed(f"linear.{layer}", LINEAR_ROWS, columns) * (16.0 ** (torch.arange(LINEAR_ROWS) - 4))[:, None]
 
 
@@ -443,7 +437,7 @@ def run_linears(layers, names):
 
 
 def row_relative_l2(values, references):
-    """Over all layers, with every row of the references scaled to the same size; rows of zeros have no part in it."""
+    """The error over all layers, with all reference rows scaled to the same size. Zero rows are left out."""
     pairs = [(values[name], reference, reference.norm(dim=1)) for name, reference in references.items()]
     scaled = [((value / size[:, None])[size > 0], (y / size[:, None])[size > 0]) for value, y, size in pairs]
     return relative_l2(*(torch.cat([pair[i].flatten() for pair in scaled]) for i in range(2)))
@@ -459,7 +453,7 @@ class Mistake:
     model: str
     what: str
     run: str
-    # Of a layer, given its name and all layers of the file; and of the program.
+    # Changes a layer, given its name and all layers of the file.
     change: Callable = lambda _name, layer, _layers: layer
     patch: Callable = contextlib.nullcontext
     stage: str = "velocity"
@@ -479,7 +473,7 @@ def scale_divided(_name, layer, _layers):
 
 
 def input_scale_divided(_name, layer, _layers):
-    """Not in the codes but in the product, where the tensor scale has the same place."""
+    """Divides by input_scale in the product instead of multiplying, through the tensor scale; the codes stay right."""
     return with_scale(layer, getattr(layer, tensor_scale(layer)) / layer.input_scale**2)
 
 
@@ -501,7 +495,7 @@ def input_scales_exchanged_in_product(name, layer, layers):
 
 
 def first_scale_of_group(name, layer, layers):
-    """The scale of the first part of the same format, of what a program may fuse."""
+    """The scale of the first layer of the same format among those that a program may fuse."""
     for group in ENCODER_GROUPS:
         for part in group:
             if name.endswith(part):
@@ -584,7 +578,7 @@ def mistakes():
 
 
 def sensitivity(base, files, results, linears):
-    """(mistake, how far it moves the stage of its run, that in units of the bf16 error, the same of single layers)."""
+    """(mistake, how far it moves the stage of its run, that in bf16 errors, and the same for single layers)."""
     moves = []
     for mistake in mistakes():
         model = next(model for model in MODELS if model.name == mistake.model)
@@ -615,7 +609,7 @@ def sensitivity(base, files, results, linears):
 def format_sensitivity(moves):
     lines = ["", f"{'mistake':<48} run        stage          moves     bf16 errors  of single layers"]
     for mistake, moved, ratio, single in moves:
-        # A ratio that is no number is that of an output which is none.
+        # A NaN ratio comes from an output that is NaN.
         seen = not ratio <= 3
         assert seen == mistake.noticed, f"{mistake.model}: {mistake.what}: {ratio:.1f} bf16 errors"
         if mistake.what == LAST_BIT:
@@ -662,7 +656,7 @@ def check_result(name, result):
 
 
 def stored_stages(truths):
-    """By name, what the file holds of the runs of one model and case."""
+    """The tensors that the fixture stores for the runs of one model and case, by name."""
     tensors = {f"{kind}.{stage}": tensor for kind, truth in truths.items() for stage, tensor in truth.items()}
     embeds = tensors.pop("quantized.prompt_embeds", None)
     assert embeds is None or torch.equal(embeds, tensors["wide.prompt_embeds"]), "the text encoder is not the same"
@@ -703,7 +697,7 @@ def compute():
 
 
 def noise(summary):
-    """A code that flips moves `quantized` about as far as bf16 does, see above; as for bf16, its size must agree."""
+    """How far `quantized` may move: a flipped code moves it about as far as bf16 does, see above. Its size must agree."""
     return {
         f"{case['name']}.{key}": 1.25 * error
         for case in summary["cases"]

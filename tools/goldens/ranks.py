@@ -2,15 +2,15 @@
 
 The text encoder of FLUX.2 [dev] reads these tokens. They are the first 130,072 of the file
 `tekken_240911.json` in mistral-common 1.13.0 (Apache-2.0); the other ids, 0 to 999, are
-special tokens, whose names src/tokenizer/mistral.rs has. A merge has the rank of the token
-that it makes, so no table of merges is needed.
+special tokens, whose names src/tokenizer/mistral.rs has. A merge has the rank of its result, so the file needs no
+table of merges.
 
     pip install --no-deps mistral-common==1.13.0
     python tools/goldens ranks                  # write the file
-    python tools/goldens ranks --wheel FILE     # with the package as it was downloaded
+    python tools/goldens ranks --wheel FILE     # with the downloaded package
 
-models/mistral/ranks.gz, unpacked: per token, in the order of ranks, one byte that says how
-many bytes it has, and these bytes. The ranks from 0 to 255 are the single bytes in order.
+models/mistral/ranks.gz, unpacked: per token, in the order of ranks, one byte with the token's length, and its
+bytes. The ranks from 0 to 255 are the single bytes in order.
 """
 
 import base64
@@ -37,7 +37,7 @@ FNV1A = 0x2C6C6AAB01A53198
 
 
 def source(wheel):
-    """The JSON of the vocabulary: out of a downloaded wheel, or of the installed package."""
+    """The JSON of the vocabulary, from a downloaded wheel or the installed package."""
     if wheel:
         with zipfile.ZipFile(wheel) as archive:
             return archive.read(f"mistral_common/{SOURCE}")
@@ -47,7 +47,7 @@ def source(wheel):
 
 
 def ranks(text):
-    """The tokens as the file has them, after checking that they are the expected ones."""
+    """The tokens in the file's form, after checking that they are the expected ones."""
     tokens = json.loads(text)["vocab"][:COUNT]
     out = bytearray()
     for rank, token in enumerate(tokens):

@@ -1,13 +1,13 @@
 """tests/fixtures/references* and layouts.safetensors: reference images.
 
-Pillow and the image processor of the diffusers FLUX.2 [klein] pipeline say what the right pixels are.
+Pillow and the image processor of the diffusers FLUX.2 [klein] pipeline define the right pixels.
 
 tests/fixtures/references/
     Small PNG and JPEG files of many kinds.
 
 tests/fixtures/references.json
     lanczos   sizes before and after, and the FNV-1a 64 of the resized RGB bytes
-    prepared  sizes, and the FNV-1a 64 of the pixels and f32 values the VAE is given
+    prepared  sizes, and the FNV-1a 64 of the pixels and f32 values that the VAE gets
     images    the files above: upright size, and for PNG the FNV-1a 64 of the RGB bytes
 
 tests/fixtures/references.safetensors
@@ -22,8 +22,8 @@ Sources of `lanczos` and `prepared`. Byte i of an image with seed s is the top b
 splitmix64's output for the state s + (i + 1) * GAMMA; for an odd seed only its top bit
 counts and the byte is 0 or 255, which makes the filter overshoot.
 
-One expectation is not Pillow's: of 16-bit gray the upper byte is kept, as Pillow does
-with 16-bit color, while its conversion of gray to RGB clips at 255.
+One expectation is not Pillow's: 16-bit gray keeps the upper byte, as Pillow does with 16-bit color, while Pillow's
+conversion of gray to RGB clips at 255.
 """
 
 import io
@@ -45,7 +45,7 @@ from goldens.values import splitmix_bytes
 
 
 def hashed_image(seed, width, height):
-    """The RGB image that the tests make from the same seed."""
+    """The RGB image that the tests make from this seed."""
     top = splitmix_bytes(seed, width * height * 3).astype(np.uint8)
     if seed % 2:
         top = np.where(top >= 128, np.uint8(255), np.uint8(0))
@@ -71,7 +71,7 @@ def lanczos_cases():
             step = (step * 1103515245 + 12345) % 2**31
             sides.append(1 + (step >> 8) % limit)
         a, b = sides[:2], sides[2:]
-        # Two of three shrink, which is all the pipeline ever does.
+        # Two of three shrink, the only direction in which the pipeline resizes.
         if len(sizes) % 3:
             a, b = [max(p) for p in zip(a, b)], [min(p) for p in zip(a, b)]
         sizes.append((tuple(a), tuple(b)))
@@ -90,7 +90,7 @@ PREPARED = [(605, 807), (1500, 1000), (1025, 1024), (1024, 1024), (64, 512), (79
 
 
 def prepare(image):
-    """The steps of Flux2KleinPipeline.__call__ on one image: pixels and values, rows of RGB."""
+    """Repeats the steps of Flux2KleinPipeline.__call__ on one image: pixels and values, rows of RGB."""
     processor = Flux2ImageProcessor(vae_scale_factor=16)
     processor.check_image_input(image)
     if image.width * image.height > 1024 * 1024:
@@ -138,7 +138,7 @@ def eight_bit(channels):
 
 
 def sixteen_bit(channels):
-    """The same with a lower byte that rounding would not lose."""
+    """The soft image with a lower byte that rounding would not lose."""
     upper = eight_bit(channels).astype(np.uint16)
     return upper << 8 | 255 - upper
 
@@ -153,7 +153,7 @@ ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (
 
 
 def written_png(samples, color, interlaced=False, extra=()):
-    """A PNG of the kinds Pillow does not write. `samples` is uint8 or uint16, [height, width, channels]."""
+    """A PNG of a kind that Pillow does not write. `samples` is uint8 or uint16, [height, width, channels]."""
 
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -192,7 +192,7 @@ def jpeg_files():
         "rgb": saved(rgb, "JPEG", quality=85, keep_rgb=True),
         "grey": saved(grey, "JPEG", quality=90),
         "cmyk": cmyk,
-        # Same data, declared as luma, chroma and black: odd colors, right file.
+        # The same data, declared as luma, chroma and black: odd colors, but a valid file.
         "ycck": cmyk[: adobe + 11] + b"\x02" + cmyk[adobe + 12 :],
         "xmp_orientation_8": saved(gray, "JPEG", quality=90, xmp=b'<x:xmpmeta tiff:Orientation="8"/>'),
     }

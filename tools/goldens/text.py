@@ -11,8 +11,8 @@ SPLIT_PATTERN = (
 # Up to three numerals together.
 MISTRAL_PATTERN = SPLIT_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
-# Qwen3's added tokens in the order of their ids. The second group is matched in
-# the text just the same but does not carry the "special" flag.
+# Qwen3's added tokens in the order of their ids. The tokenizer also matches the second group in the text, but it lacks the
+# "special" flag.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
     "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
@@ -23,7 +23,7 @@ PLAIN_ADDED_TOKENS = (
     "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
 )  # fmt: skip
 
-# Mistral's: the ids from 0 to 999.
+# Mistral's special tokens have the ids from 0 to 999.
 MISTRAL_NAMED = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
@@ -32,7 +32,7 @@ MISTRAL_NAMED = (
 MISTRAL_TOKENS = (*MISTRAL_NAMED, *(f"<SPECIAL_{i}>" for i in range(len(MISTRAL_NAMED), 1000)))
 MISTRAL_ROLES = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
 
-# What Qwen3's template yields for one user message with thinking disabled.
+# Qwen3's template for one user message with thinking disabled.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
     "{% endif %}"
 )
 
-# What Mistral's template yields for a system text and one user message.
+# Mistral's template for a system text and one user message.
 MISTRAL_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -101,7 +101,7 @@ def tokenizer_json():
 
 
 def mistral_content(tokens, merges=()):
-    """Qwen's tokenizer with Mistral's special tokens before these, and no normalizer."""
+    """Qwen's tokenizer with Mistral's special tokens, then these tokens, and no normalizer."""
     content = tokenizer_content()
     content["added_tokens"] = [dict(id=i, content=token, **FLAGS, special=True) for i, token in enumerate(MISTRAL_TOKENS)]
     content["normalizer"] = None

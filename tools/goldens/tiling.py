@@ -25,7 +25,7 @@ from goldens.model import VAE, fill, latent_statistics
 from goldens.values import PACKAGES, Recording, hashed, hashed_blocks, relative_l2, to_u16
 
 TILE = 64
-# Far above what the order of sums may move a result by.
+# Far above the effect of the order of sums.
 NOTICED = 1e-3
 
 
@@ -39,9 +39,9 @@ class Case:
 CASES = (
     # Three columns of tiles and two rows, of several sizes.
     Case("several", 144, 80),
-    # The last column has nothing but what the one before has as well; the image is as high as a tile, and has two rows of them.
+    # The last column lies entirely in the one before; the image is as high as a tile, and has two rows of tiles.
     Case("narrow", 112, 64),
-    # As large as a tile: there are none.
+    # As large as a tile, so it is not tiled.
     Case("one", 64, 64),
 )
 
@@ -74,7 +74,7 @@ def run_all(vae):
 
 
 def copying(blend):
-    """What is blended into does not change, so that neighbors find it as it was decoded."""
+    """Leaves the blended tile unchanged, so that its neighbors blend with it as it was decoded."""
     return lambda _self, a, b, extent: blend(_self, a, b.clone(), extent)
 
 

@@ -1,12 +1,11 @@
 """tests/fixtures/tokens_mistral.json: ids of prompts in the format of FLUX.2 [dev].
 
-A `tokenizer.json` is built from models/mistral/ranks.gz as the converter of transformers builds
-the published one, merges and all, and the library `tokenizers` encodes with it. kiln's own
-encoder reads neither. Needs tokenizers of tools/requirements.txt and nothing else.
+A `tokenizer.json` is built from models/mistral/ranks.gz, including merges, as the converter of transformers builds the published one.
+The library `tokenizers` encodes with it. kiln's own encoder reads neither. Needs only tokenizers of tools/requirements.txt.
 
 tests/fixtures/tokens_mistral.json:
     versions    of the packages
-    cases       prompt, its ids without padding and without those of the template; of a long one
+    cases       prompt, its ids without padding and without the template's ids; a long one has
                 `piece` and `times`, their number and the FNV-1a 64 of all as little-endian uint32
 """
 
@@ -31,27 +30,27 @@ PROMPTS = [
     "".join(MISTRAL_NAMED),
     " ".join(reversed(MISTRAL_NAMED)),
     "<SPECIAL_20><SPECIAL_999> <SPECIAL_99>",
-    # Almost a token.
+    # Text that resembles a token.
     "<SPECIAL_19><SPECIAL_1000><SPECIAL_020><SPECIAL_+20><SPECIAL_><special_20><SPECIAL_ 20>",
     "[inst] [ INST] [INST [[INST]] <<s>> <s [/INST/] [[/INST] [IM[IMG]G] [IMG[IMG]] [IMG_[IMG]END]",
     "<\u200bs> \uff1cs\uff1e <s>\u0301 [",
-    # What the split pattern is about.
+    # Text for the split pattern.
     *SPACES,
     "it's IT'S I'Ll they'VE 'd' \u017ft '\u017f \u2019s",
     "1234567890 \u0661\u0662\u0663 \u2460\u2461\u2462\u2463 \u00bd 12\u00b2",
     *SCRIPTS,
     "path.\n/next, camelCaseWords HTTPServer",
-    # Runs, where pairs that make the same token overlap.
+    # Runs, in which pairs that make the same token overlap.
     *[piece * 61 for piece in ("a", "-", "=", "ab", "xx.", "\u3042", " ", "\t", "\u0e2d", "ha", "\u200b")],
 ]
 
-# Each is repeated.
+# Each of these is repeated.
 LONG = [
     "a", " ", "7", "\u0301", "<s>", "[INST", "[", "\U0001f980", "\u4e2d", "x ", "\r\n", " \n", "'s", "\0", "a.", "-",
     "The quick brown fox jumps over 13 lazy dogs. ", "    x", "e\u0301", "abcdefghijklmnopqrstuvwxyz",
 ]  # fmt: skip
 
-# Drawn from with a fixed seed: text of all scripts, and runs of what repeats.
+# Pieces that are drawn with a fixed seed: text of all scripts, and runs of repeated characters.
 PIECES = [
     "fox", " the", "Snow", "7", "42", "'s", "<s>", "[INST]", "[/", "<SPECIAL_", "]", ">", "\n", "\r\n", " ", "   ", "\t", ".",
     "--", "\u0301", "\u200d", "\u4e2d\u6587", "\u0928\u094d", "\u0e01\u0e34", "\u0645\u064e", "\uac00", "\U0001f980", "aaaa", "\u00df",

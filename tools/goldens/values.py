@@ -73,13 +73,13 @@ def as_arrays(prefix, tensors):
 
 @dataclass(kw_only=True)
 class Golden(Files):
-    """The tensors `name`.safetensors with a summary `name`.json, besides files that have the same content everywhere."""
+    """The tensors `name`.safetensors and a summary `name`.json, in addition to files with the same content everywhere."""
 
     name: str
     tensors: dict
     summary: dict
     contents: dict = None
-    # Of a stored summary: the tensors that depend on the order of sums, and how far they may move.
+    # The tensors of a stored summary that depend on the order of sums, and how far they may move.
     noise: Callable = lambda _summary: {}
 
     def __post_init__(self):
@@ -107,7 +107,7 @@ class Recording:
         self.lines = [f"{'case':<20} {'output':<25} {'rms':>7}  {'bf16':<8}  bf16 with exact times"]
 
     def add(self, case, kept, outputs, *runs, kinds=ERROR_KINDS):
-        """A case with the tensors that are kept, all outputs of its exact run, and the outputs of runs in bf16. Returns the errors."""
+        """Adds a case: its kept tensors, all outputs of its exact run, and the outputs of its bf16 runs. Returns the errors."""
         errors = [error_report(run, outputs) for run in runs]
         self.tensors.update(as_arrays(case["name"], kept))
         self.cases.append(case | dict(zip(kinds, errors)))
@@ -160,8 +160,7 @@ def take_errors(summary):
 def compare_summaries(old, new, label):
     old_errors, new_errors = take_errors(old), take_errors(new)
     problems = [f"{key} differs in {label}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    # These measure rounding noise, which depends on the bf16 kernels of the
-    # processor at hand: only their size is a property of the model.
+    # These errors measure rounding noise, which depends on the processor's bf16 kernels. Only their size is a property of the model.
     for name in sorted(old_errors.keys() | new_errors.keys()):
         was, now = old_errors.get(name, 0.0), new_errors.get(name, 0.0)
         if not math.isclose(now, was, rel_tol=0.25):
