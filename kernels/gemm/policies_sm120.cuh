@@ -130,7 +130,7 @@ struct WarpMmaNvfp4 : WarpMma {
   static constexpr int kElementBits = 4, kInstructionK = 64;
 
   // Sixteen bytes of a scale tile have a word, of four blocks, for each of the rows r, r + 32, r + 64 and r + 96. mma_nvf4 takes the scales
-  // of sixteen rows of A from the lanes that kA selects, and those of eight columns from the lanes that kB selects. With r = 8 (lane % 4) +
+  // of sixteen rows of A from the lanes that kA selects, and of eight columns from the lanes that kB selects. With r = 8 (lane % 4) +
   // lane / 4 a lane loads what it supplies to one fragment in two of A, and to one in four of B.
   template <class Config>
   struct Scales {

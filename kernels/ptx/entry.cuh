@@ -2,8 +2,8 @@
 // the kernels to nvcc: tests/emulated has a second body for each and runs the same sources on the CPU.
 #pragma once
 
-// Every entry point takes one struct by value. The remaining arguments are those of __launch_bounds__: the threads of a CTA and, where
-// the compiler would otherwise spill to raise occupancy, the number of resident CTAs per SM that is enough.
+// Every entry point takes one struct by value. The remaining arguments go to __launch_bounds__: the threads of a CTA and, where the
+// compiler would otherwise spill to raise occupancy, the number of resident CTAs per SM that is enough.
 #define KL_ENTRY(name, Params, ...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__) name(const __grid_constant__ Params p)
 
 // An entry point of a template: a CTA has the threads and the bytes of dynamic shared memory that Config computes, which the host computes
