@@ -123,7 +123,7 @@ class Layers:
         names = {name: format for format, name in FORMATS.items()}
         for layer, settings in self.settings.items():
             expect(settings.get("format") in names, f"{layer} has the format {settings.get('format')!r}")
-            expect(set(settings) == {"format"}, f"{layer} has settings besides its format")
+            expect(set(settings) == {"format"}, f"{layer} has other settings than its format")
         return {layer: names[settings["format"]] for layer, settings in self.settings.items()}
 
 

@@ -360,7 +360,7 @@ def compare(case, exact, rounded, timed, kiln):
 
 
 def free(device):
-    """Frees memory, also that of models with reference cycles."""
+    """Frees memory, including models with reference cycles."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

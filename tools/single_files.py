@@ -1,8 +1,8 @@
-"""The quantized single files that people have: which tensors they hold, under which names and in which order.
+"""The published quantized single files: their tensors, names and order.
 
-The transformer as Black Forest Labs publish it: names of their own, the quantized layers listed in the header's metadata, and an
-input_scale for each of them; that of [dev] in FP8 is Comfy-Org's, in the same way. The text encoder as ComfyUI has it: names of transformers, a
-comfy_quant tensor for each quantized layer, and no input_scale, because its activations are never quantized.
+The transformer has the form that Black Forest Labs publish: their own names, the quantized layers listed in the header's metadata, and an
+input_scale for each of them. The FP8 file of [dev] is Comfy-Org's, in the same form. The text encoder has ComfyUI's form: names of
+transformers, a comfy_quant tensor for each quantized layer, and no input_scale, because its activations are never quantized.
 """
 
 import itertools
@@ -25,12 +25,12 @@ DTYPES = {
 
 # The tensor with the settings of a layer, in files for ComfyUI.
 SETTINGS = "comfy_quant"
-# What files call the formats.
+# The formats' names in files.
 FORMATS = dict(fp8="float8_e4m3fn", nvfp4="nvfp4")
 TENSOR_SCALES = dict(fp8=fp8_scale, nvfp4=nvfp4_scale)
 
-# Which layers of blocks the published transformers keep in bf16: some of the first double block's attention, and of [dev] the attention
-# of all double blocks, or its text half.
+# Layers of blocks that the published transformers keep in bf16: some of the first double block's attention, and in [dev] the attention of
+# all double blocks, or its text half.
 PROJ, QKV = r"double_blocks\.0\.\w+_attn\.proj", r"double_blocks\.0\.\w+_attn\.qkv"
 ATTENTION, TEXT_ATTENTION = r"double_blocks\.\d+\.\w+_attn\.(qkv|proj)", r"double_blocks\.\d+\.txt_attn\.(qkv|proj)"
 
@@ -48,7 +48,7 @@ PUBLISHED = {
     ("dev", "dev", "nvfp4"): (21_035_602_376, (TEXT_ATTENTION,)),
 }
 
-# Tensors of the transformer by their names in the published single files, and those of diffusers whose rows they stack.
+# Tensors of the transformer by their names in the published single files, with the diffusers tensors whose rows they stack.
 OUTSIDE = {
     "img_in.weight": ["x_embedder.weight"],
     "txt_in.weight": ["context_embedder.weight"],
@@ -89,15 +89,15 @@ BLOCKS = (
     ("double_blocks", "transformer_blocks", DOUBLE_BLOCK),
     ("single_blocks", "single_transformer_blocks", SINGLE_BLOCK),
 )
-# Its rows are (shift, scale) in single files and (scale, shift) in diffusers.
+# The rows are (shift, scale) in single files and (scale, shift) in diffusers.
 SWAPPED = "final_layer.adaLN_modulation.1.weight"
-# The weights that some published file has quantized.
+# The weights that some published file quantizes.
 QUANTIZABLE = re.compile(r"(double|single)_blocks\..*\.weight$")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a single file, with the tensors of the part's folder that it is made of."""
+    """A weight of a single file, with the tensors of the component's folder that it consists of."""
 
     name: str
     sources: dict  # name to shape
@@ -123,7 +123,7 @@ class Weight:
         return dict(zip(self.sources, pieces))
 
     def tensors(self, values, input_amax):
-        """What the file has of it. A layer of the text encoder has no `input_amax`, and is marked by a tensor instead."""
+        """The file's tensors of this weight. A layer of the text encoder has no `input_amax`, but a tensor that marks it."""
         if self.format == "bf16":
             return {self.name: values}
         scale_of = TENSOR_SCALES[self.format]
@@ -142,7 +142,7 @@ class Weight:
 
 
 def transformer_tables(shapes):
-    """Names of all tensors in single files, each with those in diffusers, of a transformer that has tensors of these shapes there."""
+    """Names of all tensors in single files, each with its diffusers names, for a transformer whose diffusers tensors have these shapes."""
     names = OUTSIDE | (GUIDANCE if any("guidance_embedder" in name for name in shapes) else {})
     for single, diffusers, block in BLOCKS:
         for n in sorted({name.split(".")[1] for name in shapes if name.startswith(f"{diffusers}.")}, key=int):
@@ -153,7 +153,7 @@ def transformer_tables(shapes):
 
 
 def transformer_weights(shapes, kept, format):
-    """The weights of a transformer that has tensors of these shapes in diffusers. `kept` are patterns of layers that stay in bf16."""
+    """The weights of a transformer whose diffusers tensors have these shapes. `kept` are patterns of layers that stay in bf16."""
 
     def format_of(name):
         wide = any(re.fullmatch(pattern, name.removesuffix(".weight")) for pattern in kept)
@@ -163,8 +163,8 @@ def transformer_weights(shapes, kept, format):
     return [Weight(name, {source: shapes[source] for source in tables[name]}, format_of(name)) for name in tables]
 
 
-# What the names of Mistral's language model begin with in the folder of its part, and not in single files; and how many of its layers these
-# have, which are those that [dev] reads.
+# The prefix of Mistral's language model in its component's folder, which single files lack; and the number of layers in single files, which
+# are the layers that [dev] reads.
 LANGUAGE_MODEL, MISTRAL_LAYERS = "language_model.", 30
 
 
@@ -174,8 +174,8 @@ def is_read_of_mistral(name):
 
 
 def encoder_weights(shapes, formats):
-    """The weights of a text encoder that has tensors of these shapes. The formats are dealt out by the hash of the names."""
-    # The files of ComfyUI have no output head, even where it is not tied.
+    """The weights of a text encoder with tensors of these shapes. The hash of a name chooses its format."""
+    # ComfyUI's files have no output head, even if it is not tied.
     names = {name.removeprefix(LANGUAGE_MODEL): name for name in shapes if name != "lm_head.weight"}
     if LANGUAGE_MODEL + "model.norm.weight" in shapes:
         names = {name: source for name, source in names.items() if is_read_of_mistral(name)}
@@ -184,10 +184,10 @@ def encoder_weights(shapes, formats):
 
 
 def single_file(weights, input_amax):
-    """The tensors of a single file in their order, and its metadata. A text encoder has neither metadata nor an `input_amax`."""
+    """A single file's tensors in order, and its metadata. A text encoder has neither metadata nor an `input_amax`."""
     tensors = []
     for weight in weights:
-        # Without values, for names, shapes and dtypes.
+        # Without values, only for names, shapes and dtypes.
         found = weight.tensors(torch.empty(weight.shape, dtype=torch.bfloat16, device="meta"), input_amax.get(weight.layer))
         tensors += [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()]
     order = list(DTYPES)
@@ -199,7 +199,7 @@ def single_file(weights, input_amax):
 
 
 def layer_settings(file):
-    """The settings of the quantized layers of a single file, which is open: the header has them, or tensors next to the layers."""
+    """The settings of the quantized layers of an open single file, from the header or from tensors next to the layers."""
     metadata = (file.metadata() or {}).get("_quantization_metadata")
     if metadata:
         return json.loads(metadata)["layers"]
@@ -208,6 +208,6 @@ def layer_settings(file):
 
 
 def declared_formats(file):
-    """The formats of the quantized layers of a single file, which is open."""
+    """The formats of the quantized layers of an open single file."""
     names = {name: format for format, name in FORMATS.items()}
     return {layer: names[declared["format"]] for layer, declared in layer_settings(file).items()}

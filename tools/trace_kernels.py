@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""List the kernels of a trace by stage: how often each was launched, its time, its share, and the time in which none ran.
+"""List the kernels of a trace by stage: launches, time and share of each, and the time in which none ran.
 
     target/release/kiln bench --model FOLDER --runs 2 --trace trace.json
     python3 tools/trace_kernels.py trace.json
 
-One table for each stage of the last image. Kernels of a trace run one by one, without overlap and CUDA graphs, so that the times of all
-together are those of the stage, and a little more than without a trace.
+One table for each stage of the last image. Kernels of a trace run one by one, without overlap and CUDA graphs. Their times add up to
+the stage's, which is a little longer than without a trace.
 """
 
 import argparse
@@ -18,7 +18,7 @@ STAGES = ("encoding text", "encoding references", "denoising", "decoding")
 
 
 def read(path):
-    """The spans of a trace in order of their start, those of the host and those of GPUs."""
+    """The spans of a trace in order of their start: the host's, and the GPUs'."""
     with (gzip.open if path.endswith(".gz") else open)(path, "rt") as file:
         spans = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
     spans.sort(key=lambda span: span["ts"])
@@ -49,7 +49,7 @@ def main():
         sys.exit("no kernels: the trace is of a CPU")
     for name in STAGES:
         stage = next((span for span in reversed(host) if span["name"] == name), None)
-        # A kernel belongs to the stage in which it began; the device is at most a little behind the host there.
+        # A kernel belongs to the stage in which it began. The device is at most a little behind the host there.
         inside = [kernel for kernel in kernels if stage and stage["ts"] <= kernel["ts"] < end(stage)]
         if inside:
             table(stage, inside)

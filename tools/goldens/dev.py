@@ -28,7 +28,7 @@ tests/fixtures/dev.safetensors, for each case, F32 from the fp32 run where not s
     <case>.image          U16 [H, W, 3]    round(65535 * v), v in [0, 1]
     <case>.reference.1.tokens [n, 128]     as in modes.py
     Only what `kept` of the case names. A case that does not keep prompt_embeds and
-    prompt_rows has those of the case `embeds`.
+    prompt_rows shares them with the case `embeds`.
 and
     residual.left             [5, 3, 128]  the residual stream of case left after `layers`
     residual.right            [5, 3, 128]  layers, in the rows `rows`; of case right

@@ -21,7 +21,7 @@ PADDINGS = ("left", "right", "left-zeros", "right-zeros")
 
 
 class LanguageModel(torch.nn.Module):
-    """Mistral3ForConditionalGeneration without vision tower and output head, which have no influence. Tensor names are those of files."""
+    """Mistral3ForConditionalGeneration without vision tower and output head, which have no influence. Tensors are named as in files."""
 
     def __init__(self, config):
         super().__init__()

@@ -243,7 +243,7 @@ def saved_by_diffusers(name, rslora):
         with safetensors.safe_open(Path(folder) / "pytorch_lora_weights.safetensors", "pt") as saved:
             assert set(saved.keys()) == set(writer.file.tensors), "diffusers names tensors differently"
             writer.file.metadata = saved.metadata()
-    # Its order is that of a set.
+    # The order comes from a set.
     settings = json.loads(writer.file.metadata["lora_adapter_metadata"])
     settings["transformer.target_modules"].sort()
     writer.file.metadata["lora_adapter_metadata"] = json.dumps(settings, indent=2, sort_keys=True)
@@ -262,7 +262,7 @@ def saved_by_peft(name, places, part, prefix, rank, alpha):
             assert set(saved.keys()) == set(writer.file.tensors), "PEFT names tensors differently"
             writer.file.metadata = saved.metadata()
         config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
-    # Its order is that of a set.
+    # The order comes from a set.
     config["target_modules"] = sorted(config["target_modules"])
     writer.file.config = json.dumps(config, sort_keys=True)
     return writer.file

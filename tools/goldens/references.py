@@ -192,7 +192,7 @@ def jpeg_files():
         "rgb": saved(rgb, "JPEG", quality=85, keep_rgb=True),
         "grey": saved(grey, "JPEG", quality=90),
         "cmyk": cmyk,
-        # The same data, declared as luma, chroma and black: odd colors, but a valid file.
+        # This data, declared as luma, chroma and black: odd colors, but a valid file.
         "ycck": cmyk[: adobe + 11] + b"\x02" + cmyk[adobe + 12 :],
         "xmp_orientation_8": saved(gray, "JPEG", quality=90, xmp=b'<x:xmpmeta tiff:Orientation="8"/>'),
     }

@@ -59,7 +59,7 @@ class Flow(torch.nn.Module):
         self.text_encoder = make_encoder()
 
     def text(self, ids, lengths):
-        """The tapped hidden states, [B,64,384]: transformers' Qwen3 (`check_text` holds it to that), written out so that it
+        """The tapped hidden states, [B,64,384]. It is transformers' Qwen3 (`check_text` compares them), written out so that it
         compiles into one graph with the transformer."""
         m = self.text_encoder.model
         b, n = ids.shape
@@ -132,7 +132,7 @@ def unpatchify(p):
 
 @torch.no_grad()
 def to_tokens(vae, img, chunk=128, encode=None):
-    """Pictures -> normalized tokens [B,256,128] in bf16 on a GPU, fp32 on a CPU."""
+    """Images -> normalized tokens [B,256,128] in bf16 on a GPU, fp32 on a CPU."""
     dt = next(vae.parameters()).dtype
     out = []
     for part in img.split(chunk):
@@ -176,7 +176,7 @@ def sample(flow, ids, lengths, refs=(), steps=STEPS, noise=None, sig=None, veloc
 # ---------------------------------------------------------------- weight files (EMA weights, bf16)
 
 def shipped(sd):
-    """As shipped: bf16, but batch-norm statistics and counters untouched."""
+    """The shipped dtypes: bf16, but batch-norm statistics and counters untouched."""
     return {k: (v.detach().clone().contiguous().cpu() if k.startswith("bn.") or not v.is_floating_point()
                 else v.detach().to(torch.bfloat16).contiguous().cpu()) for k, v in sd.items() if k != "lm_head.weight"}
 
@@ -189,7 +189,7 @@ def save_part(folder, name, sd):
 
 
 def load_part(folder, name, module):
-    """From a work folder's EMA weights, or from a model folder as export.py writes it."""
+    """Loads a module from a work folder's EMA weights, or from a model folder in export.py's form."""
     files = (name + ".safetensors", f"{name}/diffusion_pytorch_model.safetensors", f"{name}/model.safetensors")
     path = next((p for p in (os.path.join(folder, f) for f in files) if os.path.exists(p)), None)
     if path is None:
@@ -202,7 +202,7 @@ def load_part(folder, name, module):
 
 
 def load_models(folder):
-    """The VAE, and text encoder with transformer, with weights of a folder."""
+    """The VAE, and text encoder with transformer, with the weights of a folder."""
     vae, flow = make_vae().eval(), Flow().eval()
     for name, module in (("vae", vae), ("transformer", flow.transformer), ("text_encoder", flow.text_encoder)):
         assert load_part(folder, name, module), f"no {name} in {folder}"

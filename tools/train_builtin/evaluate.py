@@ -1,8 +1,8 @@
-"""A quick sanity score of EMA weights at 4 steps on held-out prompts, and picture grids to look at.
+"""A quick sanity score of EMA weights at 4 steps on held-out prompts, and image grids to look at.
 
     python evaluate.py --weights WORK/ema --out FOLDER [--n 200]
 
-It shares the renderer with training, so it is a check while training, not the project's score.
+It shares the renderer with training, so it serves as a check during training. It is not the project's score.
 """
 import argparse
 import os

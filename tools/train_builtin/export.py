@@ -52,7 +52,7 @@ def check(out):
     img = pipe(prompt="a large red star on a blue background", **k).images[0]
     img.save(os.path.join(out, "..", "check_prompt.png"))
     pipe(image=[img], prompt="make the star green", **k).images[0].save(os.path.join(out, "..", "check_edit.png"))
-    print("Flux2KleinPipeline runs: check_prompt.png and check_edit.png lie beside the folder")
+    print("Flux2KleinPipeline runs: check_prompt.png and check_edit.png are next to the folder")
 
 
 if __name__ == "__main__":

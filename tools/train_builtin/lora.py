@@ -2,10 +2,10 @@
 
     python lora.py --out ../../models/lora/moon.safetensors
 
-Only the low-rank factors beside the transformer's linear layers are trained, by rectified flow, as train.py trains the model itself. Scenes
-with a moon are mixed with scenes without one, so that the other shapes stay as they are. Two CPU cores are enough. The file is spelled as
-diffusers and PEFT spell theirs. At the end the model is scored with and without it, on colors of the moon and wordings that training
-never shows (`world.held_out_pair`, `world.held_out_wording`).
+Training changes only the low-rank factors of the transformer's linear layers, by rectified flow, as train.py trains the model. Scenes with
+and without a moon are mixed, so that the other shapes do not change. Two CPU cores are enough. The file has diffusers' and PEFT's spelling.
+At the end the model is scored with and without the adapter, on moon colors and wordings that training never shows (`world.held_out_pair`,
+`world.held_out_wording`).
 """
 import argparse
 import json
@@ -28,7 +28,7 @@ CAPTIONS = 4      # wordings of a scene
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer and the factors beside it. The second is zero at first, so that training starts with the model as it is."""
+    """A linear layer with low-rank factors. The second is zero at first, so training starts with the unmodified model."""
 
     def __init__(self, base, rank):
         super().__init__()
@@ -42,7 +42,7 @@ class Adapted(torch.nn.Module):
 
 
 def adapt(transformer, rank):
-    """Puts factors beside the layers of the blocks and the one that takes in the text. Returns them by the layers' names."""
+    """Adds factors to the layers of the blocks and to the text's input layer. Returns them by the layers' names."""
     transformer.requires_grad_(False)
     linear = [(n, m) for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
     adapted = {}
@@ -55,7 +55,7 @@ def adapt(transformer, rank):
 
 
 class Pool:
-    """Scenes, encoded once; all of the noise and a wording of each is drawn anew whenever it is used."""
+    """Scenes, encoded once. Each use draws new noise and one of the scene's wordings."""
 
     def __init__(self, flow, vae, scenes, rng):
         texts = [world.caption(s, rng) for s in scenes for _ in range(CAPTIONS)]
@@ -74,7 +74,7 @@ class Pool:
 
 
 def score(flow, vae, scenes, texts):
-    """Per cent of the moons (of all objects where there is none) whose color, shape and place are right, and of backgrounds."""
+    """Percentage of moons (or of all objects in scenes without moons) with right color, shape and place, and of right backgrounds."""
     generator, images = torch.Generator().manual_seed(5), []
     for i in range(0, len(texts), 16):
         ids, lengths = (torch.from_numpy(t).long() for t in Tok()(texts[i:i + 16]))
@@ -91,7 +91,7 @@ def score(flow, vae, scenes, texts):
 
 
 def report(flow, vae, adapted, n, folder):
-    """The score with and without the adapter; pictures of moons beside."""
+    """Prints the score with and without the adapter, and saves images of moons."""
     rng = random.Random(11)
     moons = [world.moon_scene(rng, 1 if i % 5 < 2 else 2 if i % 5 < 4 else 3, held=True, jitter=0.0) for i in range(n)]
     others = [world.sample_scene(rng, 1 if i % 5 < 2 else 2 if i % 5 < 4 else 3, held=True, jitter=0.0) for i in range(n)]
@@ -111,7 +111,7 @@ def report(flow, vae, adapted, n, folder):
 
 
 def save(adapted, rank, path):
-    """One file as diffusers writes it, in bf16."""
+    """Writes one file in diffusers' form, in bf16."""
     tensors = {}
     for name, module in adapted.items():
         for key, value in (("lora_A", module.down), ("lora_B", module.up)):
@@ -141,7 +141,7 @@ def main():
     p.add_argument("--batch", type=int, default=8)
     p.add_argument("--lr", type=float, default=3e-3)
     p.add_argument("--score", type=int, default=50, help="prompts of each kind that are scored")
-    p.add_argument("--pictures", help="a folder for pictures of the score")
+    p.add_argument("--pictures", help="a folder for images of the score")
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     start = time.time()
@@ -162,7 +162,7 @@ def main():
                 module.down.copy_(kept[f"transformer.{name}.lora_A.weight"]), module.up.copy_(kept[f"transformer.{name}.lora_B.weight"])
     params = [p for module in adapted.values() for p in (module.down, module.up)]
     optimizer = torch.optim.AdamW(params, lr=a.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    sigmas = C.schedule()[:C.STEPS]      # the noise levels that are sampled, and no others
+    sigmas = C.schedule()[:C.STEPS]      # only the noise levels that are sampled
     running, said = None, time.time()
     for step in range(a.steps):
         parts = zip(moons.batch(a.batch * 3 // 4), others.batch(a.batch - a.batch * 3 // 4))
@@ -173,7 +173,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
-        # Warm for 20 steps, then down a cosine.
+        # Warm-up for 20 steps, then a cosine decay.
         for group in optimizer.param_groups:
             group["lr"] = a.lr * min(1.0, (step + 1) / 20) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / a.steps)))
         optimizer.step()
@@ -184,7 +184,7 @@ def main():
     print(f"{a.steps} steps in {time.process_time() / 60:.1f} minutes of a core, {(time.time() - start) / 60:.1f} by the clock", flush=True)
     save(adapted, a.rank, a.out)
     with torch.no_grad():
-        # Scored as it is saved.
+        # The score uses the saved weights.
         for module in adapted.values():
             module.down.copy_(module.down.bfloat16()), module.up.copy_(module.up.bfloat16())
         report(flow, vae, adapted, a.score, a.pictures)

@@ -1,10 +1,10 @@
-"""Writes what the score draws and judges: `prompts.json` and `renders.png` in `tests/fixtures/builtin`, and of the example adapter `moons.json`
-and `moons.png`.
+"""Writes the scenes that the score draws and judges: `prompts.json` and `renders.png` in `tests/fixtures/builtin`, and for the example
+adapter `moons.json` and `moons.png`.
 
     python prompts.py
 
-200 prompts of color-shape pairs and wordings that training never shows, 105 edits in wordings that training never uses, and a
-few scenes with their pictures, which hold the score's own renderer to this one. Seeds are fixed: the same files every time.
+200 prompts of color-shape pairs and wordings that training never shows, 105 edits in wordings that training never uses, and a few scenes
+with their images, which the score's own renderer must match. Seeds are fixed: the same files every time.
 """
 import json
 import os
@@ -21,7 +21,7 @@ OUT = os.path.join(HERE, "..", "..", "tests", "fixtures", "builtin")
 PROMPTS = [(1, 80), (2, 80), (3, 40)]      # objects, how many
 EDITS_EACH = 15
 RENDERS, COLUMNS = 12, 4
-MOONS = [(1, 20), (2, 14), (3, 6)]         # of lora.py
+MOONS = [(1, 20), (2, 14), (3, 6)]         # for lora.py
 
 
 def scene(s):
@@ -50,10 +50,10 @@ def edits(rng):
             while True:
                 _, refs, target, say = world.sample_edit(rng, kind, refs=2 if kind in world.EDITS2 else 1, held=None,
                                                          held_wording=True)
-                # Several shapes have no held-out wording for this.
+                # Several shapes have no held-out wording for this kind.
                 if kind != "combine" or len(refs[0].objs) == 1:
                     break
-            # The object that is changed or new, in the target; the one that goes, in the first reference.
+            # The changed or new object in the target, or the removed one in the first reference.
             here, there = (refs[0], target) if kind == "remove" else (target, refs[0])
             changed = [i for i, o in enumerate(here.objs) if o not in there.objs]
             assert len(changed) == (0 if kind in ("background", "combine") else 1), kind
@@ -79,7 +79,7 @@ def write(name, parts):
 
 
 def draw(name, scenes):
-    """All in one picture, side by side."""
+    """All scenes in one image, side by side."""
     img = ((world.render_scenes(scenes) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     rows = [np.concatenate(img[i:i + COLUMNS], 1) for i in range(0, len(scenes), COLUMNS)]
     Image.fromarray(np.concatenate(rows, 0)).save(os.path.join(OUT, name), optimize=True)

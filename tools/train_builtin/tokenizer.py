@@ -1,7 +1,7 @@
 """Builds the small tokenizer (byte-level BPE, Qwen's pre-split and special tokens) into models/builtin/tokenizer.
 
-The result is committed: weights depend on it. Run again only before training from nothing: it replaces the tokenizer of the shipped
-model.
+The result is committed, because weights depend on it. Run it again only before training from scratch: it replaces the tokenizer of
+the shipped model.
 """
 import json
 import os

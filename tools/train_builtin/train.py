@@ -2,8 +2,8 @@
 
     python train.py --stage vae|flow|distil --minutes M --work DIR [--init DIR]
 
-DIR/state_<stage>.pt holds weights, optimizer and EMA; DIR/ema/{vae,transformer,text_encoder}.safetensors hold the
-EMA weights in bf16, which is all that the next stage, another machine (--init) or export.py needs.
+DIR/state_<stage>.pt holds weights, optimizer and EMA; DIR/ema/{vae,transformer,text_encoder}.safetensors hold the EMA weights in
+bf16. The next stage, another machine (--init) and export.py need nothing else.
 """
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ import common as C
 import world
 
 T0 = time.time()
-CHUNK = 128          # pictures rendered and encoded at a time
+CHUNK = 128          # images rendered and encoded at a time
 
 
 class Clock:
@@ -102,7 +102,7 @@ def load_state(a, stage, module, opt, ema, dev):
 
 
 def init_from(a, names, module):
-    """The first of the named weight files found in the work folder, else in --init."""
+    """Loads the first of the named weight files from the work folder, else from --init."""
     for folder in (os.path.join(a.work, "ema"), a.init):
         for name in names:
             if folder and C.load_part(folder, name, module):
@@ -112,7 +112,7 @@ def init_from(a, names, module):
 
 
 def init_flow(a, flow):
-    """The undistilled flow weights where there are any, else the final ones."""
+    """Loads the undistilled flow weights if there are any, else the final ones."""
     return all([init_from(a, [f"flow_{n}", n], getattr(flow, n)) for n in ("transformer", "text_encoder")])
 
 
@@ -139,7 +139,7 @@ def cast(dev):
 
 
 class Adam:
-    """AdamW with clipped gradients and a learning rate that every step is given."""
+    """AdamW with clipped gradients and a learning rate that each step receives."""
 
     def __init__(self, params, lr, dev, wd=0.01):
         self.params = [p for p in params if p.requires_grad]
@@ -156,8 +156,8 @@ class Adam:
 
 
 class Muon:
-    """AdamW for most; for the matrices inside the blocks, orthogonalised momentum (Newton-Schulz). Matrices are taken apart
-    into squares of the model's width, so that queries, keys, gates and so on each get their own, and all are done in two batches."""
+    """Orthogonalized momentum (Newton-Schulz) for the matrices inside the blocks, AdamW for the rest. Matrices are split into
+    squares of the model's width, so that queries, keys, gates and so on are separate. All run in two batches."""
 
     def __init__(self, flow, lr, ratio, dev):
         self.ratio, self.groups, taken = ratio, [], set()
@@ -186,7 +186,7 @@ class Muon:
             for _ in range(5):
                 a = x @ x.mT
                 x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-            # entries of size 0.2 on average, as AdamW's steps have
+            # entries of size 0.2 on average, as in AdamW's steps
             x = x.float() * (0.2 * w ** 0.5 * self.ratio * lr)
             at = 0
             deltas = []
@@ -241,7 +241,7 @@ def train_vae(a, dev):
         with cast(dev):
             m, lv = enc(x).float().chunk(2, 1)
             lv = lv.clamp(-12, 4)
-            # three quarters of each batch with the sampled latent, the rest with its mean (as used later)
+            # three quarters of each batch with the sampled latent, the rest with its mean (which is used later)
             q = (torch.arange(x.shape[0], device=dev) % 4 != 0).view(-1, 1, 1, 1)
             z = m + torch.randn_like(m) * (0.5 * lv).exp() * q
             y = dec(z).float()
@@ -260,7 +260,7 @@ def train_vae(a, dev):
         if step % 20 == 0:
             clock.report(step, f"vae l1 {l1.item() * 127.5:.3f}/255 grad {(gx + gy).item() * 127.5:.3f} kl {kl.item():.3f}")
     save_state(a, "vae", vae, opt, ema, step, before + clock.spent())
-    # as shipped: EMA weights rounded to bf16; then the statistics of its own latents
+    # the shipped form: EMA weights rounded to bf16, then the statistics of their latents
     ship = C.make_vae().to(dev)
     with ema.swapped(vae):
         ship.load_state_dict({k: v.to(torch.bfloat16).float() if v.is_floating_point() else v for k, v in vae.state_dict().items()})
@@ -344,9 +344,9 @@ def token_weights(ob):
 
 @torch.no_grad()
 def channel_weights(vae, dev):
-    """How strongly the picture follows each of a token's 128 values, as weights of the loss: square root, mean one."""
+    """How strongly the image follows each of a token's 128 values, as weights of the loss: square root, mean one."""
     if dev != "cuda":
-        return torch.ones(128, device=dev)      # for trying it out; 128 pictures take minutes there
+        return torch.ones(128, device=dev)      # for trying it out; 128 images take minutes there
     rng = random.Random(3)
     tok = C.to_tokens(vae, world.render_scenes([world.sample_scene(rng, 2) for _ in range(8)], dev)).float()
     g = torch.Generator(device=dev).manual_seed(3)
@@ -377,8 +377,8 @@ def load_vae(a, dev):
 
 
 def draw_sigma(b, dev):
-    """45 % near the four sigmas that are sampled, 40 % logit-normal with the sampler's shift, 15 % uniform above the lowest
-    that the teacher of the distillation visits."""
+    """45 % near the four sampled sigmas, 40 % logit-normal with the sampler's shift, 15 % uniform above the lowest sigma that the
+    distillation's teacher visits."""
     mu = 1.97
     u = torch.sigmoid(torch.randn(b, device=dev))
     s = math.exp(mu) / (math.exp(mu) + 1 / u - 1)
@@ -465,8 +465,8 @@ def train_flow(a, dev):
 # ---------------------------------------------------------------- distillation to 4 steps
 
 def train_distil(a, dev):
-    """The teacher (the flow's EMA) walks from noise to a picture in many steps; the student, rolled out by its own four
-    steps from the same noise, learns at each of them to point straight at the teacher's end point."""
+    """The teacher (the flow's EMA) walks from noise to an image in many steps. The student, rolled out by its own four steps from
+    the same noise, learns at each of them to point straight at the teacher's end point."""
     vae = load_vae(a, dev)
     flow = C.Flow().to(dev)
     assert init_flow(a, flow) or a.warm, "no flow weights: run --stage flow, or give --init"
@@ -515,7 +515,7 @@ def train_distil(a, dev):
                 ctx = flow.text(ids, n)
                 for i in range(k):
                     x = x + (sig[i + 1] - sig[i]) * roll(x, refs, ctx, sig[i].expand(len(x))).float()
-        # the time given is blurred a little: engines round it in different ways
+        # the passed time is blurred a little, because engines round it in different ways
         t = (sig[k] + 0.002 * (2 * torch.rand(len(x), device=dev) - 1)).clamp(max=1.0)
         loss = loss_of(ids, n, x, refs, weight, end, t, sig[k])
         opt.zero_grad()
@@ -542,7 +542,7 @@ def main():
     p.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 3, 0))
     p.add_argument("--slots", type=int, default=250, help="encoded batches kept per mode")
     p.add_argument("--reuse", type=float, default=16.0, help="how often an encoded batch is used")
-    p.add_argument("--muon", type=float, default=2.0, help="learning rate of the blocks' matrices over that of the rest; 0: AdamW")
+    p.add_argument("--muon", type=float, default=2.0, help="learning rate of the blocks' matrices over the rest's; 0: AdamW")
     p.add_argument("--stat-batches", type=int, default=96)
     p.add_argument("--teacher-steps", type=int, default=12)
     p.add_argument("--pair-reuse", type=float, default=12.0)

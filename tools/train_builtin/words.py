@@ -1,9 +1,9 @@
-"""The words that the built-in model's prompts are made of, for its kiln.json.
+"""The words in the built-in model's prompts, for its kiln.json.
 
     python words.py           # writes them to models/builtin/kiln.json
     python words.py --check   # fails if that file has others
 
-All wordings count, those held out from training too: they are said in words that it is scored with.
+All wordings count, including those held out from training: they consist of words that the score also uses.
 """
 import json
 import pathlib
@@ -19,7 +19,7 @@ DRAWS = ("one to three circles, squares, triangles, stars, hearts, rings, crosse
 
 
 def sentences():
-    """Everything that can be said, piece by piece. Where chance chooses, often enough for all choices."""
+    """Every sentence the world can make, piece by piece. Random choices are drawn often enough to cover all."""
     for templates in W.WORDINGS.values():
         yield from (re.sub(r"\{\w+\}", " ", template) for template in templates)
     yield from W.POLITE

@@ -1,8 +1,7 @@
-"""The world of the built-in model: scenes, their pictures, their captions, and edits of them.
+"""The world of the built-in model: scenes, their images, their captions, and edits of them.
 
-A scene is a background and 0..3 objects. A caption fixes the picture almost completely (small jitter
-in position, size, rotation and tint is all that is free), which is what lets a very small model be
-exact in four steps.
+A scene is a background and 0..3 objects. A caption fixes the image almost completely: only a small jitter in position, size,
+rotation and tint is free. That lets a very small model be exact in four steps.
 
 Held out from training, by rule:
   * held_out_pair(color, shape): a quarter of the 96 (color, shape) pairs never occur in training;
@@ -17,7 +16,7 @@ import torch
 
 SIZE = 256
 SHAPES = ["circle", "square", "triangle", "star", "heart", "ring", "cross", "hexagon"]
-MOON = "moon"     # which the built-in model cannot draw: lora.py teaches it
+MOON = "moon"     # the built-in model cannot draw it; lora.py teaches it
 COLORS = ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink", "brown", "black", "white", "gray"]
 RGB = {
     "red": (214, 40, 40), "orange": (245, 134, 20), "yellow": (250, 215, 45), "green": (46, 158, 68),
@@ -45,7 +44,7 @@ def held_out_pair(color, shape):
 
 
 def shape_index(shape):
-    """The number of a shape, of the model's own or of the example adapter's."""
+    """The number of a shape of the model or of the example adapter."""
     return (SHAPES + [MOON]).index(shape)
 
 
@@ -146,7 +145,7 @@ def sample_scene(rng, n=None, held=False, jitter=1.0, distinct_shapes=False, bg_
         bg = sample_bg(rng, kind=bg_kind)
         objs, ok = [], True
         layout = None
-        if n == 2 and rng.random() < 0.4:    # the layouts that relations speak of
+        if n == 2 and rng.random() < 0.4:    # the layouts of relations
             layout = ["left", "right"] if rng.random() < 0.5 else ["top", "bottom"]
         for i in range(n):
             for _ in range(30):
@@ -219,7 +218,7 @@ def article(words):
 def noun(o, rng, art=True):
     size = {"small": rng.choice(LITTLE), "large": rng.choice(BIG), "medium": ""}[o.size]
     color = grey(o.color, rng)
-    # Said apart now and then: color and shape are two things, not one word for each pair.
+    # Separated now and then: color and shape are two concepts, not one word for each pair.
     w = f"{size} {o.shape} in {color}" if rng.random() < 0.12 else f"{size} {color} {o.shape}"
     return article(w.strip()) if art else w.strip()
 
@@ -492,7 +491,7 @@ def sample_edit(rng, kind=None, refs=1, held=False, jitter=1.0, held_wording=Fal
         raise ValueError(kind)
 
 
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- images
 
 OBJ_F, BG_F = 9, 8
 
@@ -558,7 +557,7 @@ def _sdf(shape, x, y):
 
 
 def layer(o, size=SIZE):
-    """One object per picture, o [B,9] -> its coverage, its shadow's factor, its light, and height, each [B,size,size]."""
+    """One object per image, o [B,9] -> its coverage, its shadow's factor, its light, and height, each [B,size,size]."""
     g = torch.arange(size, device=o.device, dtype=torch.float32) + 0.5
     X, Y = g.view(1, 1, size), g.view(1, size, 1)
     col = lambda i: o[:, i].view(-1, 1, 1)
@@ -578,7 +577,7 @@ def layer(o, size=SIZE):
 
 
 def render(ob, bg, size=SIZE, layer=layer):
-    """ob [B,3,9], bg [B,8] -> pictures [B,3,size,size] in [-1,1]; anti-aliased, lightly shaded."""
+    """ob [B,3,9], bg [B,8] -> images [B,3,size,size] in [-1,1]; anti-aliased, lightly shaded."""
     g = torch.arange(size, device=ob.device, dtype=torch.float32) + 0.5
     X, Y = g.view(1, 1, size), g.view(1, size, 1)
     kind, dirn = bg[:, 0].view(-1, 1, 1), bg[:, 1].view(-1, 1, 1)
@@ -615,7 +614,7 @@ def to_png(img, path):
 
 
 def grid(imgs, cols):
-    """[N,3,H,W] -> one [3,..,..] picture with thin white gaps."""
+    """[N,3,H,W] -> one [3,..,..] image with thin white gaps."""
     n, _, h, w = imgs.shape
     rows = (n + cols - 1) // cols
     out = torch.ones(3, rows * (h + 4), cols * (w + 4))
