@@ -27,7 +27,7 @@ LONG_ROW_S, LONG_ROW_LOSS, ANY_ROW_LOSS, LEAST_MEAN = 50e-6, 0.01, 0.03, 0.998
 
 
 def results(case, queue, before: list) -> list:
-    """What a build writes, starting from the same contents."""
+    """A build's outputs, computed from the same contents."""
     for out, contents in zip(case.outputs, before):
         bare(out).copy_(contents)
     queue()

@@ -14,7 +14,7 @@ from quantized import E2M1_MAX, E4M3_MAX, from_nvfp4, to_fp8, to_nvfp4
 from peers import rows
 from peers.rows import BF16, ENCODER_GEMMS, F32, Operands, Row, Scaled
 
-# How many standard deviations of a weight its largest code stands for at least; larger values saturate.
+# The largest code stands for at least this many standard deviations of a weight; larger values saturate.
 RANGE = 5.5
 
 

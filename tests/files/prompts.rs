@@ -321,7 +321,7 @@ fn what_no_known_tokenizer_has_is_refused_by_name() {
     }
 }
 
-/// The memory limit for reading a file of so many bytes and encoding a short prompt with it.
+/// The memory limit for reading a file of `file_bytes` bytes and encoding a short prompt with it.
 fn most(file_bytes: isize) -> isize {
     32 * file_bytes + (2 << 20)
 }

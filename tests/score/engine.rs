@@ -48,7 +48,7 @@ fn located(folder: &Path) -> Found {
     locate(&LocateRequest { model: Some(folder.into()), ..LocateRequest::default() }).unwrap()
 }
 
-/// What a model computes in.
+/// The formats in which a model computes.
 #[derive(Clone, Copy, Debug)]
 pub struct Format {
     pub name: &'static str,

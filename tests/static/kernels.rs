@@ -85,7 +85,7 @@ fn persistent_files() -> impl Iterator<Item = &'static str> {
     sm90_files().into_iter().chain(SM120_GEMMS.into_iter().map(|(file, _)| file))
 }
 
-/// Where a build exceeds the table.
+/// Lists where a build exceeds the table.
 fn faults(built: &Table, allowed: &Table) -> Vec<String> {
     let mut faults = Vec::new();
     for (name, numbers) in &built.rows {

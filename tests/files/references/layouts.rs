@@ -29,12 +29,12 @@ pub fn layout(name: &str) -> Layout {
     layouts().into_iter().find(|layout| layout.name == name).unwrap_or_else(|| panic!("no layout {name}"))
 }
 
-/// Where the first segment with this marker begins.
+/// The offset of the first segment with this marker.
 fn find(jpeg: &[u8], marker: u8) -> usize {
     jpeg.windows(2).position(|w| w == [0xFF, marker]).unwrap()
 }
 
-/// Where each scan begins.
+/// The offset of each scan.
 fn scans(jpeg: &[u8]) -> Vec<usize> {
     (0..jpeg.len() - 1).filter(|&at| jpeg[at..].starts_with(&[0xFF, 0xDA])).collect()
 }
