@@ -1,8 +1,7 @@
 //! The global allocator: the system allocator, which exits the process with an error message when memory is exhausted.
 //!
 //! By default Rust would abort, which ends in a signal instead of an exit code and gives no advice. Code that can handle a failed
-//! allocation declares it ([`kiln::memory::fallible`]) and gets a null pointer. Exiting leaves no partial output file: see
-//! `output.rs`.
+//! allocation declares it ([`kiln::memory::fallible`]) and gets a null pointer. Exiting leaves no partial output file: see `output.rs`.
 #![allow(unsafe_code)] // an allocator cannot be written without it
 
 use crate::cli::SAVE_MEMORY;
@@ -66,8 +65,7 @@ pub fn configure() {
     }
 }
 
-/// Reports the failed allocation and exits the process. It neither allocates nor takes a lock, which another thread may hold
-/// forever.
+/// Reports the failed allocation and exits the process. It neither allocates nor takes a lock, which another thread may hold forever.
 #[cold]
 fn exit(size: usize) -> ! {
     static EXITING: AtomicBool = AtomicBool::new(false);

@@ -111,8 +111,7 @@ pub struct ModelArgs {
 
     /// Use this transformer instead of the model's
     ///
-    /// FILE is a safetensors file in the BFL or diffusers layout, or a folder of shards. The flags of the other parts take the
-    /// same.
+    /// FILE is a safetensors file in the BFL or diffusers layout, or a folder of shards. The flags of the other parts take the same.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub transformer: Option<PathBuf>,
 

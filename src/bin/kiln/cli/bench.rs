@@ -113,8 +113,7 @@ pub struct BenchArgs {
 
     /// Print JSON instead of a table, or write it to a new file
     ///
-    /// The JSON has every single time. With FILE, kiln prints the table as well. bench/README.md in the sources describes the
-    /// fields.
+    /// The JSON has every single time. With FILE, kiln prints the table as well. bench/README.md in the sources describes the fields.
     #[arg(
         long,
         value_name = "FILE",

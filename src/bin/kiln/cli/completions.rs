@@ -100,8 +100,7 @@ fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// The closing text of `--help` with its line breaks kept. A heading, which is an unindented line that ends with a colon, begins a
-/// section.
+/// The closing text of `--help` with its line breaks kept. A heading, which is an unindented line that ends with a colon, begins a section.
 fn preformatted(text: &str) -> Roff {
     let mut roff = Roff::default();
     roff.control("nf", []);

@@ -65,8 +65,7 @@ impl Outputs {
         Ok(outputs)
     }
 
-    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while that is
-    /// unknown.
+    /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while that is unknown.
     pub fn check(&self, embeddings: usize) -> Result<()> {
         let dump =
             self.dump.iter().map(|dump| PlannedFile { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });

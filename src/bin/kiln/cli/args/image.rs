@@ -18,8 +18,7 @@ pub const STEPS: RangeInclusive<usize> = 1..=1000;
 /// The range of `--guidance`.
 const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;
 
-/// Decides how an image is generated and what it costs. Each field is a flag, and a field of a line of `kiln run` unless serde skips
-/// it.
+/// Decides how an image is generated and what it costs. Each field is a flag, and a field of a line of `kiln run` unless serde skips it.
 #[derive(Args, Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
 pub struct ImageOptions {
@@ -65,9 +64,8 @@ pub struct ImageOptions {
 
     /// Set how the prompt is padded [default: the model's own: right, or left for dev]
     ///
-    /// Engines pad dev prompts differently, which changes the image. `left` is used by Black Forest Labs and by diffusers with
-    /// transformers 4, `right` by diffusers with transformers 5. `left-zeros` is used by ComfyUI, `right-zeros` by
-    /// stable-diffusion.cpp.
+    /// Engines pad dev prompts differently, which changes the image. `left` is used by Black Forest Labs and by diffusers with transformers
+    /// 4, `right` by diffusers with transformers 5. `left-zeros` is used by ComfyUI, `right-zeros` by stable-diffusion.cpp.
     #[arg(long, value_enum, value_name = "SIDE", help_heading = "Sampling")]
     pub padding: Option<PaddingArg>,
 

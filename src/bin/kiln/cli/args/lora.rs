@@ -20,8 +20,7 @@ pub struct LoraArgs {
 
     /// Allow adapters with layers that the model does not have
     ///
-    /// Without this flag such a file is an error, because it is most likely for another model. -v lists the layers that are left
-    /// out.
+    /// Without this flag such a file is an error, because it is most likely for another model. -v lists the layers that are left out.
     #[arg(long, help_heading = "Model")]
     pub lora_partial: bool,
 

@@ -29,9 +29,8 @@ pub struct QuantizedArgs {
 
     /// Choose how a GPU sums the products of FP8 layers
     ///
-    /// Hopper's tensor cores keep few places of a sum. A sum whose terms have one sign comes out too small: by up to 5 % with 3072
-    /// terms, and by up to 18 % with 12288. Exact sums make a layer take up to a fifth longer. Other GPUs and the CPU have exact
-    /// sums only.
+    /// Hopper's tensor cores keep few places of a sum. A sum whose terms have one sign comes out too small: by up to 5 % with 3072 terms,
+    /// and by up to 18 % with 12288. Exact sums make a layer take up to a fifth longer. Other GPUs and the CPU have exact sums only.
     #[arg(long, value_enum, value_name = "HOW", default_value = "auto", help_heading = "Run")]
     pub fp8_accumulate: AccumulateArg,
 

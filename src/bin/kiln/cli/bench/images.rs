@@ -356,8 +356,7 @@ fn start<'a>(
     Ok(Started { engine, settings, watch, before, report })
 }
 
-/// Generates one image and discards it. Returns the seconds that encoding its PNG took, and how many activations did not fit into
-/// FP8.
+/// Generates one image and discards it. Returns the seconds that encoding its PNG took, and how many activations did not fit into FP8.
 fn generate_once(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<(f64, u64)> {
     let mut result = (0.0, 0);
     engine.generate(&settings.job, watch, &mut |image| {
