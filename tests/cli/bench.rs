@@ -5,7 +5,7 @@ use common::sandbox::{QUICK, Sandbox, send};
 use serde_json::Value;
 use std::path::Path;
 
-/// The seconds of each stage of an image, without those of single steps.
+/// The seconds of each stage of an image, without single steps.
 fn stages(times: &Value) -> Vec<(String, f64)> {
     let object = times.as_object().unwrap();
     object.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
@@ -87,7 +87,7 @@ fn what_is_shared_has_nothing_of_the_user() {
     for secret in [prompt, "secret-folder", root.trim_end_matches('/')] {
         assert!(!block.contains(secret), "{secret}: {block}");
     }
-    // A block is beside a table, which JSON on standard output would replace.
+    // The block follows a table, which JSON on standard output would replace.
     let run = sandbox.run(["bench", "--share", "--json"]);
     assert!(run.code == Some(2) && run.stderr.contains("hint: write --json=FILE to have both"), "{}", run.stderr);
     assert_eq!(sandbox.run(["bench", "--share", "--kernels"]).code, Some(2));
@@ -307,12 +307,12 @@ fn images_are_drawn_stage_by_stage() {
     let drawn = std::fs::read_to_string(sandbox.path("own.svg")).unwrap();
     let found = elements(&drawn);
     assert!(texts(&found).contains(&"median of 3") && drawn.contains("prefers-color-scheme:dark"), "{drawn}");
-    // What was recorded gives the same chart.
+    // Recorded results give the same chart.
     let run = sandbox.run(["bench", "--from", "own.json", "--svg", "again.svg"]).good();
     assert_eq!((run.text(), run.stderr.as_str()), ("again.svg\n", ""));
     assert_eq!(std::fs::read_to_string(sandbox.path("again.svg")).unwrap(), drawn);
 
-    // The chart of the documentation is that of the figures beside it.
+    // The chart of the documentation matches its recorded figures.
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let [own, others] = ["kiln", "diffusers"].map(|engine| {
         let file = format!("bench/results/2026-11-17-h200/images/{engine}-1024x1024-burst.json");
@@ -349,7 +349,7 @@ fn images_are_drawn_stage_by_stage() {
     }
     assert!(shown.contains(&"&lt;script&gt;&amp;\u{fffd}") && shown.contains(&"one image, 2.00 x kiln&#39;s"), "{shown:?}");
 
-    // Other images, results that cannot be, and files that are none are refused before anything is measured.
+    // Other sizes, impossible results and other files are refused before anything is measured.
     for (change, message) in [
         (("width", Value::from(80)), "it has 80x64 in 1 steps, these are 64x64 in 1 steps"),
         (("engines", serde_json::json!([{"name": "x", "images_s": [{"total": -1.0}]}])), "impossible times or rates"),

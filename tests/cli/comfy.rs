@@ -1,5 +1,5 @@
 //! Split files as ComfyUI uses them: a diffusion model, a text encoder and a VAE, each in a file of its own, with several
-//! spellings of tensor names. The PNG is the same to the byte as that of the diffusers folder with the same weights.
+//! spellings of tensor names. The PNG equals the PNG of the diffusers folder with the same weights, byte for byte.
 
 use common::header::safetensors;
 use common::quantized::{Content, Form};
@@ -56,7 +56,7 @@ fn original_name(name: &str) -> String {
     name
 }
 
-/// The same with the convolutions around the latents inside of encoder and decoder.
+/// The latent-diffusion names if the convolutions around the latents are inside of encoder and decoder.
 fn original_name_inside(name: &str) -> String {
     match original_name(name) {
         name if name.starts_with("quant_conv") => format!("encoder.{name}"),

@@ -53,7 +53,7 @@ fn a_sound_model_is_told_so() {
     assert!(text.contains("\n          no matrix has a part that is all zeros"), "{text}");
     assert!(text.contains("encoder   no published values for this encoder: those that kiln knows are of Qwen3-4B\n"), "{text}");
     assert!(!text.contains("---") && !text.contains("sha256") && !text.contains("FAILED"), "{text}");
-    // A model that was found and not named is not read, nor is one for a card that is not here.
+    // Neither a model that was found and not named is read, nor one with --gpu.
     let mut found = sandbox.command(["doctor"]);
     found.env("KILN_MODEL", "model");
     for run in [Run::of(found).good(), sandbox.run(["doctor", "--model", "model", "--gpu", "4090"]).good()] {
@@ -165,7 +165,7 @@ fn headers_of_published_files_are_recognized() {
     assert_eq!(recognized, 12);
 }
 
-/// The first tap by itself, of four tokens, is that of a whole prompt: later tokens and layers change nothing in it.
+/// The first tap of four tokens alone equals the tap in a whole prompt: later tokens and layers do not change it.
 #[test]
 fn the_first_text_layer_is_that_of_a_whole_run() {
     let model = || OpenModel::open(&Found::Tiny, None).unwrap();

@@ -35,7 +35,7 @@ fn a_reference_gives_the_image_its_size() {
     assert_eq!(png.text["references"], "1");
     let dump = kiln::internals::checkpoint::Shard::open(&sandbox.path("a.safetensors")).unwrap();
     assert_eq!(dump.entry("reference.1.tokens").unwrap().shape, [42, 128]);
-    // A side that is given by a flag is kept.
+    // A side that a flag gives is kept.
     sandbox.run(["x", "--reference", "odd.png", "--width", "64", "--steps", "1", "--precision", "f32", "-o", "b.png"]).good();
     let png = Png::read(&sandbox.path("b.png"));
     assert_eq!((png.width, png.height), (64, 96));

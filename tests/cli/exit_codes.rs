@@ -31,7 +31,7 @@ fn stopped(sandbox: &Sandbox, signal: &str) -> Run {
     Run { code: output.status.code(), stdout: output.stdout, stderr }
 }
 
-/// Without a GPU there is nothing to test, which is said as `kiln doctor` says it: the command has no `--backend`.
+/// Without a GPU there is nothing to test. The hint matches `kiln doctor`, because neither command has `--backend`.
 #[test]
 fn a_self_test_takes_a_gpu() {
     let sandbox = Sandbox::new();
@@ -104,7 +104,7 @@ fn every_exit_code_is_reached() {
     // Exit code 1 takes a GPU that fails: `tests/emulated` has one.
     codes.insert(1, 1);
     codes.dedup();
-    // Exit code 70 is a panic, to which no way is known; how one is reported is a unit test of `main.rs`.
+    // Exit code 70 is a panic. No way to one is known, so a unit test of `program.rs` checks the report.
     codes.insert(codes.len() - 2, 70);
 
     let help = sandbox.run(["--help"]).good();

@@ -281,7 +281,7 @@ fn the_files_in_use_are_listed() {
     let first = "transformer model/transformer/diffusion_pytorch_model.safetensors";
     assert!(plain.stderr.contains(&lines(first).join("\n")), "{}", plain.stderr);
 
-    // The same weights in shards, with an unrelated file in the same folder.
+    // Shards of these weights, with an unrelated file in the same folder.
     fs::remove_file(&single).unwrap();
     for (name, bytes) in shards(&whole, "diffusion_pytorch_model") {
         fs::write(sandbox.path(&format!("model/transformer/{name}")), bytes).unwrap();
@@ -307,7 +307,7 @@ fn the_files_in_use_are_listed() {
     let wrong = "model     not a safetensors file (model/vae/diffusion_pytorch_model.safetensors): it is text\n          use a";
     assert!(text.contains(wrong), "{text}");
     assert!(!text.contains("--backend"), "it has no such flag: {text}");
-    // It is an error where the model was named, and not where it was found.
+    // It is an error if the model was named, and not if it was found.
     assert!(run.code == Some(3) && run.stderr.starts_with("error: not a safetensors file ("), "{}", run.stderr);
     let mut found = sandbox.command(["doctor"]);
     found.env("KILN_MODEL", "model");
@@ -355,7 +355,7 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
     sandbox.tiny("half", &[]);
     let plan = |args: &[&str]| sandbox.run([&["plan"], args].concat()).good();
     let weights = |args: &[&str]| plan(&[args, &["--json"]].concat()).json()[0]["weight_bytes"].as_u64().unwrap();
-    // In f32 the weights keep the width that they have in the file, but for filters that are added up behind an upsampling.
+    // In f32 weights keep the width of the file, except for filters that are added up after an upsampling.
     let [wide, narrow] = ["single", "half"].map(|model| weights(&["--model", model, "--precision", "f32"]));
     assert!(wide > 2 * narrow - narrow / 25 && wide <= 2 * narrow, "{wide} {narrow}");
     assert_eq!(weights(&["--model", "single"]), weights(&["--model", "half"]));

@@ -41,7 +41,7 @@ fn formats_are_named_by_kind_of_layer() {
     };
     let attention = |format: &str| [format!("attention: {format}")];
 
-    // The CPU multiplies what the files hold, but for e5m2.
+    // The CPU multiplies every stored format except e5m2.
     let doctor = text(&["doctor", "--model", "model"]);
     let transformer = |format: &str| {
         [
@@ -120,7 +120,7 @@ fn how_fp8_is_computed_with_is_chosen_told_and_recorded() {
     transformer(Content::of("fp8"));
     let (png, attention, first) = run("default.png", &[]);
     assert_eq!(attention.as_deref(), Some("q and k fp8, v bf16"));
-    // The CPU has no choice how to add up, so there is none to record.
+    // The CPU has only one way to sum, so nothing is recorded.
     assert_eq!((text(&png, "attention").as_deref(), text(&png, "fp8-accumulate")), (Some("fp8"), None));
     assert!(!first.stderr.contains("warning") && first.json()[0]["saturated"] == 0, "{}", first.stderr);
     let (asked, _, _) = run("fp8.png", &["--attention", "fp8", "--fp8-accumulate", "auto"]);
@@ -170,7 +170,7 @@ fn what_nvfp4_is_multiplied_as_is_chosen_told_and_recorded() {
     let (default, _, _) = run("model", "default.png", &[]);
     assert!(default.pixels == pixels[0] && pixels[0] != pixels[1] && pixels[1] != pixels[2] && pixels[0] != pixels[2]);
 
-    // A GPU that is not there has no kernels, and a model without NVFP4 has no use for the choice.
+    // Without a GPU there are no kernels, and without NVFP4 weights the flag has no effect.
     let refused = sandbox.run(["plan", "--model", "model", "--nvfp4-math", "fp8"]);
     let why =
         "error: NVFP4 weights cannot be multiplied as FP8: this device has no FP8 GEMM\n\nhint: leave out --nvfp4-math to mul";

@@ -1,4 +1,4 @@
-//! Adapters on the command line: what is said of a file, what is refused and how, what images and answers tell of them.
+//! Adapters on the command line: the description of a file, refused files, and the metadata in images and answers.
 
 use common::adapter_files::{Factor, KOHYA, PEFT, factor, file, lokr, lora, number};
 use common::sandbox::{Png, QUICK, Run, Sandbox};
@@ -211,13 +211,13 @@ fn files_that_do_not_fit_are_refused_with_their_reasons() {
     }
     assert!(!sandbox.path("out.png").exists());
 
-    // Component of a file is enough where that is asked for, but not nothing of it.
+    // With --lora-partial a part of the layers is enough, but not none.
     let used = run(&sandbox, &["x", "-v", "-o", "out.png", "--lora", "some", "--lora-partial"]).good();
     let line = "LoRA some: 2 of 6 layers, ranks 2 to 4, scale 1, merged; the model does not have the others\n";
     assert!(used.stderr.contains(line), "{}", used.stderr);
     assert!(used.stderr.contains("  diffusion_model.double_blocks.8.img_attn.qkv is left out: the model has no such layer\n"));
     assert_eq!(run(&sandbox, &["x", "-q", "--lora", "none", "--lora-partial"]).code, Some(3));
-    // `kiln plan` compares with klein 4B as it was published.
+    // `kiln plan` compares with the published klein 4B.
     let plan = sandbox.bare(["plan", "--lora", "9b"]);
     assert_eq!(plan.code, Some(3), "{}", plan.stderr);
     assert!(plan.stderr.contains("the model's has [9216, 3072]; it seems to be for FLUX.2 [klein] 9B"), "{}", plan.stderr);
@@ -258,7 +258,7 @@ fn names_that_lead_nowhere_say_what_to_do() {
     assert_eq!(sandbox.run(["x", "--lora-mode", "both"]).code, Some(2));
     assert_eq!(inspect(&sandbox, "me/styles", &[])["layers"].as_array().unwrap().len(), 2);
     assert_eq!(inspect(&sandbox, "me/styles/ink.safetensors", &[])["base"], json!("kiln's tiny model or kiln's built-in model"));
-    // The scale of a PEFT folder is that of the settings beside the file.
+    // The scale of a PEFT folder comes from the settings next to the file.
     assert_eq!(inspect(&sandbox, "peft", &[])["layers"][0]["scale"], json!(2.0));
     write(&snapshot.join("oil.safetensors"), &good(), &[]);
     let several = sandbox.run(["lora", "inspect", "me/styles"]);
@@ -290,7 +290,7 @@ fn images_and_json_tell_which_adapters_they_have() {
     ] {
         assert!(made.stderr.contains(line), "{line}: {}", made.stderr);
     }
-    // The same facts as XMP, and how they were applied where that was asked for.
+    // XMP has the same facts, and the mode if a flag sets it.
     run(&sandbox, &[&["x", "-q", "-o", "a.webp", "--lora-mode", "branch"], &two[..]].concat()).good();
     let webp = fs::read(sandbox.path("a.webp")).unwrap();
     let webp = String::from_utf8_lossy(&webp);
@@ -303,7 +303,7 @@ fn images_and_json_tell_which_adapters_they_have() {
     let plain = Png::read(&sandbox.path("b.png"));
     assert!(!plain.text.keys().any(|key| key.starts_with("lora")));
     assert!(plain.pixels != png.pixels, "adapters change the image");
-    // At scale 0 it is the image without, and says so.
+    // At scale 0 the image equals the one without adapters, and says so.
     let none = run(&sandbox, &["x", "--seed", "3", "-o", "c.png", "--lora", "b.safetensors:0"]).good();
     assert!(none.stderr.contains("LoRA b.safetensors: 1 of 1 layers, rank 1, scale 0, without effect\n"), "{}", none.stderr);
     assert!(Png::read(&sandbox.path("c.png")).pixels == plain.pixels);
@@ -344,7 +344,7 @@ fn lines_have_adapters_of_their_own() {
     assert_eq!(told, [&json!([a(1.0)]), &json!([b(0.5), a(2.0)]), &json!([]), &json!([b(1.0)]), &json!([a(1.0)])]);
     assert!(answers[3]["error"].as_str().unwrap().contains("it seems to be for FLUX.2 [klein] 9B"), "{}", answers[3]);
     assert!(answers[4]["error"].as_str().unwrap().starts_with("no LoRA found (none)"), "{}", answers[4]);
-    // Beside the weights, so that lines can differ; each file is told of when it is opened.
+    // Adapters run as branches, so lines can differ. kiln describes each file when it opens it.
     assert!(answered.stderr.contains("LoRA a.safetensors: 2 of 2 layers, ranks 2 to 4, scale 1, as branches\n"));
     let opened: Vec<&str> = answered.stderr.lines().filter(|line| line.starts_with("line ") && line.contains("LoRA ")).collect();
     assert_eq!(
@@ -363,7 +363,7 @@ fn lines_have_adapters_of_their_own() {
     assert_eq!(text("0.png")["lora"], "a.safetensors:1");
     assert!(!text("2.png").contains_key("lora"));
 
-    // The images are those of `kiln generate`.
+    // The images equal the images of `kiln generate`.
     for (name, lora) in
         [("1.png", &["--lora", "b.safetensors:0.5", "--lora", "a.safetensors:2", "--lora-mode", "branch"][..]), ("2.png", &[])]
     {
@@ -372,7 +372,7 @@ fn lines_have_adapters_of_their_own() {
         assert!(fs::read(sandbox.path("own.png")).unwrap() == fs::read(sandbox.path(name)).unwrap(), "{name}");
     }
 
-    // What is merged cannot change from line to line.
+    // Merged adapters cannot change from line to line.
     fs::write(sandbox.path("lines"), "{\"prompt\": \"x\", \"lora\": []}\n{\"prompt\": \"y\", \"lora\": [\"a.safetensors\"]}")
         .unwrap();
     let merged = run(&sandbox, &["run", "lines", "--lora", "a.safetensors", "--lora-mode", "merge"]);

@@ -79,7 +79,7 @@ fn left(sandbox: &Sandbox) -> (usize, usize, usize) {
     (images.len(), partial, others.len())
 }
 
-/// Runs helpers beside a whole image. The system kills each when its file has reached a random length below the whole.
+/// Runs helpers next to a whole image. The system kills each one when its file reaches a random length below the full length.
 fn killed_while_writing(task: &str) -> Vec<(usize, usize, usize)> {
     in_pairs(8, |index| {
         let sandbox = Sandbox::new();

@@ -33,7 +33,7 @@ fn write(part: &ComponentSource, options: &Options, target: &Target, observer: &
     plan.write(target, &mut calibrate, observer, &observer.stop)
 }
 
-/// What becomes of a run when its progress reaches a point.
+/// What happens to a run when its progress reaches a point.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum At {
     /// It goes on.

@@ -121,7 +121,7 @@ fn lines_are_answered_in_order_and_errors_end_nothing() {
     let wide = [&answers[4]["width"], &answers[4]["height"], &answers[4]["steps"]];
     assert_eq!(wide, [96, 64, 2]);
 
-    // The same fields and bytes as `kiln generate`.
+    // Fields and bytes equal those of `kiln generate`.
     let (answer, seed) = (&answers[3], answers[3]["seed"].to_string());
     let one = generate(&sandbox, &[lines[4], "--seed", &seed, "-o", "one.png", "--json"]);
     let mut fields: Vec<String> = one.json()[0].as_object().unwrap().keys().cloned().collect();
@@ -166,7 +166,7 @@ fn existing_files_are_kept_skipped_or_replaced() {
     let replaced = run(&sandbox, lines, &["--force"]).good().json();
     assert_eq!(fields(&replaced, "seed"), fields(&first, "seed"));
     assert_ne!(fs::read(sandbox.path("a.png")).unwrap(), b"mine");
-    // A name stands for all that decides the image.
+    // A name identifies everything that decides the image.
     let other = run(&sandbox, "{\"prompt\": \"b\", \"steps\": 2}\n", &["--skip-existing"]).good().json();
     assert!(other[0]["skipped"].is_null() && other[0]["path"] != first[1]["path"], "{other:?}");
     assert_eq!(run(&sandbox, lines, &["-o", "nowhere"]).code, Some(2));
@@ -197,7 +197,7 @@ fn a_killed_run_is_continued() {
         child.wait().unwrap();
         for (name, bytes) in images(&sandbox) {
             assert!(right[&name] == bytes, "{name}");
-            // What was there is not written again.
+            // Existing files are not written again.
             let written = fs::metadata(sandbox.path(&name)).unwrap().modified().unwrap();
             assert_eq!(*times.entry(name).or_insert(written), written);
         }
@@ -258,7 +258,7 @@ fn signals_and_readers_that_leave_end_it() {
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
-/// Bytes of memory that a process has in use, besides files that are mapped.
+/// Bytes of memory that a process uses, without mapped files.
 #[cfg(target_os = "linux")]
 fn resident(child: &Child) -> u64 {
     let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();

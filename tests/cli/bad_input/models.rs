@@ -151,7 +151,7 @@ fn parts_that_are_not_what_they_seem() {
                 "several checkpoints in one folder (usual/text_encoder): diffusion_pytorch_model.safetensors, model.safetensors",
                 Is("name the file itself, or move what is not meant elsewhere"),
             ),
-            // A single file, and the index of several shards beside it.
+            // A single file, and the index of several shards next to it.
             row(
                 "x -q --model both",
                 3,
@@ -248,14 +248,14 @@ fn weights_that_were_never_written() {
     let sandbox = prepared();
     let mut rows = Vec::new();
     let text = "model.layers.3.mlp.down_proj.weight";
-    // File, tensor, the eighth of it from which on it is zero, the message.
+    // Flag, file, tensor, the eighth at which its zeros begin, the message.
     for (flag, file, tensor, from, told) in [
         ("transformer", "flux-2-klein-tiny", "double_blocks.1.img_attn.proj.weight", 0, "is all zeros"),
         ("transformer", "flux-2-klein-tiny", "img_in.weight", 0, "is all zeros"),
         ("text-encoder", "qwen", text, 0, "is all zeros"),
         ("text-encoder", "qwen", "model.embed_tokens.weight", 0, "is all zeros"),
         ("vae", "ae", "decoder.conv_in.weight", 0, "is all zeros"),
-        // Of vectors only those that multiply or divide are checked.
+        // Only vectors that multiply or divide are checked.
         ("text-encoder", "qwen", "model.layers.3.input_layernorm.weight", 0, "is all zeros"),
         ("transformer", "flux-2-klein-tiny", "single_blocks.0.norm.key_norm.scale", 0, "is all zeros"),
         ("vae", "ae", "bn.running_var", 0, "is all zeros"),

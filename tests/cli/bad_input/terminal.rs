@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// direction of writing.
 const HOSTILE: &str = "\u{1b}]0;owned\u{7}\u{1b}[2J\r\nerror: planted\nhint: planted\u{202e}";
 
-/// The same, long, as a JSON string.
+/// The hostile text, repeated, as a JSON string.
 fn json(times: usize) -> String {
     serde_json::to_string(&HOSTILE.repeat(times)).unwrap()
 }

@@ -117,7 +117,7 @@ fn files_that_cannot_be_read() {
         }
     }
     check(&sandbox, &rows);
-    // A folder `tokenizer` of other files does not count, so the file beside it is used.
+    // A folder `tokenizer` of other files does not count, so the file next to it is used.
     fs::remove_file(sandbox.path("inner/tokenizer/tokenizer.json")).unwrap();
     sandbox.run(["plan", "--model", "inner"]).good();
 }

@@ -30,7 +30,7 @@ fn a_quantized_model_generates_images() {
         assert!(run.stderr.contains("\n  single_blocks.*.linear2  "), "{}", run.stderr);
         let mean = |a: &[u8], b: &[u8]| a.iter().zip(b).map(|(a, b)| f64::from(a.abs_diff(*b))).sum::<f64>() / a.len() as f64;
         let quantized = image(format);
-        // The same image but for rounding, and not the same bytes: a model of noise would be further away.
+        // The image differs only by rounding. A model of noise would be further away.
         let difference = mean(&plain, &quantized);
         assert!(difference > 0.0 && difference < 30.0, "{format}: {difference}");
         // Inputs are scaled by powers of two that calibration found, none of them a constant for all.
@@ -49,7 +49,7 @@ fn a_quantized_model_generates_images() {
 #[test]
 fn a_folder_is_a_model_by_itself_and_keeps_its_variant() {
     let sandbox = Sandbox::new();
-    // Single files, whose names alone tell that this is a base model.
+    // Single files. Only their names say that this is a base model.
     sandbox.tiny("tiny", &["--layout", "bfl"]);
     fs::create_dir(sandbox.path("base")).unwrap();
     for (from, to) in [("flux-2-klein-tiny", "flux-2-klein-base"), ("qwen", "qwen"), ("ae", "ae")]
@@ -66,7 +66,7 @@ fn a_folder_is_a_model_by_itself_and_keeps_its_variant() {
     assert_eq!(files.tokenizer, Some(sandbox.path("out/tokenizer/tokenizer.json")));
     let model = OpenModel::open(&found, None).unwrap();
     assert_eq!(model.variant, Variant::Base);
-    // The text encoder is copied as it is.
+    // The text encoder is copied unmodified.
     let names: Vec<_> = model.weights().text_encoder.shards().iter().map(|shard| shard.path().to_owned()).collect();
     assert_eq!(names, [sandbox.path("out/text_encoder/qwen.safetensors")]);
     let dtype = |part: &kiln::internals::checkpoint::Weights| {
@@ -110,7 +110,7 @@ fn layers_are_kept_by_pattern() {
         let listed = layers.iter().find(|layer| layer["name"] == name);
         assert_eq!(listed.is_some(), dtype == "U8", "{name}");
         assert_eq!(run.stderr.contains(&format!("\n{name} nvfp4 error 10.")), dtype == "U8", "{}", run.stderr);
-        // Without calibration there is no scale of inputs.
+        // Without calibration there are no input scales.
         assert!(listed.is_none_or(|layer| layer["input_scale"].is_null() && layer["error"].as_f64().unwrap() > 0.09));
     }
     assert!(file.tensors().all(|(name, _)| !name.ends_with(".input_scale")));

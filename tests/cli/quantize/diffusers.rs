@@ -1,5 +1,5 @@
 //! Files that are laid out for diffusers: other bytes, and for NVFP4 the values of the file for ComfyUI. kiln reads them without
-//! being told what they are.
+//! a flag.
 
 use super::round_trip::values;
 use super::{At, Observer, builtin, options, target};
@@ -50,7 +50,7 @@ fn nvfp4_has_the_values_of_the_file_for_comfyui() {
         let path = |name: &str| sandbox.path(&format!("{i}-{name}.safetensors"));
         let (comfy, comfy_weights, comfy_report) = write(&source, Nvfp4, WeightLayout::Comfy, &path("comfy"));
         let (file, weights, report) = write(&source, Nvfp4, WeightLayout::Diffusers, &path("diffusers"));
-        // Nothing that ComfyUI would go by, and what kiln goes by.
+        // The file has the markers that kiln reads, and none that ComfyUI reads.
         let metadata: Vec<(&str, &str)> = file.metadata().iter().map(|(key, value)| (key.as_ref(), value.as_ref())).collect();
         assert_eq!(metadata, [("nvfp4_layout", "modelopt")]);
         assert!(weights.check(&specs).unwrap().is_empty());
@@ -153,6 +153,6 @@ fn models_for_diffusers_generate_the_same_images() {
     assert!(quantized("nvfp4", "comfy") == quantized("nvfp4", "diffusers"));
     let fp8 = quantized("fp8", "diffusers");
     let difference = plain.iter().zip(&fp8).map(|(a, b)| f64::from(a.abs_diff(*b))).sum::<f64>() / plain.len() as f64;
-    // The same image but for rounding, and not the same bytes: a model of noise would be further away.
+    // The image differs only by rounding. A model of noise would be further away.
     assert!(difference > 0.0 && difference < 30.0, "{difference}");
 }

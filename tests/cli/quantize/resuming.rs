@@ -1,5 +1,5 @@
-//! Work that is stopped, by a signal or by the end of the process, leaves no half file and can be continued: the result is the same
-//! as that of one run, to the byte.
+//! Work that is stopped, by a signal or by the end of the process, leaves no half file and can be continued. The result equals
+//! the result of one run, to the byte.
 
 use super::{At, Observer, options, target, write};
 use common::sandbox::{Run, Sandbox};
@@ -106,8 +106,8 @@ fn files(path: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     files
 }
 
-/// Kills the program as soon as it is seen to have got to some point. The signal may come later than that, and too late on a busy
-/// machine: what is checked holds for every moment. Tests of `output::Staged` end a process at each of its steps.
+/// Kills the program as soon as it has reached some point. The signal may come later, and on a busy machine too late, so the checks
+/// hold at every moment. Tests of `output::Staged` end a process at each of its steps.
 #[test]
 fn the_program_can_be_killed_at_any_moment() {
     let sandbox = Sandbox::new();
@@ -168,7 +168,7 @@ fn begun(sandbox: &Sandbox) -> (PathBuf, PathBuf) {
     begun_as(sandbox, &folder, "out.safetensors")
 }
 
-/// The same for a model and an output of this name.
+/// Begins the output for a model of this name and leaves it unfinished.
 fn begun_as(sandbox: &Sandbox, folder: &Path, out: &str) -> (PathBuf, PathBuf) {
     let (folder, out) = (folder.to_owned(), sandbox.path(out));
     let result = write(&source(&folder), &options(Fp8, &[]), &target(&out, 0), &Observer::new(At::Stop(60)));
@@ -288,7 +288,7 @@ fn only_one_process_writes_and_nothing_else_is_touched() {
         let want = if is_folder { "the folder is not empty" } else { "not overwritten" };
         assert!(error.ends_with(want), "{error}");
     }
-    // What is called like an unfinished output, but has no journal, is somebody else's.
+    // A file that is named like an unfinished output, but has no journal, is somebody else's.
     for (name, file) in [("a.safetensors", "a.safetensors.tmp"), ("b", "b.tmp/file")] {
         let file = sandbox.path(file);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -370,7 +370,7 @@ fn a_file_that_is_no_journal_is_left_alone() {
     assert_eq!(sandbox.names(), ["out.safetensors", "tiny"]);
 }
 
-/// What is unfinished stays when something else has got its name, and is named.
+/// Unfinished output stays if something else has taken its name, and kiln names it.
 #[test]
 fn unfinished_work_whose_name_is_taken_is_named() {
     let sandbox = Sandbox::new();
@@ -390,7 +390,7 @@ fn unfinished_work_whose_name_is_taken_is_named() {
     assert_eq!(sandbox.names(), before);
 }
 
-/// The tiny model of a folder, and all that a folder of its quantized transformer gets besides.
+/// Plans a folder with the quantized transformer of the tiny model, and everything else that is copied there.
 fn plan_of(folder: &Path, vae: Option<PathBuf>, reads_tokenizer: Option<&Path>) -> FilePlan {
     let mut request = LocateRequest { model: Some(folder.into()), ..Default::default() };
     request.parts.vae = vae;

@@ -1,4 +1,4 @@
-//! What is read back of a written file is what the formulas of its format make of the original.
+//! A written file, read back, has the values that the formulas of its format give for the original.
 
 use super::{At, Observer, builtin, options, target, write};
 use common::ops::formats::Codes;
@@ -77,7 +77,7 @@ fn check_part(source: &ComponentSource, specs: &[TensorSpec], format: DType, pat
     let mut quantized = 0;
     for spec in specs {
         let (before, after) = (original.weight(spec).unwrap(), written.weight(spec).unwrap());
-        // Of a text encoder's stacked layers every piece is a layer of its own, on both sides.
+        // Every piece of a text encoder's stacked layers is a layer of its own, on both sides.
         let pairs: Vec<(Vec<f32>, Vec<f32>, usize)> = if part == Component::Transformer {
             vec![(values(&before.parts), values(&after.parts), before.parts[0].cols())]
         } else {
@@ -149,7 +149,7 @@ fn values_are_those_of_the_formulas_to_the_bit() {
             let part = if matches!(source, ComponentSource::TextEncoder(_)) { "text" } else { "transformer" };
             check_part(&source, &specs, format, &sandbox.path(&format!("builtin-{part}-{}.safetensors", format.label())));
         }
-        // The same values in another layout and another type, which holds them, too, give the same file.
+        // Another layout and a wider type hold the same values, and give the same file.
         let [bf16, f32] = [(&split, DIFFUSERS, "a"), (&fused, BFL, "b")].map(|(folder, files, name)| {
             parts(folder, files, &klein).map(|(source, specs)| {
                 let part = if matches!(source, ComponentSource::TextEncoder(_)) { "text" } else { "transformer" };

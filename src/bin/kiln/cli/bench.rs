@@ -43,7 +43,7 @@ Examples:
 
   kiln bench --model ~/models/FLUX.2-klein-4B --width 1024 --height 1024 --runs 10
   kiln bench \"make it night\" --reference photo.jpg --steps 8
-      The flags that decide how long an image takes are those of `kiln generate`.
+      The flags that decide how long an image takes are the same as in `kiln generate`.
 
   kiln bench --json | jq .warm_s[].total
   kiln bench --json=times.json

@@ -300,7 +300,7 @@ mod tests {
             "text encoder qkv: fp8 expanded to bf16 (no w8a16 GEMM here) + nvfp4 expanded to bf16 (no w4a16 GEMM here) + bf16"
         );
 
-        // Of many formats of one kind only what they are made of is named.
+        // If a kind has many formats, only their ingredients are named.
         let mixes = [vec![E4m3], vec![E4m3, E2m1], vec![Bf16, E2m1], vec![E2m1], vec![E4m3]];
         let layers = mixes.iter().enumerate().map(|(i, types)| {
             let parts: Vec<_> = types.iter().map(|dtype| (*dtype, *dtype)).collect();
@@ -336,7 +336,7 @@ mod tests {
         ] {
             assert_eq!(line(&parts, input, why), format!("all {want}"));
         }
-        // The reason is one of the layers, so that others of their kind are told apart.
+        // Each layer has its own reason, so layers of one kind can differ in it.
         let layers = [Some(PlainInput::Parts), Some(PlainInput::File)].map(|why| {
             let layer = layer(LayerRole::Qkv(Image).of_block(0), &kept, Bf16);
             LayerFormat { why, ..layer }

@@ -38,7 +38,7 @@ struct Report {
     steps: usize,
     guidance: Option<f32>,
     lora: Vec<AppliedAdapter>,
-    /// The same for the table.
+    /// The adapters as lines of the table.
     #[serde(skip)]
     lora_lines: Vec<String>,
     /// Whether classifier-free guidance runs each step twice.
@@ -53,7 +53,7 @@ struct Report {
     stages: Vec<StageReport>,
     /// Predicted, never measured; empty if nothing predicts them.
     predicted: Vec<PredictedStage>,
-    /// The same for the table.
+    /// The prediction as a line of the table.
     #[serde(skip)]
     predicted_line: Option<String>,
     ops: u64,
@@ -64,7 +64,7 @@ struct Report {
     token_embedding_bytes: u64,
     formats: Vec<FormatReport>,
     attention: Vec<AttentionReport>,
-    /// The same for the table.
+    /// The formats as lines of the table.
     #[serde(skip)]
     format_lines: Vec<String>,
 }

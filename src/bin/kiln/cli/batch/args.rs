@@ -19,7 +19,7 @@ Examples:
       A line with its own settings. Another program may keep the pipe open and wait for each answer.
 
   {\"prompt\": \"a fox\", \"lora\": [\"ink.safetensors\", {\"file\": \"owner/repository\", \"scale\": 0.5}]}
-      A line with its own adapters, which replace those of --lora. The model is not loaded again.";
+      A line with its own adapters, which replace --lora. The model is not loaded again.";
 
 /// Generate an image per input line, with a model that is loaded once
 ///

@@ -164,7 +164,7 @@ impl Recorded {
         Ok(Self { path: path.into(), results })
     }
 
-    /// Turns the results into those of other engines. Images of kiln are named after the file.
+    /// Converts the results to results of other engines. Images of kiln are named after the file.
     fn beside(self) -> Result<Beside> {
         match self.results {
             Results::Beside(beside) => Ok(beside),
