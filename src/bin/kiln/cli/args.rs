@@ -65,7 +65,7 @@ pub struct RunArgs {
     #[arg(long, help_heading = "Run")]
     pub low_memory: bool,
 
-    /// Set the number of CPU threads, at most one per core [default: one per core]
+    /// Set the number of CPU threads [default and maximum: one per core]
     #[arg(long, value_name = "N", value_parser = within(THREADS), help_heading = "Run")]
     pub threads: Option<usize>,
 

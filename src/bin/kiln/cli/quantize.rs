@@ -79,7 +79,7 @@ pub struct QuantizeArgs {
     #[arg(long, value_enum, value_name = "PROGRAM", default_value = "comfy", help_heading = "Format")]
     pub layout: WeightLayoutArg,
 
-    /// Choose the part to quantize [default: both in a folder, the transformer in a file]
+    /// Quantize only this part [default: both, for a file the transformer]
     #[arg(long, value_enum, value_name = "PART", help_heading = "Format")]
     pub part: Option<PartArg>,
 
@@ -90,18 +90,18 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "PATTERN", help_heading = "Format")]
     pub keep: Vec<String>,
 
-    /// Calibrate with the prompts of this file, one per line [default: a built-in list]
+    /// Calibrate with the prompts of this file [default: a built-in list]
     ///
-    /// Calibration runs the model and measures the largest input of every layer. Its `input_scale` follows from that, with two
-    /// octaves of head room.
+    /// The file has one prompt per line. Calibration runs the model and measures the largest input of every layer. Its `input_scale`
+    /// follows from that, with two octaves of head room.
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     pub prompts: Option<PathBuf>,
 
-    /// Set the width and height of calibration images [default: 512, on the CPU 128]
+    /// Set the side of calibration images [default: 512, on the CPU 128]
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Calibration")]
     pub calibration_size: Option<usize>,
 
-    /// Set the denoising steps of calibration [default: the model's own, on the CPU at most 2]
+    /// Set calibration steps [default: the model's own, on the CPU at most 2]
     #[arg(long, value_name = "N", value_parser = within(STEPS), help_heading = "Calibration")]
     pub calibration_steps: Option<usize>,
 
@@ -154,7 +154,7 @@ pub struct QuantizeArgs {
     #[arg(long, help_heading = "Output")]
     pub json: bool,
 
-    /// Set the number of CPU threads, at most one per core [default: one per core]
+    /// Set the number of CPU threads [default and maximum: one per core]
     #[arg(long, value_name = "N", value_parser = within(THREADS), help_heading = "Run")]
     pub threads: Option<usize>,
 

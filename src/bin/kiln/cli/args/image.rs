@@ -43,7 +43,9 @@ pub struct ImageOptions {
     #[arg(long, value_name = "PIXELS", value_parser = pixels, help_heading = "Sampling")]
     pub height: Option<usize>,
 
-    /// Set the number of denoising steps [default: the model's own: 4, or 50 for base models and dev]
+    /// Set the number of denoising steps [default: 4, or 50 for base and dev]
+    ///
+    /// A model may have its own default.
     #[arg(long, value_name = "N", value_parser = within(STEPS), help_heading = "Sampling")]
     pub steps: Option<usize>,
 
@@ -62,10 +64,11 @@ pub struct ImageOptions {
     #[arg(long, value_name = "SCALE", value_parser = number(GUIDANCE), help_heading = "Sampling")]
     pub guidance: Option<f32>,
 
-    /// Set how the prompt is padded [default: the model's own: right, or left for dev]
+    /// Set how the prompt is padded [default: right, or left for dev]
     ///
-    /// Engines pad dev prompts differently, which changes the image. `left` is used by Black Forest Labs and by diffusers with transformers
-    /// 4, `right` by diffusers with transformers 5. `left-zeros` is used by ComfyUI, `right-zeros` by stable-diffusion.cpp.
+    /// A model may have its own default. Engines pad dev prompts differently, which changes the image. `left` is used by Black Forest Labs
+    /// and by diffusers with transformers 4, `right` by diffusers with transformers 5. `left-zeros` is used by ComfyUI, `right-zeros` by
+    /// stable-diffusion.cpp.
     #[arg(long, value_enum, value_name = "SIDE", help_heading = "Sampling")]
     pub padding: Option<PaddingArg>,
 
