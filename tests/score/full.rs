@@ -141,7 +141,7 @@ impl<'a> Score<'a> {
             "seconds": seconds,
             "columns": (0..6).map(|i| (COLUMNS[i].to_string(), column(i))).collect::<serde_json::Map<_, _>>(),
             "edits by kind, made and kept": by_kind(&self.edit_verdicts()),
-            "round trips of true pictures": COLUMNS.iter().zip(tally(&self.trips)).collect::<std::collections::BTreeMap<_, _>>(),
+            "round trips of true images": COLUMNS.iter().zip(tally(&self.trips)).collect::<std::collections::BTreeMap<_, _>>(),
             "prompts": prompts.collect::<Vec<_>>(),
             "edits": edits.collect::<Vec<_>>(),
         })
@@ -171,13 +171,13 @@ impl<'a> Score<'a> {
     }
 }
 
-/// Scores the built-in model, or what `KILN_SCORE_MODEL` or `KILN_SCORE_PICTURES` names. Writes images and figures to
+/// Scores the built-in model, or what `KILN_SCORE_MODEL` or `KILN_SCORE_IMAGES` names. Writes images and figures to
 /// `target/score`.
 #[test]
 #[ignore = "minutes; this is the score"]
 fn full_score() {
     let (fixture, start) = (fixture(), Instant::now());
-    let mut source = match std::env::var_os("KILN_SCORE_PICTURES") {
+    let mut source = match std::env::var_os("KILN_SCORE_IMAGES") {
         Some(folder) => Source::Folder(folder.into()),
         None => Source::model(Model::of_score(Format::of_score())),
     };

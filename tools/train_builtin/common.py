@@ -144,7 +144,7 @@ def to_tokens(vae, img, chunk=128, encode=None):
 
 
 @torch.no_grad()
-def to_pictures(vae, tok, chunk=64):
+def to_images(vae, tok, chunk=64):
     dt = next(vae.parameters()).dtype
     s = math.isqrt(tok.shape[1])
     out = []

@@ -98,7 +98,7 @@ def report(flow, vae, dev, folder, tag, n=200, steps=C.STEPS, batch=100, guidanc
     for i in range(0, n, batch):
         ids, ln = toks(texts[i:i + batch])
         noise = torch.randn(len(ln), 256, 128, generator=g, device=dev)
-        imgs.append(C.to_pictures(vae, C.sample(flow, ids, ln, noise=noise, **guided)).clamp(-1, 1))
+        imgs.append(C.to_images(vae, C.sample(flow, ids, ln, noise=noise, **guided)).clamp(-1, 1))
     imgs = torch.cat(imgs)
     res = [score_scene(im.float(), s, dev) for im, s in zip(imgs, scenes)]
     per = [o for r, _ in res for o in r]
@@ -120,9 +120,9 @@ def report(flow, vae, dev, folder, tag, n=200, steps=C.STEPS, batch=100, guidanc
             ref_img = [world.render_scenes([e[1][j] for e in chunk], dev) for j in range(want)]
             refs = [C.to_tokens(vae, r).float() for r in ref_img]
             noise = torch.randn(len(ln), 256, 128, generator=g, device=dev)
-            out = C.to_pictures(vae, C.sample(flow, ids, ln, refs, noise=noise, **guided)).clamp(-1, 1).float()
+            out = C.to_images(vae, C.sample(flow, ids, ln, refs, noise=noise, **guided)).clamp(-1, 1).float()
             goal = world.render_scenes([e[2] for e in chunk], dev)
-            trip = C.to_pictures(vae, C.to_tokens(vae, goal)).clamp(-1, 1).float()
+            trip = C.to_images(vae, C.to_tokens(vae, goal)).clamp(-1, 1).float()
             for b, e in enumerate(chunk):
                 ch = ((goal[b] - ref_img[0][b]).abs().sum(0) > 0.08)
                 ch = torch.nn.functional.max_pool2d(ch[None].float(), 9, 1, 4)[0] > 0

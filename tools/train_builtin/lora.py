@@ -79,7 +79,7 @@ def score(flow, vae, scenes, texts):
     for i in range(0, len(texts), 16):
         ids, lengths = (torch.from_numpy(t).long() for t in Tok()(texts[i:i + 16]))
         noise = torch.randn(len(lengths), 256, 128, generator=generator)
-        images.append(C.to_pictures(vae, C.sample(flow, ids, lengths, noise=noise)).clamp(-1, 1))
+        images.append(C.to_images(vae, C.sample(flow, ids, lengths, noise=noise)).clamp(-1, 1))
     images, objects, backgrounds = torch.cat(images), [], []
     for image, scene in zip(images, scenes):
         seen, background = evaluate.score_scene(image, scene, "cpu")
@@ -141,7 +141,7 @@ def main():
     p.add_argument("--batch", type=int, default=8)
     p.add_argument("--lr", type=float, default=3e-3)
     p.add_argument("--score", type=int, default=50, help="prompts of each kind that are scored")
-    p.add_argument("--pictures", help="a folder for images of the score")
+    p.add_argument("--images", help="a folder for images of the score")
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     start = time.time()
@@ -187,7 +187,7 @@ def main():
         # The score uses the saved weights.
         for module in adapted.values():
             module.down.copy_(module.down.bfloat16()), module.up.copy_(module.up.bfloat16())
-        report(flow, vae, adapted, a.score, a.pictures)
+        report(flow, vae, adapted, a.score, a.images)
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def train_vae(a, dev):
     C.save_part(os.path.join(a.work, "ema"), "vae", ship.state_dict())
     rng = random.Random(7)
     x = world.render_scenes([world.sample_scene(rng, held=None) for _ in range(8)], dev)
-    y = C.to_pictures(ship, C.to_tokens(ship, x))
+    y = C.to_images(ship, C.to_tokens(ship, x))
     std = ship.bn.running_var.sqrt()
     print(f"vae done: {step} steps, round trip {(x - y).abs().mean().item() * 127.5:.3f}/255, latent std "
           f"{std.min().item():.3f}..{std.max().item():.3f}, values under 0.05: {(std < 0.05).sum().item()}", flush=True)
@@ -351,11 +351,11 @@ def channel_weights(vae, dev):
     tok = C.to_tokens(vae, world.render_scenes([world.sample_scene(rng, 2) for _ in range(8)], dev)).float()
     g = torch.Generator(device=dev).manual_seed(3)
     noise = 0.3 * torch.randn(tok.shape[:2], generator=g, device=dev)
-    base, out = C.to_pictures(vae, tok), []
+    base, out = C.to_images(vae, tok), []
     for c in range(128):
         moved = tok.clone()
         moved[:, :, c] += noise
-        out.append((C.to_pictures(vae, moved) - base).square().mean())
+        out.append((C.to_images(vae, moved) - base).square().mean())
     w = torch.stack(out).sqrt()
     w = (w / w.mean()).clamp(0.3, 3.0)
     print("channel weights", " ".join(f"{v:.2f}" for v in w.sort().values[::16].tolist()), f"{w.max():.2f}", flush=True)
