@@ -16,3 +16,4 @@ mod output;
 mod process;
 mod quantize;
 mod run;
+mod schema;

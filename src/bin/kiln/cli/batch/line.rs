@@ -144,6 +144,7 @@ mod tests {
     use super::super::super::args::PaddingArg;
     use super::*;
     use kiln::Sigmas;
+    use std::collections::BTreeSet;
 
     fn line(text: &str) -> Line {
         Line::parse(text.as_bytes()).unwrap().unwrap()
@@ -278,5 +279,8 @@ mod tests {
         let (table, _) = table.split_once("\n\n").unwrap();
         fields().iter().for_each(|name| assert!(table.contains(&format!("`{name}`")), "{name}"));
         assert!(fields().len() > 12);
+        let schema: Value = serde_json::from_str(include_str!("../../../../../docs/schema.json")).unwrap();
+        let described = schema["$defs"]["line"]["properties"].as_object().unwrap().keys().cloned();
+        assert_eq!(described.collect::<BTreeSet<_>>(), fields().into_iter().collect());
     }
 }
