@@ -410,7 +410,7 @@ mod tests {
 
     #[test]
     fn other_tensors_are_classified() {
-        let beside = |layer: &str, kind| TensorRole::Quantization(layer.into(), kind);
+        let companion = |layer: &str, kind| TensorRole::Quantization(layer.into(), kind);
         for (part, name, place) in [
             (Component::TextEncoder, "lm_head.weight", TensorRole::Unused),
             (Component::TextEncoder, "model.norm.weight", TensorRole::Unused),
@@ -423,11 +423,11 @@ mod tests {
             (Component::Vae, "model.diffusion_model.img_in.weight", TensorRole::OtherPart),
             (Component::Transformer, "vae.decoder.conv_in.weight", TensorRole::OtherPart),
             (Component::TextEncoder, "lm_head.weight_scale", TensorRole::Unused),
-            (Component::Transformer, "img_in.weight_scale", beside("img_in", Companion::WeightScale)),
-            (Component::Transformer, "img_in.weight_scale_2", beside("img_in", Companion::TensorScale)),
-            (Component::Transformer, "img_in.scale_input", beside("img_in", Companion::InputScale)),
-            (Component::Transformer, "img_in.weight_packed", beside("img_in", Companion::Unsupported)),
-            (Component::Transformer, "net.img_in.comfy_quant", beside("net.img_in", Companion::Settings)),
+            (Component::Transformer, "img_in.weight_scale", companion("img_in", Companion::WeightScale)),
+            (Component::Transformer, "img_in.weight_scale_2", companion("img_in", Companion::TensorScale)),
+            (Component::Transformer, "img_in.scale_input", companion("img_in", Companion::InputScale)),
+            (Component::Transformer, "img_in.weight_packed", companion("img_in", Companion::Unsupported)),
+            (Component::Transformer, "net.img_in.comfy_quant", companion("net.img_in", Companion::Settings)),
             (Component::TextEncoder, "net.img_in.comfy_quant", TensorRole::OtherPart),
             (Component::Transformer, "scaled_fp8", TensorRole::Fp8Marker),
             (Component::Transformer, "model.diffusion_model.scaled_fp8", TensorRole::Fp8Marker),

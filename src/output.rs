@@ -95,7 +95,7 @@ pub(crate) fn save_folder(path: &Path, fill: impl FnOnce(&Path) -> Result<()>) -
         Err(missing) if missing.kind() == ErrorKind::NotFound => None,
         Err(other) => return Err(error(other)),
     };
-    let claim = |beside: &Path| match Temp::claim(beside, |name| fs::create_dir(name)) {
+    let claim = |neighbor: &Path| match Temp::claim(neighbor, |name| fs::create_dir(name)) {
         Ok((temp, ())) => Ok(temp),
         // The error names the path that the user knows.
         Err(Error::Write { source, .. }) => Err(error(source)),

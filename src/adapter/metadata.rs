@@ -78,14 +78,14 @@ impl PeftScales {
             };
             return Ok(Self { transformer: own(TRANSFORMER)?, text_encoder: own(TEXT_ENCODER)? });
         }
-        let beside = shard.path().with_file_name(FILE);
-        let text = match files::read(&beside, LIMIT) {
+        let settings_file = shard.path().with_file_name(FILE);
+        let text = match files::read(&settings_file, LIMIT) {
             Ok(text) => text,
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Self::default()),
-            Err(error) => return Err(bad(&beside, error.to_string())),
+            Err(error) => return Err(bad(&settings_file, error.to_string())),
         };
         let value = serde_json::from_slice(&text).map_err(|error| error.to_string());
-        let settings = value.and_then(settings_of).map_err(|error| bad(&beside, error))?;
+        let settings = value.and_then(settings_of).map_err(|error| bad(&settings_file, error))?;
         Ok(Self { transformer: Some(settings), text_encoder: None })
     }
 

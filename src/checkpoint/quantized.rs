@@ -80,12 +80,12 @@ impl Quantization {
             for (name, entry) in shard.tensors() {
                 match names::resolve(part, name) {
                     TensorRole::Quantization(layer, kind) => {
-                        let beside = layers.entry(layer.clone()).or_default();
+                        let companions = layers.entry(layer.clone()).or_default();
                         let place = match kind {
-                            Companion::WeightScale => &mut beside.weight_scale,
-                            Companion::TensorScale => &mut beside.tensor_scale,
-                            Companion::InputScale => &mut beside.input_scale,
-                            Companion::Settings => &mut beside.settings,
+                            Companion::WeightScale => &mut companions.weight_scale,
+                            Companion::TensorScale => &mut companions.tensor_scale,
+                            Companion::InputScale => &mut companions.input_scale,
+                            Companion::Settings => &mut companions.settings,
                             Companion::Unsupported => return Err(unsupported(shards, index, &layer, name)),
                         };
                         if let Some(other) = place.replace(Located { shard: index, name: name.into() }) {
@@ -317,13 +317,13 @@ fn unsupported_dtype(dtype: &str) -> Option<&'static str> {
 /// The error for a layer whose companion tensor `name` belongs to an unsupported format.
 fn unsupported(shards: &[Shard], index: usize, layer: &str, name: &str) -> Error {
     let shard = &shards[index];
-    let beside = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();
+    let has = |suffix: &str| shard.entry(&format!("{layer}{suffix}")).is_some();
     let weight = format!("{layer}.weight");
     let stored = || match shard.entry(&weight)?.dtype.name {
         "U8" => None,
         dtype => format_of(dtype).map(|format| format.format().title).or_else(|| unsupported_dtype(dtype)),
     };
-    let format = UNSUPPORTED_QUANTIZERS.iter().find(|(suffix, _)| beside(suffix)).map(|(_, format)| *format);
+    let format = UNSUPPORTED_QUANTIZERS.iter().find(|(suffix, _)| has(suffix)).map(|(_, format)| *format);
     let format = format.or_else(stored).unwrap_or(UNKNOWN);
     let name = if shard.entry(&weight).is_some() { weight } else { name.into() };
     Error::Quantized { path: shard.path().into(), name, format }

@@ -396,12 +396,12 @@ impl RowBuilder {
     fn conv_shortcut(&self, side: usize, channels: usize, from: usize) -> Result<Row> {
         Row::new(format!("{side}x{side}, {channels} to {channels}, shortcut of {from}, stats"), self.0, move |m| {
             let w = Conv { weight: m.weight(channels, 9 * channels, DType::Bf16, Role::Conv)?, bias: m.vector(channels)? };
-            let beside = Linear::new(m.weight(channels, from, DType::Bf16, Role::Linear)?, Some(m.vector(channels)?));
+            let shortcut_weight = Linear::new(m.weight(channels, from, DType::Bf16, Role::Linear)?, Some(m.vector(channels)?));
             let (x, input) = (m.activations(side * side, channels)?, m.activations(side * side, from)?);
             let (out, stats) = (m.results(side * side, channels)?, Some(m.output(GROUPS, 2, DType::F32)?));
             let (width, height, sampling, residual) = (side, side, Sampling::Same, None);
             call(move |run| {
-                let shortcut = Some(Shortcut { x: input, w: &beside });
+                let shortcut = Some(Shortcut { x: input, w: &shortcut_weight });
                 run(Op::Conv { out, x, w: &w, width, height, sampling, residual, shortcut, stats })
             })
         })

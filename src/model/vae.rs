@@ -489,11 +489,11 @@ impl Buffers {
         if shape == x.shape() {
             return Ok(Self { first, second: x, inner: vae.map(ws, shape)?, normed: None });
         }
-        let mut beside = ws.clone();
-        let normed = beside.alloc(x.data.rows, x.data.cols, x.data.dtype)?;
+        let mut alternative = ws.clone();
+        let normed = alternative.alloc(x.data.rows, x.data.cols, x.data.dtype)?;
         let buffers = Self { first, second: vae.map(ws, shape)?, inner: vae.map(ws, shape)?, normed: Some(normed) };
         // The arena has to hold whichever takes more.
-        ws.extend_to(beside.mark());
+        ws.extend_to(alternative.mark());
         Ok(buffers)
     }
 

@@ -57,12 +57,12 @@ const FOREIGN: &str = "kiln writes here first, but this exists and kiln did not 
 impl Staged {
     /// The path at which an output grows until it is complete.
     pub fn path_of(target: &Path) -> PathBuf {
-        beside(target.components().as_path(), ".tmp")
+        with_suffix(target.components().as_path(), ".tmp")
     }
 
     /// The path of an output's journal, until the output is complete.
     pub fn journal_of(target: &Path) -> PathBuf {
-        beside(target.components().as_path(), ".tmp.json")
+        with_suffix(target.components().as_path(), ".tmp.json")
     }
 
     /// Begins or continues an output. An existing target is an error, unless it is a file and `force` allows replacing it.
@@ -288,7 +288,7 @@ impl StagedFile {
 }
 
 /// A path with something appended to its last component.
-fn beside(path: &Path, suffix: &str) -> PathBuf {
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name: OsString = path.file_name().unwrap_or_default().into();
     name.push(suffix);
     path.with_file_name(name)

@@ -205,7 +205,7 @@ pub struct AdapterUse {
     /// How many of these layers are merged into weights.
     pub merged: usize,
     /// How many of these layers have a LoRA branch. Zero if the strength is zero.
-    pub beside: usize,
+    pub branches: usize,
     /// Number of its layers that the model does not have.
     pub unmatched: usize,
 }
@@ -217,9 +217,9 @@ impl Formats {
         let of = |(adapter, strength): &(crate::adapter::Adapter, f32)| {
             let layers = adapter.layers.len();
             let count = adapter.layers.iter().filter(|layer| merged.contains(&layer.target.id)).count();
-            let (merged, beside) = if *strength == 0.0 { (0, 0) } else { (count, layers - count) };
+            let (merged, branches) = if *strength == 0.0 { (0, 0) } else { (count, layers - count) };
             let (path, digest) = (adapter.path.clone(), adapter.digest.clone());
-            AdapterUse { path, digest, strength: *strength, layers, merged, beside, unmatched: adapter.unmatched.len() }
+            AdapterUse { path, digest, strength: *strength, layers, merged, branches, unmatched: adapter.unmatched.len() }
         };
         adapters.0.iter().map(of).collect()
     }

@@ -145,7 +145,7 @@ impl Predictor {
     /// Clocks of an SM for one FLOP in bf16, by a portable kernel that reached `measured` on an H200. `speed` is the relative speed of the
     /// tiles that fit this GPU's shared memory.
     fn clocks(&self, measured: f64, speed: f64) -> f64 {
-        1.0 / self.bf16 + besides(measured * speed)
+        1.0 / self.bf16 + overhead(measured * speed)
     }
 
     /// Clocks of an SM for one FLOP of a GEMM with operands of this type.
@@ -163,7 +163,7 @@ impl Predictor {
             (Arch::Sm90, _) => 1.0 / h200::GEMM_FP8_SM90,
             (_, DType::Bf16) => self.clocks(h200::GEMM, self.tile_speed()),
             // Twice the FLOP need as many bytes to be copied and loaded. A partial sum of 128 products is 256 FLOP.
-            _ => 1.0 / self.e4m3 + besides(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K),
+            _ => 1.0 / self.e4m3 + overhead(h200::GEMM * self.tile_speed()) / 2.0 + 1.0 / (LANES * 2.0 * PROMOTION_K),
         }
     }
 
@@ -206,7 +206,7 @@ impl Predictor {
             // Queries by keys in e4m3, and softmax by values in bf16: half of the FLOP each. Two CTAs always fit.
             (false, _) if q.dtype == DType::E4m3 => {
                 let tensor_cores = (1.0 / self.e4m3 + 1.0 / self.bf16) / 2.0;
-                (ATTENTION_QUERIES, tensor_cores + besides(h200::ATTENTION))
+                (ATTENTION_QUERIES, tensor_cores + overhead(h200::ATTENTION))
             }
             (false, _) if has_two_attention_ctas(self.gpu.shared) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, 1.0)),
             (false, _) => (ATTENTION_QUERIES, self.clocks(h200::ATTENTION, ONE_ATTENTION_CTA)),
@@ -234,7 +234,7 @@ impl Predictor {
 }
 
 /// Overhead cycles of an SM for one FLOP, in which tensor cores wait, of a portable kernel that reached `measured` on an H200.
-fn besides(measured: f64) -> f64 {
+fn overhead(measured: f64) -> f64 {
     1.0 / measured - 1.0 / h200::MMA_SYNC
 }
 

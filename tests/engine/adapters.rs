@@ -117,7 +117,7 @@ fn a_branch_adds_what_is_merged() {
     let uses = |mode| {
         let model = with(plain(), &given);
         let formats = model.formats(options(Precision::Bf16, mode), GemmFormats::ALL).unwrap();
-        formats.adapter_uses(&model.adapters).iter().map(|of| (of.layers, of.merged, of.beside)).collect::<Vec<_>>()
+        formats.adapter_uses(&model.adapters).iter().map(|of| (of.layers, of.merged, of.branches)).collect::<Vec<_>>()
     };
     let layers = all.len() / 2;
     for mode in [AdapterMode::Auto, AdapterMode::Merge] {
@@ -254,10 +254,10 @@ fn quantized_weights_stay_as_they_are() {
             assert!(!(layer.merged && layer.parts.iter().any(|part| part.held.is_quantized())), "{}", layer.id);
         }
         let uses = formats.adapter_uses(&model.adapters);
-        assert!(uses[0].beside > 0 && uses[0].merged > 0 && uses[0].beside + uses[0].merged == uses[0].layers, "{uses:?}");
+        assert!(uses[0].branches > 0 && uses[0].merged > 0 && uses[0].branches + uses[0].merged == uses[0].layers, "{uses:?}");
         // A backend without such GEMMs expands the weights, and merges them.
         let none = model.formats(narrow, GemmFormats::NONE).unwrap().adapter_uses(&model.adapters);
-        assert!(none.iter().all(|of| of.merged == of.layers && of.beside == 0), "{none:?}");
+        assert!(none.iter().all(|of| of.merged == of.layers && of.branches == 0), "{none:?}");
         // Merging expands the weights, and kiln says so.
         let lines = format_lines(&model.formats(options(Precision::Bf16, AdapterMode::Merge), GemmFormats::ALL).unwrap());
         assert!(lines.iter().any(|line| line.contains("expanded to bf16 (merged with an adapter)")), "{lines:?}");
@@ -306,7 +306,7 @@ fn weights_that_are_quantized_at_load() {
             let formats = model.formats(options(Precision::Bf16, mode), GemmFormats::ALL).unwrap();
             assert!(formats.quantized_at_load().is_some());
             let of = formats.adapter_uses(&model.adapters).remove(0);
-            (of.merged, of.beside)
+            (of.merged, of.branches)
         };
         // The blocks have twenty layers.
         assert_eq!(uses(AdapterMode::Auto).1, 20);

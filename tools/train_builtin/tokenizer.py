@@ -36,7 +36,7 @@ def build():
             plain = "".join(part.split("}")[-1] for part in w.split("{"))
             text += [plain, plain.strip()[:1].upper() + plain.strip()[1:]] * 50
     text += ["user\n", "assistant\n", "\n\n", "\n"] * 200
-    text += [" ".join(world.COLOURS + world.SHAPES + world.SIZES + ["grey", "color", "colour", "centre", "center"])] * 200
+    text += [" ".join(world.COLORS + world.SHAPES + world.SIZES + ["grey", "color", "colour", "centre", "center"])] * 200
     tok = Tokenizer(models.BPE())
     tok.normalizer = normalizers.NFC()
     tok.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated", False),

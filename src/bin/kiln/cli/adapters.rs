@@ -98,7 +98,7 @@ pub fn descriptions(adapters: &Adapters, formats: &Formats) -> Vec<(String, Vec<
 }
 
 /// The text for layers whose weights are not merged with adapters.
-pub const BESIDE: &str = "as branches";
+pub const AS_BRANCHES: &str = "as branches";
 
 /// A line about an adapter, and lines about its layers.
 pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String>) {
@@ -122,11 +122,11 @@ pub fn describe(adapter: &Adapter, scale: f32, how: &str) -> (String, Vec<String
 
 /// How the layers of an adapter are applied.
 fn how_applied(used: &AdapterUse) -> String {
-    match (used.merged, used.beside) {
+    match (used.merged, used.branches) {
         (0, 0) => "without effect".into(),
         (_, 0) => "merged".into(),
-        (0, _) => BESIDE.into(),
-        (merged, beside) => format!("{merged} merged and {beside} {BESIDE}"),
+        (0, _) => AS_BRANCHES.into(),
+        (merged, branches) => format!("{merged} merged and {branches} {AS_BRANCHES}"),
     }
 }
 

@@ -125,7 +125,7 @@ pub struct Pending {
 pub struct Writer<'scope, 'a> {
     sink: &'scope ImageSink<'a>,
     /// The thread that writes all images but the last, and the channel to it.
-    beside: Option<(SyncSender<Pending>, ScopedJoinHandle<'scope, Result<()>>)>,
+    worker: Option<(SyncSender<Pending>, ScopedJoinHandle<'scope, Result<()>>)>,
     /// How many images are still to come.
     left: usize,
 }
@@ -133,7 +133,7 @@ pub struct Writer<'scope, 'a> {
 impl<'scope, 'a> Writer<'scope, 'a> {
     /// A writer of `count` images. The calling thread writes a single image, or all images if the system refuses a thread.
     pub fn start(scope: &'scope Scope<'scope, '_>, sink: &'scope ImageSink<'a>, count: usize) -> Self {
-        let mut beside = None;
+        let mut worker = None;
         if count > 1 && threads::affordable(1) == 1 {
             // Without a buffer, an image is handed over once the previous one is written, so at most two are in memory.
             let (sender, receiver) = sync_channel::<Pending>(0);
@@ -143,9 +143,9 @@ impl<'scope, 'a> Writer<'scope, 'a> {
                 receiver.into_iter().try_for_each(write).inspect_err(|_| sink.stop.store(true, Ordering::Relaxed))
             };
             let thread = std::thread::Builder::new().name("writer".into()).stack_size(threads::STACK).spawn_scoped(scope, work);
-            beside = thread.ok().map(|thread| (sender, thread));
+            worker = thread.ok().map(|thread| (sender, thread));
         }
-        Self { sink, beside, left: count }
+        Self { sink, worker, left: count }
     }
 
     /// Writes an image, or hands it to the thread that does.
@@ -155,7 +155,7 @@ impl<'scope, 'a> Writer<'scope, 'a> {
             // Nothing is computed during the last image, so all threads encode it.
             self.wait()?;
         }
-        match &self.beside {
+        match &self.worker {
             // The thread is gone only if it failed, which `finish` reports.
             Some((sender, _)) => sender.send(pending).map_err(|_| Error::Interrupted),
             None => self.sink.write(&pending, Threads::All),
@@ -169,7 +169,7 @@ impl<'scope, 'a> Writer<'scope, 'a> {
     }
 
     fn wait(&mut self) -> Result<()> {
-        match self.beside.take() {
+        match self.worker.take() {
             Some((sender, thread)) => {
                 drop(sender);
                 thread.join().unwrap_or_else(|panic| resume_unwind(panic))

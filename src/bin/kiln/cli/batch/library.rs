@@ -1,6 +1,6 @@
 //! The adapters that lines name. A file is opened once, and again if it changes.
 
-use super::super::adapters::{BESIDE, describe, open_adapter};
+use super::super::adapters::{AS_BRANCHES, describe, open_adapter};
 use super::super::args::LoraArg;
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
@@ -40,7 +40,7 @@ impl Library {
             Some(at) => self.open.remove(at),
             None => {
                 let adapter = open_adapter(&path, self.partial, &self.targets)?;
-                tell(&describe(&adapter, lora.scale, BESIDE).0);
+                tell(&describe(&adapter, lora.scale, AS_BRANCHES).0);
                 // An earlier version of the file is of no use.
                 self.open.retain(|(kept, _)| kept.path != identity.path);
                 (identity, adapter)

@@ -20,7 +20,8 @@ enum Results {
     #[serde(alias = "pictures")] // in files that older versions wrote
     Images(Images),
     Kernels(Kernels),
-    Beside(Beside),
+    #[serde(rename = "beside")]
+    Engines(Engines),
 }
 
 #[derive(Deserialize)]
@@ -38,7 +39,7 @@ struct Images {
 
 /// Results of other engines.
 #[derive(Deserialize)]
-struct Beside {
+struct Engines {
     machine: String,
     width: usize,
     height: usize,
@@ -130,7 +131,7 @@ impl Results {
     fn is_sound(&self) -> bool {
         match self {
             Self::Images(own) => own.cold_s.is_sound() && own.warm_s.iter().all(Times::is_sound),
-            Self::Beside(other) => other.engines.iter().flat_map(|engine| &engine.images_s).all(Times::is_sound),
+            Self::Engines(other) => other.engines.iter().flat_map(|engine| &engine.images_s).all(Times::is_sound),
             Self::Kernels(own) => {
                 let peaks = [own.tensor_flops, own.tensor_flops_e4m3, own.tensor_flops_e2m1].into_iter().flatten();
                 peaks.into_iter().all(|peak| peak > 0.0 && peak.is_finite()) && own.rows.iter().all(Row::is_sound)
@@ -165,12 +166,12 @@ impl Recorded {
     }
 
     /// Converts the results to results of other engines. Images of kiln are named after the file.
-    fn beside(self) -> Result<Beside> {
+    fn engines(self) -> Result<Engines> {
         match self.results {
-            Results::Beside(beside) => Ok(beside),
+            Results::Engines(engines) => Ok(engines),
             Results::Images(Images { machine, width, height, steps, warm_s, .. }) => {
                 let name = self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                Ok(Beside { machine, width, height, steps, engines: vec![Engine { name, images_s: warm_s }] })
+                Ok(Engines { machine, width, height, steps, engines: vec![Engine { name, images_s: warm_s }] })
             }
             Results::Kernels(_) => Err(Error::bad_file(&self.path, "no image results", "it has kernel results")),
         }
@@ -178,28 +179,28 @@ impl Recorded {
 }
 
 /// Draws the results of this run from its JSON report.
-pub fn draw(report: &impl Serialize, beside: Vec<Recorded>) -> Result<String> {
+pub fn draw(report: &impl Serialize, compared: Vec<Recorded>) -> Result<String> {
     let json = |error: serde_json::Error| Error::Op { op: "svg", what: error.to_string() };
     let own = serde_json::from_value(serde_json::to_value(report).map_err(json)?).map_err(json)?;
-    draw_results(own, beside)
+    draw_results(own, compared)
 }
 
 /// Draws recorded results.
-pub fn draw_recorded(own: Recorded, beside: Vec<Recorded>) -> Result<String> {
-    if let (Results::Beside(_), path) = (&own.results, &own.path) {
+pub fn draw_recorded(own: Recorded, compared: Vec<Recorded>) -> Result<String> {
+    if let (Results::Engines(_), path) = (&own.results, &own.path) {
         return Err(Error::bad_file(path, "no kiln results", "it has results of other engines, which only --compare takes"));
     }
-    draw_results(own.results, beside)
+    draw_results(own.results, compared)
 }
 
-fn draw_results(own: Results, beside: Vec<Recorded>) -> Result<String> {
+fn draw_results(own: Results, compared: Vec<Recorded>) -> Result<String> {
     match own {
         Results::Kernels(own) => Ok(roofline::draw(&own)),
         Results::Images(own) => {
-            let mut others = Vec::with_capacity(beside.len());
-            for recorded in beside {
+            let mut others = Vec::with_capacity(compared.len());
+            for recorded in compared {
                 let path = recorded.path.clone();
-                let other = recorded.beside()?;
+                let other = recorded.engines()?;
                 let of = |width: usize, height: usize, steps: usize| format!("{width}x{height} in {steps} steps");
                 if (other.width, other.height, other.steps) != (own.width, own.height, own.steps) {
                     let (theirs, ours) = (of(other.width, other.height, other.steps), of(own.width, own.height, own.steps));
@@ -209,6 +210,6 @@ fn draw_results(own: Results, beside: Vec<Recorded>) -> Result<String> {
             }
             Ok(stages::draw(&own, &others))
         }
-        Results::Beside(_) => Err(Error::Op { op: "svg", what: "results of other engines alone".into() }),
+        Results::Engines(_) => Err(Error::Op { op: "svg", what: "results of other engines alone".into() }),
     }
 }

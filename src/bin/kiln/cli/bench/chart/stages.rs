@@ -1,7 +1,7 @@
 //! Images as stacked bars of their stages: the cold image, then warm images of kiln and of other engines.
 
 use super::svg::{Anchor, Canvas, WIDTH, cut, ticks, width_of};
-use super::{Beside, Images, Times};
+use super::{Engines, Images, Times};
 use kiln::text::grouped;
 
 /// The x coordinates of the bars. Labels are on the left, totals on the right.
@@ -122,7 +122,7 @@ fn legend(canvas: &mut Canvas, y: f64, images: &[&Times]) {
 }
 
 /// The chart.
-pub fn draw(own: &Images, beside: &[Beside]) -> String {
+pub fn draw(own: &Images, compared: &[Engines]) -> String {
     let Images { kiln, model, machine, precision, width, height, steps, .. } = own;
     let name = format!("kiln {kiln}");
     let title = format!("{model}, {width}x{height}, {steps} steps, {precision}");
@@ -133,7 +133,7 @@ pub fn draw(own: &Images, beside: &[Beside]) -> String {
     };
     let mut warm: Vec<Bar<'_>> = Bar::of_median(name, |_| count(&own.warm_s), &own.warm_s).into_iter().collect();
     let reference = warm.first().map(|bar| bar.times.total);
-    for Beside { machine: other, engines, .. } in beside {
+    for Engines { machine: other, engines, .. } in compared {
         for engine in engines {
             // Times of another machine are not to be compared.
             let here = reference.filter(|_| machine.contains(other.as_str()));
