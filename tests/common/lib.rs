@@ -4,6 +4,7 @@ pub mod adapter_files;
 pub mod alone;
 pub mod cost;
 pub mod dev;
+pub mod english;
 pub mod fnv;
 pub mod goldens;
 pub mod header;

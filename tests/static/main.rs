@@ -1,8 +1,10 @@
 //! Rules about the source itself: allowed dependencies of modules, places of `unsafe`, file lengths, public items. Also checks the
 //! compiled kernels. The compiler checks that the library does not call the program, because the program is a crate of its own.
 
+mod english;
 mod kernels;
 mod library;
+mod links;
 mod vocabulary;
 
 use std::path::{Path, PathBuf};

@@ -72,7 +72,7 @@ pub struct GenerateArgs {
 
     /// Set the noise seed [default: random]
     ///
-    /// The same seed gives the same image. kiln prints a random seed.
+    /// A seed gives the same image every time. kiln prints a random seed.
     #[arg(long, value_name = "N", value_parser = within(0..=u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
