@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn the_matrices_beside_a_weight_have_the_product_of_its_terms() {
+    fn the_matrices_of_a_branch_have_the_product_of_its_terms() {
         let all = |rows: usize| std::iter::once(0..rows).collect::<Vec<_>>();
         let lora = |rows, cols, rank| Product::Lora { down: matrix(rank, cols), up: matrix(rows, rank) };
         check(&adapters(all(24), 12, vec![lora(24, 12, 5)]), [24, 12], 5);

@@ -98,7 +98,7 @@ pub enum Remedy {
     /// Merge adapters with the weights when the model is loaded.
     MergeAdapters,
     /// Load the model with unmerged adapters, so that jobs can use others.
-    AdaptersBeside,
+    UnmergedAdapters,
 }
 
 /// Joins alternatives as in "a, b, or c".
@@ -155,7 +155,7 @@ impl fmt::Display for Remedy {
             Self::InspectAdapter => f.write_str("use LoRA or LoKr of a FLUX.2 model"),
             Self::PartOfAdapter => f.write_str("use an adapter made for this model, or allow a part of this one"),
             Self::MergeAdapters => f.write_str("merge them with the weights when the model is loaded"),
-            Self::AdaptersBeside => f.write_str("load the model with unmerged adapters, or without any"),
+            Self::UnmergedAdapters => f.write_str("load the model with unmerged adapters, or without any"),
             Self::ReplaceParts(parts) => write!(f, "put a complete file there, or give another {}", names(parts)),
         }
     }

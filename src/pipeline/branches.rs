@@ -29,7 +29,7 @@ pub fn adapters_of<'a>(
     }
     if let Some(layer) = layers.find(|layer| layer.merged) {
         let what = format!("the job cannot use other adapters than the model's, which are merged into `{}`", layer.id);
-        return Err(Error::Usage { what, hint: Some(Remedy::AdaptersBeside) });
+        return Err(Error::Usage { what, hint: Some(Remedy::UnmergedAdapters) });
     }
     Ok((others, set))
 }

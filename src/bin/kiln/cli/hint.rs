@@ -65,7 +65,7 @@ pub fn describe(remedy: &Remedy) -> String {
         }
         Remedy::PartOfAdapter => "use an adapter made for this model, or --lora-partial to apply the layers that fit".into(),
         Remedy::MergeAdapters => "use --lora-mode merge".into(),
-        Remedy::AdaptersBeside => "leave out --lora-mode merge, or name the same adapters as --lora".into(),
+        Remedy::UnmergedAdapters => "leave out --lora-mode merge, or name the same adapters as --lora".into(),
         Remedy::AsStored => "leave out --quantize, or name files that hold them in bf16, f16 or f32".into(),
         plain => plain.to_string(),
     }
@@ -122,7 +122,7 @@ mod tests {
             Remedy::ApplyAdapter,
             Remedy::PartOfAdapter,
             Remedy::MergeAdapters,
-            Remedy::AdaptersBeside,
+            Remedy::UnmergedAdapters,
         ] {
             assert!(describe(&remedy).contains("--"), "{remedy:?}");
             assert!(!remedy.to_string().contains("--") && !remedy.to_string().is_empty(), "{remedy:?}");

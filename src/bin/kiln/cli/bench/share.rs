@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_stand_beside_predictions() {
+    fn figures_stand_next_to_predictions() {
         let (device, formats) = (device("NVIDIA GeForce RTX 4090", (8, 9)), ["all bf16".to_owned()]);
         let gpu = GpuSpec::named(&device.name).unwrap();
         let predictor = Predictor::new(gpu, gpu.arch()).unwrap();

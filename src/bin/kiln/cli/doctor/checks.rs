@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn published_values_are_met_or_shown_beside_what_was_found() {
+    fn published_values_are_met_or_shown_next_to_what_was_found() {
         let right = VALUES.as_flattened().to_vec();
         let (passed, checks) = judged(Ok(right.clone()), Applicability::Published);
         assert!(
