@@ -69,7 +69,7 @@ pub fn definition() -> clap::Command {
 }
 
 /// Every command with the name of its man page. The page of a nested command is called `parent-child`.
-fn pages(kiln: &clap::Command) -> Vec<(String, &clap::Command)> {
+pub fn pages(kiln: &clap::Command) -> Vec<(String, &clap::Command)> {
     let mut pages = Vec::new();
     for outer in kiln.get_subcommands() {
         pages.push((outer.get_name().to_owned(), outer));

@@ -69,3 +69,52 @@ Exit codes:
   0 done, 1 a failed check or a failed line of `kiln run`, 2 wrong usage, 3 a bad input file,
   4 not enough memory, 5 output not written, 6 no usable GPU or a GPU fault, 7 a numeric fault,
   70 a bug in kiln, 130 and 143 stopped by a signal";
+
+#[cfg(test)]
+mod tests {
+    use super::super::completions::{definition, pages};
+    use super::{EXAMPLE, EXAMPLES};
+    use clap::builder::StyledStr;
+    use common::english::long_sentences;
+
+    /// The most characters of the line that `-h` shows for a command or flag.
+    const LINE: usize = 72;
+
+    /// What is wrong with the help of a command, flag or value.
+    fn faults(what: &str, short: Option<&StyledStr>, long: Option<&StyledStr>) -> Vec<String> {
+        let short = short.map(ToString::to_string).unwrap_or_default();
+        // A default in brackets is no part of the sentence.
+        let line = short.split(" [default").next().unwrap_or_default();
+        let mut found = Vec::new();
+        if line.is_empty() || line.chars().count() > LINE || line.ends_with('.') || line.contains('\n') {
+            found.push(format!("{what}: `{line}` is not one line of at most {LINE} characters without a full stop"));
+        }
+        for paragraph in long.map(ToString::to_string).unwrap_or_default().split("\n\n") {
+            found.extend(long_sentences(paragraph).into_iter().map(|(words, text)| format!("{what}: {words} words: {text}")));
+        }
+        found
+    }
+
+    #[test]
+    fn help_is_a_line_and_then_short_sentences() {
+        let mut kiln = definition().disable_help_subcommand(true);
+        kiln.build();
+        let (mut found, mut flags) = (Vec::new(), 0);
+        for (name, command) in std::iter::once((String::new(), &kiln)).chain(pages(&kiln)) {
+            found.extend(faults(&format!("kiln {name}"), command.get_about(), command.get_long_about()));
+            for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+                flags += 1;
+                let what = format!("kiln {name} {}", arg.get_id());
+                found.extend(faults(&what, arg.get_help(), arg.get_long_help()));
+            }
+            let after = [command.get_after_help(), command.get_after_long_help()].into_iter().flatten().map(ToString::to_string);
+            for paragraph in after.flat_map(|text| text.split("\n\n").map(str::to_owned).collect::<Vec<_>>()) {
+                let sentences = long_sentences(&paragraph);
+                found.extend(sentences.into_iter().map(|(words, text)| format!("kiln {name}, after: {words} words: {text}")));
+            }
+        }
+        assert!(flags > 100, "only {flags} flags were looked at");
+        assert!(found.is_empty(), "{} texts are hard to read:\n{}", found.len(), found.join("\n"));
+        assert!([EXAMPLE, EXAMPLES].iter().all(|text| text.lines().all(|line| line.chars().count() <= 100)));
+    }
+}

@@ -135,7 +135,7 @@ mod tests {
         ] {
             assert!(block.lines().any(|l| l == line), "{line}: {block}");
         }
-        assert!(block.contains("for GeForce RTX 4090 as docs/kernels.md has it; it was never measured"), "{block}");
+        assert!(block.contains("for GeForce RTX 4090, as listed in docs/kernels.md; it was never measured"), "{block}");
     }
 
     #[test]
@@ -144,8 +144,8 @@ mod tests {
         let gpu = GpuSpec::of_device(&device, Some(700_000_000_000)).unwrap();
         let predictor = Predictor::new(&gpu, gpu.arch()).unwrap();
         let block = Shared { release: None, ..shared(&device, Ok(&predictor), &formats) }.block();
-        assert!(block.contains("a card that is not in docs/kernels.md, from what its driver tells (700 GB/s"), "{block}");
-        assert!(block.contains("\ndriver       release not told, CUDA 13.0\n") && !block.contains('\u{1b}'), "{block}");
+        assert!(block.contains("a card that is not in docs/kernels.md, from what its driver reports (700 GB/s"), "{block}");
+        assert!(block.contains("\ndriver       release unknown, CUDA 13.0\n") && !block.contains('\u{1b}'), "{block}");
         let block = shared(&device, Err("nobody knows"), &formats).block();
         assert!(block.contains("\nThere is no prediction: nobody knows.\n"), "{block}");
         let block =
