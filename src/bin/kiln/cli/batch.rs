@@ -7,6 +7,7 @@
 mod args;
 mod library;
 mod line;
+mod source;
 
 pub use args::BatchArgs;
 
@@ -32,26 +33,24 @@ use kiln::output::save_new;
 use kiln::progress::{Phase, Progress};
 use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
-use kiln::{GeneratedImage, Variant, threads};
+use kiln::{GeneratedImage, Variant};
 use library::Library;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
+use source::{RawLine, Source, read_lines};
 use std::collections::{HashSet, VecDeque};
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 /// How many lines are submitted before they are answered: one is denoised, and one waits.
 const AHEAD: usize = 2;
-
-/// The most lines that are read before they are planned.
-const READ_AHEAD: usize = 16;
 
 /// The most GPU memory for encoded prompts and references that later lines may reuse. It holds 85 prompts of klein 4B, or 250
 /// references of 1024x1024.
@@ -95,9 +94,6 @@ pub struct BatchRequest {
     /// How much to print.
     pub verbosity: Verbosity,
 }
-
-/// The source of lines.
-type Source = Box<dyn Read + Send>;
 
 /// The values that all lines share.
 struct Defaults {
@@ -199,51 +195,6 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
     run.answer_all()?;
     let Run { answered, failed, .. } = run;
     if failed > 0 { Err(Error::Lines { failed, lines: answered }) } else { Ok(()) }
-}
-
-/// A line as it was read.
-struct RawLine {
-    number: u64,
-    /// The bytes without the newline; `None` if the line is too long.
-    bytes: Option<Vec<u8>>,
-}
-
-/// Starts the thread that reads lines. It ends after the last line or with the process, because nothing interrupts a read from a
-/// terminal or a pipe.
-fn read_lines(source: Source) -> Result<Receiver<io::Result<RawLine>>> {
-    let (sender, receiver) = sync_channel(READ_AHEAD);
-    let work = move || {
-        if let Err(error) = send_lines(&mut BufReader::new(source), &sender) {
-            let _ = sender.send(Err(error));
-        }
-    };
-    let thread = std::thread::Builder::new().stack_size(threads::STACK).spawn(work);
-    thread.map(|_| receiver).map_err(|error| Error::Threads { count: 1, why: error.to_string() })
-}
-
-fn send_lines(source: &mut dyn BufRead, sender: &SyncSender<io::Result<RawLine>>) -> io::Result<()> {
-    for number in 1.. {
-        let mut bytes = Vec::new();
-        // One byte over the limit, plus a newline, reveals longer lines.
-        let read = source.take(MAX_LINE_BYTES as u64 + 2).read_until(b'\n', &mut bytes)?;
-        if read == 0 {
-            break;
-        }
-        if bytes.pop_if(|byte| *byte == b'\n').is_some() {
-            bytes.pop_if(|byte| *byte == b'\r');
-        } else if bytes.len() > MAX_LINE_BYTES {
-            source.skip_until(b'\n')?;
-        }
-        // Some editors begin a file with a mark that is not part of the text.
-        if number == 1 && bytes.starts_with("\u{feff}".as_bytes()) {
-            bytes.drain(..3);
-        }
-        let bytes = Some(bytes).filter(|bytes| bytes.len() <= MAX_LINE_BYTES);
-        if sender.send(Ok(RawLine { number, bytes })).is_err() {
-            break;
-        }
-    }
-    Ok(())
 }
 
 /// A line without an answer so far.
@@ -513,30 +464,6 @@ fn place_of(path: &Path) -> [u8; 16] {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn lines(text: &[u8]) -> Vec<(u64, Option<String>)> {
-        let (sender, receiver) = sync_channel(100);
-        send_lines(&mut &*text, &sender).unwrap();
-        drop(sender);
-        let own = |line: RawLine| (line.number, line.bytes.map(|bytes| String::from_utf8(bytes).unwrap()));
-        receiver.into_iter().map(|line| own(line.unwrap())).collect()
-    }
-
-    #[test]
-    fn lines_lose_their_ends_and_have_a_limit() {
-        let some = |number, text: &str| (number, Some(text.to_owned()));
-        assert_eq!(lines(b"a\r\nb\n\n\xef\xbb\xbfc\rd"), [some(1, "a"), some(2, "b"), some(3, ""), some(4, "\u{feff}c\rd")]);
-        assert_eq!(lines(b"\xef\xbb\xbfa\n"), [some(1, "a")]);
-        assert_eq!(lines(b""), []);
-        let longest = "x".repeat(MAX_LINE_BYTES);
-        for end in ["", "\n"] {
-            assert_eq!(lines(format!("{longest}{end}").as_bytes()), [some(1, &longest)]);
-        }
-        for more in ["x", "xx", "xxx", "x\r", &longest] {
-            let text = format!("{longest}{more}\nnext");
-            assert_eq!(lines(text.as_bytes()), [(1, None), some(2, "next")], "{} more", more.len());
-        }
-    }
 
     #[test]
     fn one_file_has_one_place() {
