@@ -5,8 +5,10 @@
 mod digest;
 mod finite;
 mod known;
+mod model_id;
 pub mod published;
 
 pub use digest::{FileDigest, digests};
 pub use finite::{FiniteReport, NonFiniteTensor, refuse_unwritten, scan};
 pub use known::{Finding, KNOWN, KnownFile, Likeness, Tensors, fingerprint, identify, published_digest};
+pub use model_id::ModelSamples;

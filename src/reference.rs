@@ -30,6 +30,7 @@ use crate::memory;
 use crate::sequence::{Grid, PATCH};
 pub use kiln_numerics::lanczos;
 use kind::Kind;
+use sha2::{Digest, Sha256};
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -65,13 +66,12 @@ pub struct DecodedReference {
 impl DecodedReference {
     /// Reads a PNG or JPEG file.
     pub fn open(path: &Path) -> Result<Self> {
-        let bytes = files::read(path, MAX_FILE).map_err(|error| match error.kind() {
-            // The file is not an image, so there is no hint to convert it to another format.
-            ErrorKind::InvalidInput => Error::bad_file(path, "cannot read image", error.to_string()),
-            ErrorKind::FileTooLarge => Fault::too_long().into_error(path),
-            _ => Error::read(path, error),
-        })?;
-        Self::from_bytes(&bytes, path)
+        Self::from_bytes(&read(path)?, path)
+    }
+
+    /// The SHA-256 of a PNG or JPEG file, as hexadecimal digits. The file is not decoded.
+    pub fn sha256(path: &Path) -> Result<String> {
+        Ok(Sha256::digest(read(path)?).iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
     /// Decodes a file in memory. `origin` is its display name.
@@ -96,6 +96,16 @@ impl DecodedReference {
         let pixels = center(pixels, (width, height), whole);
         PreparedReference { origin, width: whole.0, height: whole.1, pixels, original, resized }
     }
+}
+
+/// The bytes of a file.
+fn read(path: &Path) -> Result<Vec<u8>> {
+    files::read(path, MAX_FILE).map_err(|error| match error.kind() {
+        // The file is not an image, so there is no hint to convert it to another format.
+        ErrorKind::InvalidInput => Error::bad_file(path, "cannot read image", error.to_string()),
+        ErrorKind::FileTooLarge => Fault::too_long().into_error(path),
+        _ => Error::read(path, error),
+    })
 }
 
 /// A reference image as an input of the model.

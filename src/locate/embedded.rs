@@ -11,6 +11,10 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// Files of the model that are read by name.
+const DEFAULTS: &str = "kiln.json";
+const TOKENIZER: &str = "tokenizer/tokenizer.json";
+
 /// The files of a model folder in the diffusers layout, by path. Weights are read in place; only tensors that are misaligned for
 /// their dtype are copied.
 #[derive(Clone, Copy)]
@@ -41,13 +45,22 @@ impl Embedded {
 
     /// The defaults of `kiln.json`.
     pub fn defaults(self) -> Result<ModelDefaults> {
-        ModelDefaults::parse(&Self::path("kiln.json"), self.file("kiln.json")?)
+        ModelDefaults::parse(&Self::path(DEFAULTS), self.defaults_file()?)
+    }
+
+    /// The content of `kiln.json`.
+    pub(crate) fn defaults_file(self) -> Result<&'static [u8]> {
+        self.file(DEFAULTS)
     }
 
     /// The tokenizer.
     pub fn tokenizer(self) -> Result<Tokenizer> {
-        let name = "tokenizer/tokenizer.json";
-        Tokenizer::from_json(self.file(name)?, &Self::path(name))
+        Tokenizer::from_json(self.tokenizer_file()?, &Self::path(TOKENIZER))
+    }
+
+    /// The content of `tokenizer.json`.
+    pub(crate) fn tokenizer_file(self) -> Result<&'static [u8]> {
+        self.file(TOKENIZER)
     }
 
     /// The weights of a part, from its single file.

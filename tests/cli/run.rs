@@ -1,9 +1,11 @@
 //! `kiln run`: every line is answered, in order, with the image that `kiln generate` makes of it, however the run ends.
 #![cfg(unix)]
 
+use common::adapter_files::{Factor, PEFT, file, lora};
 use common::moments::moment;
 use common::random::long;
 use common::sandbox::{Png, QUICK, Run, Sandbox, send};
+use kiln::internals::tensor::DType;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
@@ -170,6 +172,41 @@ fn existing_files_are_kept_skipped_or_replaced() {
     let other = run(&sandbox, "{\"prompt\": \"b\", \"steps\": 2}\n", &["--skip-existing"]).good().json();
     assert!(other[0]["skipped"].is_null() && other[0]["path"] != first[1]["path"], "{other:?}");
     assert_eq!(run(&sandbox, lines, &["-o", "nowhere"]).code, Some(2));
+}
+
+/// Whatever decides an image is part of its name: an image of another model, or of another adapter or reference under the same name,
+/// is not taken for the one that is asked for.
+#[test]
+fn an_image_of_other_files_is_not_skipped() {
+    let sandbox = sandbox();
+    let same = |run: Run| run.good().json()[0]["skipped"] == true;
+    sandbox.write_png("r.png", 64, 64, |x, y| [x as u8, y as u8, 0]);
+    let lines = r#"{"prompt": "a", "references": ["r.png"], "lora": ["l.safetensors"]}"#;
+    let adapter = |scale: f32| {
+        let layer = lora("diffusion_model.double_blocks.0.img_attn.qkv", PEFT, [768, 256], 1);
+        let tensors: Vec<Factor> = layer.into_iter().map(|factor| factor.times(scale)).collect();
+        fs::write(sandbox.path("l.safetensors"), file(&tensors, DType::F32, &[])).unwrap();
+    };
+    adapter(0.5);
+    let again = || run(&sandbox, lines, &["--skip-existing"]);
+    let first = again().good().json();
+    assert!(same(again()));
+    sandbox.write_png("r.png", 64, 64, |x, y| [x as u8, y as u8, 1]);
+    assert!(!same(again()), "another reference");
+    adapter(0.25);
+    assert!(!same(again()), "another adapter");
+    let weights = sandbox.path("model/transformer/diffusion_pytorch_model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 0x80;
+    fs::write(&weights, bytes).unwrap();
+    let other = again().good().json();
+    assert!(other[0]["skipped"].is_null(), "another model");
+    // The seed follows from the line alone, so that models can be compared.
+    assert_eq!(other[0]["seed"], first[0]["seed"]);
+    // The folder of the model does not matter.
+    fs::rename(sandbox.path("model"), sandbox.path("elsewhere")).unwrap();
+    let args = ["run", "lines", "--skip-existing", "--model", "elsewhere"];
+    assert!(same(sandbox.run(args.iter().chain(&QUICK))));
 }
 
 /// The images of a folder by name.

@@ -49,7 +49,7 @@ pub fn open_adapter(path: &Path, partial: bool, targets: &LayerTargets) -> Resul
 pub struct AppliedAdapter {
     /// The name of the file.
     file: String,
-    sha256: String,
+    pub sha256: String,
     scale: f32,
 }
 

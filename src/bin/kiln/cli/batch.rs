@@ -11,6 +11,7 @@ mod source;
 
 pub use args::BatchArgs;
 
+use super::adapters::applied;
 use super::args::{FileArgs, ImageOptions, LoraArg, PromptArgs};
 use super::generate::GenerateArgs;
 use super::hint::{hint, message};
@@ -27,13 +28,14 @@ use super::{Process, Subcommand};
 use crate::terminal::{Seconds, Terminal, Verbosity};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
+use kiln::inspect::ModelSamples;
 use kiln::locate::{Environment, Found};
 use kiln::lora::{AdapterMode, LayerTargets};
 use kiln::output::save_new;
 use kiln::progress::{Phase, Progress};
 use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
-use kiln::{GeneratedImage, Variant};
+use kiln::{GeneratedImage, Variant, threads};
 use library::Library;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
@@ -142,13 +144,16 @@ struct Known {
     profile: ModelProfile,
     backend: &'static str,
     found: Found,
+    /// The identity of the model's weights.
+    weights: String,
 }
 
 impl Known {
     /// A text that identifies the model and its arithmetic.
     fn id(&self, vae_tiling: bool) -> String {
-        let ModelProfile { name, variant, precision, quantized_flags, .. } = &self.profile;
-        format!("{name} {variant} {} {vae_tiling} {quantized_flags:?}", precision.name())
+        let ModelProfile { variant, precision, quantized_flags, .. } = &self.profile;
+        let nvfp4 = if let Found::Files(files) = &self.found { files.nvfp4_layout } else { None };
+        format!("{} {variant} {} {vae_tiling} {quantized_flags:?} {nvfp4:?}", self.weights, precision.name())
     }
 }
 
@@ -162,10 +167,11 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         let profile = session.profile();
         let job = Settings::resolve(usual, &profile).job;
         session.fit(&job, &own_terminal)?;
-        let known = Known { profile, backend: session.backend.name, found };
+        let (samples, backend) = (ModelSamples::new(&found, &session.model)?, session.backend.name);
         let targets: LayerTargets = session.model.layer_targets();
         let on_gpu = session.backend.device.is_some();
-        let mut engine = session.load(&*own_terminal)?;
+        let (engine, weights) = threads::join(|| session.load(&*own_terminal), || samples.id());
+        let (mut engine, known) = (engine?, Known { profile, backend, found, weights: weights? });
         // On a CPU these would take memory from everything else.
         if on_gpu {
             let more = if known.profile.variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
@@ -347,7 +353,20 @@ impl Run<'_> {
             return Err(Error::usage("`output` is standard output, where the answers go", "name a file"));
         }
         let format = file_format(image_file.format, image_file.quality, output.as_deref())?;
-        let name = output.unwrap_or_else(|| content_name(&line.prompt, &line.id(model_id), extension(format)));
+        // A line with the same adapters as the flags uses those that the model was loaded with.
+        let own_lora = line.lora.clone().filter(|lora| *lora != defaults.lora);
+        let mut open_adapters = || {
+            let mut tell = |text: &str| terminal.say(&format!("line {number}: {text}"));
+            own_lora.as_ref().map(|lora| library.open(lora, &mut tell)).transpose()
+        };
+        let name = match output {
+            Some(name) => name,
+            None => {
+                let adapters = open_adapters()?.map_or_else(|| known.profile.adapters.clone(), |adapters| applied(&adapters));
+                let context = [model_id.clone(), line.digests(&adapters)?].concat();
+                content_name(&line.prompt, &line.id(&context), extension(format))
+            }
+        };
         let (path, seed) = (folder.join(name), line.seed());
         // Two lines with one file are a mistake, even if the first one failed.
         if !claimed.insert(place_of(&path)) {
@@ -357,15 +376,7 @@ impl Run<'_> {
         if defaults.skip_existing && path.symlink_metadata().is_ok() {
             return Ok(Some(Planned::Skipped { path, seed }));
         }
-        // A line with the same adapters as the flags uses those that the model was loaded with.
-        let adapters = match line.lora.take() {
-            Some(lora) if lora != defaults.lora => {
-                let mut tell = |text: &str| terminal.say(&format!("line {number}: {text}"));
-                Some(library.open(&lora, &mut tell)?)
-            }
-            _ => None,
-        };
-        let request = ImageRequest { adapters, ..line.request(&known.profile.defaults)? };
+        let request = ImageRequest { adapters: open_adapters()?, ..line.request(&known.profile.defaults)? };
         Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
         unknown_words_note(&request.prompt, &known.found, &known.profile.defaults)

@@ -1,10 +1,11 @@
 //! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings.
 
+use super::super::adapters::AppliedAdapter;
 use super::super::args::{ImageOptions, LoraArg};
 use super::super::request::{ImageRequest, check_nul};
 use kiln::error::{Error, Result};
 use kiln::text::{misspelled, shown};
-use kiln::{Grid, ModelDefaults, Noise, NoiseKind, PreparedReference, SequenceLayout, check_length};
+use kiln::{DecodedReference, Grid, ModelDefaults, Noise, NoiseKind, PreparedReference, SequenceLayout, check_length};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -105,6 +106,13 @@ impl Line {
     /// Identifies the image: a hash of the line, its seed and the model.
     pub fn id(&self, model: &str) -> String {
         format!("{:016x}", self.hash(Some(self.seed()), model))
+    }
+
+    /// Digests of the files whose content decides the image besides the model: adapters and references.
+    pub fn digests(&self, adapters: &[AppliedAdapter]) -> Result<String> {
+        let adapters = adapters.iter().map(|adapter| Ok(adapter.sha256.clone()));
+        let references = self.options.references.iter().map(|path| DecodedReference::sha256(path));
+        adapters.chain(references).map(|digest| Ok(format!(" {}", digest?))).collect()
     }
 
     /// The request for its image. Reference images are read.
