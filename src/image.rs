@@ -69,6 +69,21 @@ impl Format {
         }
     }
 
+    /// How many bytes at each end tell whether a file is complete.
+    pub const FRAME: usize = 12;
+
+    /// Whether a file of `bytes` bytes begins and ends as a complete one of this format. A file that was copied in part does not.
+    pub fn is_complete(self, first: &[u8; Self::FRAME], last: &[u8; Self::FRAME], bytes: u64) -> bool {
+        match self {
+            Self::Png => first.starts_with(png::SIGNATURE) && last == png::END,
+            Self::Jpeg { .. } => first.starts_with(&[0xFF, 0xD8, 0xFF]) && last.ends_with(&[0xFF, 0xD9]),
+            Self::WebP => {
+                let [r, i, f1, f2, size @ .., w, e, b, p] = *first;
+                [r, i, f1, f2, w, e, b, p] == *b"RIFFWEBP" && u64::from(u32::from_le_bytes(size)) + 8 == bytes
+            }
+        }
+    }
+
     /// Refuses text that the format has no room for.
     pub fn check_text(self, text: &[(&str, String)]) -> Result<()> {
         match self {
@@ -169,6 +184,22 @@ mod tests {
         let wide = Image { width: 70_000, height: 1, pixels: vec![0; 3 * 70_000] };
         assert!(wide.encode_png(&[]).is_ok());
         assert!([Format::WebP, Format::Jpeg { quality: 90 }].iter().all(|f| wide.encode(*f, &[], Threads::One).is_err()));
+    }
+
+    #[test]
+    fn a_file_that_was_cut_is_not_complete() {
+        let image = Image { width: 5, height: 3, pixels: (0..45).collect() };
+        for format in [Format::Png, Format::Jpeg { quality: 90 }, Format::WebP] {
+            let file = image.encode(format, &[("prompt", "x".into())], Threads::One).unwrap();
+            let is_complete = |file: &[u8]| format.is_complete(file.first_chunk().unwrap(), file.last_chunk().unwrap(), file.len() as u64);
+            assert!(is_complete(&file), "{format:?}");
+            (12..file.len()).for_each(|bytes| assert!(!is_complete(&file[..bytes]), "{format:?}: {bytes} bytes"));
+            // A file that was to be filled later.
+            let unfilled = [&file[..file.len() / 2], &vec![0; file.len() - file.len() / 2]].concat();
+            assert!(!is_complete(&unfilled) || format == Format::WebP, "{format:?}");
+            let others = [Format::Png, Format::Jpeg { quality: 90 }, Format::WebP].into_iter().filter(|other| *other != format);
+            others.for_each(|other| assert!(!other.is_complete(file.first_chunk().unwrap(), file.last_chunk().unwrap(), 0)));
+        }
     }
 
     #[test]

@@ -12,6 +12,12 @@ use super::{Image, Threads};
 /// per strip costs a strip of this size less than 0.5 %.
 const STRIP: usize = 50_000;
 
+/// The first bytes of every file.
+pub(super) const SIGNATURE: &[u8] = b"\x89PNG\r\n\x1A\n";
+
+/// The last chunk of every file.
+pub(super) const END: &[u8; 12] = b"\0\0\0\0IEND\xAE\x42\x60\x82";
+
 /// zlib's header: a window of 32 KiB, the fastest level.
 const ZLIB_HEADER: [u8; 2] = [0x78, 0x01];
 
@@ -49,7 +55,7 @@ pub(super) fn encode(image: &Image, text: &[(&str, String)], threads: Threads) -
         Strip { chunk, adler: adler32(filtered), bytes: filtered.len() }
     });
 
-    let mut file = b"\x89PNG\r\n\x1A\n".to_vec();
+    let mut file = SIGNATURE.to_vec();
     file.reserve(strips.iter().map(|strip| strip.chunk.len()).sum::<usize>() + (16 << 10));
     file.extend(chunk(b"IHDR", |data| {
         data.extend_from_slice(&(image.width as u32).to_be_bytes());

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 /// The tiny model, with prompts of 64 tokens instead of 512, most of which would be padding.
@@ -156,7 +156,8 @@ fn existing_files_are_kept_skipped_or_replaced() {
     let sandbox = sandbox();
     let lines = "{\"prompt\": \"a\", \"output\": \"a.png\"}\nb\n";
     let first = run(&sandbox, lines, &[]).good().json();
-    fs::write(sandbox.path("a.png"), "mine").unwrap();
+    let mine = fs::read(sandbox.path(first[1]["path"].as_str().unwrap())).unwrap();
+    fs::write(sandbox.path("a.png"), &mine).unwrap();
     let again = run(&sandbox, lines, &[]);
     assert_eq!((again.code, fields(&again.json(), "code")), (Some(1), vec![&json!(5), &json!(5)]));
     assert!(again.json()[0]["hint"].as_str().unwrap().contains("--force"));
@@ -164,10 +165,10 @@ fn existing_files_are_kept_skipped_or_replaced() {
     let [skip_a, skip_b] =
         [0, 1].map(|i| json!({"line": i + 1, "path": first[i]["path"], "seed": first[i]["seed"], "skipped": true}));
     assert_eq!(skipped, [skip_a, skip_b]);
-    assert_eq!(fs::read(sandbox.path("a.png")).unwrap(), b"mine");
+    assert!(fs::read(sandbox.path("a.png")).unwrap() == mine);
     let replaced = run(&sandbox, lines, &["--force"]).good().json();
     assert_eq!(fields(&replaced, "seed"), fields(&first, "seed"));
-    assert_ne!(fs::read(sandbox.path("a.png")).unwrap(), b"mine");
+    assert!(fs::read(sandbox.path("a.png")).unwrap() != mine);
     // A name identifies everything that decides the image.
     let other = run(&sandbox, "{\"prompt\": \"b\", \"steps\": 2}\n", &["--skip-existing"]).good().json();
     assert!(other[0]["skipped"].is_null() && other[0]["path"] != first[1]["path"], "{other:?}");
@@ -207,6 +208,54 @@ fn an_image_of_other_files_is_not_skipped() {
     fs::rename(sandbox.path("model"), sandbox.path("elsewhere")).unwrap();
     let args = ["run", "lines", "--skip-existing", "--model", "elsewhere"];
     assert!(same(sandbox.run(args.iter().chain(&QUICK))));
+}
+
+/// Two runs of the same lines in one folder: each file is written once, and nothing fails.
+#[test]
+fn two_runs_share_a_folder() {
+    let sandbox = sandbox();
+    let lines: String = (0..6).map(|i| format!("prompt number {i}\n")).collect();
+    fs::write(sandbox.path("lines"), lines).unwrap();
+    let args = || ["run", "lines", "--skip-existing", "--threads", "1"].into_iter().chain(QUICK).chain(MODEL);
+    let other = sandbox.command(args()).spawn().unwrap();
+    let one = sandbox.run(args()).good().json();
+    let other = other.wait_with_output().unwrap();
+    assert!(other.status.success(), "{}", String::from_utf8_lossy(&other.stderr));
+    let other = Run { code: Some(0), stdout: other.stdout, stderr: String::new() }.json();
+    assert_eq!(fields(&one, "path"), fields(&other, "path"));
+    for (one, other) in one.iter().zip(&other) {
+        assert!(one["skipped"].is_null() != other["skipped"].is_null(), "one has written it: {one} {other}");
+    }
+    assert_eq!(images(&sandbox).len(), 6);
+}
+
+/// What is no complete image is not taken for one, and not replaced.
+#[test]
+fn only_complete_images_are_skipped() {
+    let sandbox = sandbox();
+    let line = |name: &str| format!("{{\"prompt\": \"a\", \"output\": \"{name}\"}}\n");
+    let names = ["whole.png", "cut.png", "named.jpg", "empty.webp", "folder.png", "link.png", "dangling.png", "pipe.png"];
+    run(&sandbox, &line("whole.png"), &[]).good();
+    let bytes = fs::read(sandbox.path("whole.png")).unwrap();
+    fs::write(sandbox.path("cut.png"), &bytes[..bytes.len() - 1]).unwrap();
+    fs::write(sandbox.path("named.jpg"), &bytes).unwrap();
+    fs::write(sandbox.path("empty.webp"), "").unwrap();
+    fs::create_dir(sandbox.path("folder.png")).unwrap();
+    std::os::unix::fs::symlink("whole.png", sandbox.path("link.png")).unwrap();
+    std::os::unix::fs::symlink("nothing", sandbox.path("dangling.png")).unwrap();
+    assert!(Command::new("mkfifo").arg(sandbox.path("pipe.png")).status().unwrap().success());
+    let answers = run(&sandbox, &names.map(line).concat(), &["--skip-existing"]).json();
+    let told = |i: usize| answers[i]["error"].as_str().unwrap_or("skipped");
+    let in_the_way = |name, format| {
+        format!("cannot write ({name}): it exists and is not a complete {format} file; remove it to generate the image")
+    };
+    assert_eq!((told(0), told(5)), ("skipped", "skipped"));
+    assert_eq!(told(1), in_the_way("cut.png", "PNG"));
+    assert_eq!(told(2), in_the_way("named.jpg", "JPEG"));
+    assert_eq!(told(3), in_the_way("empty.webp", "WebP"));
+    assert_eq!(told(4), "cannot write (folder.png): this is a folder");
+    assert!(told(6).contains("this is a symbolic link") && told(7).ends_with("this is not a regular file"), "{answers:?}");
+    assert!(fields(&answers, "code").iter().all(|code| code.is_null() || **code == 5), "{answers:?}");
 }
 
 /// The images of a folder by name.

@@ -5,6 +5,7 @@
 //! has state, and it never waits for a line that may not come while an answer is due.
 
 mod args;
+mod existing;
 mod library;
 mod line;
 mod source;
@@ -373,11 +374,20 @@ impl Run<'_> {
             let what = format!("an earlier line has the same file ({})", shown_path(&path));
             return Err(Error::usage(what, "give one of them another `output` or `seed`, or leave it out"));
         }
-        if defaults.skip_existing && path.symlink_metadata().is_ok() {
+        if defaults.skip_existing && existing::is_image(&path, format) {
             return Ok(Some(Planned::Skipped { path, seed }));
         }
         let request = ImageRequest { adapters: open_adapters()?, ..line.request(&known.profile.defaults)? };
-        Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true)?;
+        match Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true) {
+            // The file of another run may have appeared meanwhile.
+            Err(Error::OutputExists { .. }) if defaults.skip_existing => {
+                return match existing::is_image(&path, format) {
+                    true => Ok(Some(Planned::Skipped { path, seed })),
+                    false => Err(existing::in_the_way(&path, format)),
+                };
+            }
+            planned => drop(planned?),
+        }
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
         unknown_words_note(&request.prompt, &known.found, &known.profile.defaults)
             .iter()
@@ -392,11 +402,7 @@ impl Run<'_> {
     fn answer(&mut self, number: u64, what: Planned) -> Result<()> {
         let result = match what {
             Planned::Image(submitted) => self.answer_image(number, &submitted),
-            Planned::Skipped { path, seed } => {
-                self.terminal.detail(&format!("line {number}: {} exists", shown_path(&path)));
-                let path = &path.to_string_lossy();
-                json_line(&Skipped { line: number, path, seed, skipped: true })
-            }
+            Planned::Skipped { path, seed } => self.skip(number, &path, seed),
             Planned::Failed(error) => Err(error),
         };
         self.answered += 1;
@@ -444,12 +450,24 @@ impl Run<'_> {
     ) -> Result<Vec<u8>> {
         let bytes = image.image.encode(format, &image_text(settings, image.seed), Threads::All)?;
         self.check_stop()?;
-        save_new(path, &bytes, self.defaults.image_file.force)?;
+        match save_new(path, &bytes, self.defaults.image_file.force) {
+            // Another run in the same folder was faster.
+            Err(Error::OutputExists { .. }) if self.defaults.skip_existing && existing::is_image(path, format) => {
+                return self.skip(number, path, image.seed);
+            }
+            saved => saved?,
+        }
         warn_of_flat_image(image, self.terminal);
         warn_of_saturation(image.saturated, settings, self.terminal);
         self.terminal.say(&format!("line {number}: {}", shown_path(path)));
         let path = path.to_string_lossy();
         json_line(&Done { line: number, image: ImageLine::new(&path, image, settings, self.known.backend, seconds) })
+    }
+
+    /// The answer to a line whose file exists.
+    fn skip(&self, number: u64, path: &Path, seed: u64) -> Result<Vec<u8>> {
+        self.terminal.detail(&format!("line {number}: {} exists", shown_path(path)));
+        json_line(&Skipped { line: number, path: &path.to_string_lossy(), seed, skipped: true })
     }
 
     fn print(&mut self, line: &[u8]) -> Result<()> {

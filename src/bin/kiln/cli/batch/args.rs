@@ -55,7 +55,8 @@ pub struct BatchArgs {
 
     /// Skip lines whose file exists, to continue a stopped run
     ///
-    /// kiln answers skipped lines, too, with `"skipped": true`.
+    /// kiln answers skipped lines, too, with `"skipped": true`. Only a complete image counts as a file. Two runs can share a folder:
+    /// a line is also skipped if the other run writes its file first.
     #[arg(long, conflicts_with = "force", help_heading = "Output")]
     pub skip_existing: bool,
 
