@@ -314,7 +314,7 @@ fn a_program_can_talk_to_it() {
 }
 
 #[test]
-fn signals_and_readers_that_leave_end_it() {
+fn signals_end_it() {
     let sandbox = sandbox();
     for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
         let mut talk = Conversation::start(&sandbox, &["--force"]);
@@ -334,14 +334,30 @@ fn signals_and_readers_that_leave_end_it() {
         assert!(answered.len() < 500 && written <= answered.len() + 1, "{} of {written}", answered.len());
         assert!(answered.iter().all(|answer| answer["error"].is_null()), "{answered:?}");
     }
-    let Conversation { mut child, stdin, mut stdout } = Conversation::start(&sandbox, &["--force"]);
-    let mut stdin = stdin.unwrap();
-    let _ = stdin.write_all("leaving 1\n".as_bytes());
+}
+
+/// The files are the result, so a reader that leaves, such as `head -1`, ends neither `kiln run` nor `kiln generate`. Lines that fail are
+/// still told by the exit code.
+#[test]
+fn a_reader_that_leaves_ends_nothing() {
+    let sandbox = sandbox();
+    let count = |prefix: &str| images(&sandbox).into_keys().filter(|name| name.starts_with(prefix)).count();
+    for (last, code) in [("leaving 5", 0), ("{", 1)] {
+        let Conversation { mut child, stdin, mut stdout } = Conversation::start(&sandbox, &["--force"]);
+        let mut stdin = stdin.unwrap();
+        stdin.write_all("leaving 1\n".as_bytes()).unwrap();
+        stdout.read_line(&mut String::new()).unwrap();
+        drop(stdout);
+        stdin.write_all(format!("leaving 2\nleaving 3\nleaving 4\n{last}\n").as_bytes()).unwrap();
+        drop(stdin);
+        assert_eq!(child.wait().unwrap().code(), Some(code));
+        assert_eq!(count("leaving-"), 5);
+    }
+    let mut child = sandbox.command(["many", "--count", "4", "--seed", "1"].iter().chain(&QUICK).chain(&MODEL)).spawn().unwrap();
+    let mut stdout = BufReader::new(child.stdout.take().unwrap());
     stdout.read_line(&mut String::new()).unwrap();
     drop(stdout);
-    // The pipe of its input may close while this is written.
-    let _ = stdin.write_all("leaving 2\nleaving 3\n".as_bytes());
-    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!((child.wait().unwrap().code(), count("many-")), (Some(0), 4));
 }
 
 /// Bytes of memory that a process uses, without mapped files.

@@ -22,7 +22,7 @@ use super::report::{ignored_settings, unknown_words_note, warn_of_flat_image, wa
 use super::request::{ImageRequest, Setup};
 use super::session::Session;
 use super::settings::{ModelProfile, Settings};
-use super::stdout::{DASH, json_line, print};
+use super::stdout::{DASH, json_line, print_line};
 use super::trace::TraceFile;
 use super::writer::ImageLine;
 use super::{Process, Subcommand};
@@ -472,7 +472,7 @@ impl Run<'_> {
 
     fn print(&mut self, line: &[u8]) -> Result<()> {
         let Self { terminal, out, .. } = self;
-        terminal.interject(|| print(*out, line))
+        terminal.interject(|| print_line(*out, line))
     }
 }
 

@@ -16,6 +16,15 @@ pub fn print(out: &mut dyn Write, result: &[u8]) -> Result<()> {
     out.write_all(result).and_then(|()| out.flush()).map_err(|source| Error::Write { path: STDOUT.into(), source })
 }
 
+/// Writes a line about a file that was written. The files are the result, so a reader that closed the pipe is no reason to write no
+/// more of them: `kiln run` and `kiln generate` finish their work.
+pub fn print_line(out: &mut dyn Write, line: &[u8]) -> Result<()> {
+    match print(out, line) {
+        Err(error) if reader_left(&error) => Ok(()),
+        printed => printed,
+    }
+}
+
 /// Whether an error only says that the reader of standard output closed the pipe.
 pub fn reader_left(error: &Error) -> bool {
     matches!(error, Error::Write { path, source } if path == Path::new(STDOUT) && source.kind() == ErrorKind::BrokenPipe)

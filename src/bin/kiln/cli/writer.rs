@@ -5,7 +5,7 @@ use super::adapters::AppliedAdapter;
 use super::outputs::image_text;
 use super::report::{warn_of_flat_image, warn_of_saturation};
 use super::settings::Settings;
-use super::stdout::{DASH, json_line, line_of, print, reader_left};
+use super::stdout::{DASH, json_line, line_of, print_line};
 use crate::terminal::{Seconds, Terminal};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
@@ -93,11 +93,7 @@ impl ImageSink<'_> {
                     true => json_line(&ImageLine::new(&path.to_string_lossy(), image, settings, backend, *seconds))?,
                     false => line_of(path),
                 };
-                match terminal.interject(|| print(*out, &line)) {
-                    // The files are the result, so the rest of them is generated even after the reader closed the pipe.
-                    Err(error) if reader_left(&error) => Ok(()),
-                    printed => printed,
-                }
+                terminal.interject(|| print_line(*out, &line))
             }
             // Here the stream is the result, so a closed pipe is an error.
             None => out.write_all(&bytes).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
