@@ -172,7 +172,11 @@ fn existing_files_are_kept_skipped_or_replaced() {
     // A name identifies everything that decides the image.
     let other = run(&sandbox, "{\"prompt\": \"b\", \"steps\": 2}\n", &["--skip-existing"]).good().json();
     assert!(other[0]["skipped"].is_null() && other[0]["path"] != first[1]["path"], "{other:?}");
-    assert_eq!(run(&sandbox, lines, &["-o", "nowhere"]).code, Some(2));
+    // The folder is created, but not by a command that is refused.
+    assert_eq!(run(&sandbox, lines, &["-o", "new/folder", "--quality", "90"]).code, Some(2));
+    assert!(!sandbox.path("new").exists());
+    run(&sandbox, lines, &["-o", "new/folder"]).good();
+    assert!(sandbox.path("new/folder/a.png").is_file());
 }
 
 /// Whatever decides an image is part of its name: an image of another model, or of another adapter or reference under the same name,

@@ -44,7 +44,7 @@ use sha2::{Digest, Sha256};
 use source::{RawLine, Source, read_lines};
 use std::collections::{HashSet, VecDeque};
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -119,8 +119,9 @@ impl BatchRequest {
         // A mistake that affects every line is an error of the command.
         file_format(image_file.format, image_file.quality, None)?;
         let folder = output.unwrap_or_default();
-        if !folder.as_os_str().is_empty() && !folder.is_dir() {
-            return Err(Error::usage(format!("there is no such folder ({})", shown_path(&folder)), "create it first"));
+        if folder.exists() && !folder.is_dir() {
+            let what = format!("--output is not a folder ({})", shown_path(&folder));
+            return Err(Error::usage(what, "name a folder; kiln creates one that does not exist"));
         }
         let source: Source = match &file {
             path if path == Path::new(DASH) => Box::new(io::stdin()),
@@ -134,6 +135,10 @@ impl BatchRequest {
         // Any line may have adapters. Merged weights could not change for them.
         if setup.options.adapters == AdapterMode::Auto {
             setup.options.adapters = AdapterMode::Branch;
+        }
+        // The last step, so that a command that is refused leaves no folder.
+        if !folder.as_os_str().is_empty() {
+            fs::create_dir_all(&folder).map_err(|source| Error::Write { path: folder.clone(), source })?;
         }
         let defaults = Defaults { image, negative, lora: own_lora, folder, image_file, skip_existing, trace };
         Ok(Self { source, file, setup, usual, defaults, environment, lora_partial, verbosity })

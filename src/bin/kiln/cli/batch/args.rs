@@ -44,8 +44,8 @@ pub struct BatchArgs {
 
     /// Write images to this folder [default: the current one]
     ///
-    /// File names are made from the prompt's words and a hash of everything that decides the image. A line can name its `output`
-    /// instead, relative to this folder.
+    /// kiln creates the folder if it does not exist. File names are made from the prompt's words and a hash of everything that decides
+    /// the image. A line can name its `output` instead, relative to this folder.
     #[arg(short, long, value_name = "DIR", help_heading = "Output")]
     pub output: Option<PathBuf>,
 
