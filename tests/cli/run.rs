@@ -116,6 +116,8 @@ fn lines_are_answered_in_order_and_errors_end_nothing() {
         assert_eq!(answer.as_object().unwrap().len(), 4);
     }
     assert!(answers[2]["error"].as_str().unwrap().contains("unknown field `color`"));
+    assert!(answers[5]["error"].as_str().unwrap().starts_with("`width` 100, `height` 64: sides must be"), "{}", answers[5]);
+    assert_eq!(answers[5]["hint"], "try `width` 96 and `height` 64");
     assert!(answers[7]["error"].as_str().unwrap().starts_with("an earlier line has the same file"));
     let written = fs::read_dir(sandbox.path("out")).unwrap().count();
     assert_eq!(written, 5);
@@ -161,6 +163,10 @@ fn existing_files_are_kept_skipped_or_replaced() {
     let again = run(&sandbox, lines, &[]);
     assert_eq!((again.code, fields(&again.json(), "code")), (Some(1), vec![&json!(5), &json!(5)]));
     assert!(again.json()[0]["hint"].as_str().unwrap().contains("--force"));
+    assert!(again.json()[0]["hint"].as_str().unwrap().contains("`output`"));
+    // A field without effect is named as one.
+    let warned = run(&sandbox, "{\"prompt\": \"c\", \"guidance\": 3}\n", &["--force"]).good();
+    assert!(warned.stderr.contains("line 1: warning: `guidance` is ignored: "), "{}", warned.stderr);
     let skipped = run(&sandbox, lines, &["--skip-existing"]).good().json();
     let [skip_a, skip_b] =
         [0, 1].map(|i| json!({"line": i + 1, "path": first[i]["path"], "seed": first[i]["seed"], "skipped": true}));

@@ -15,10 +15,10 @@ pub use args::BatchArgs;
 use super::adapters::applied;
 use super::args::{FileArgs, ImageOptions, LoraArg, PromptArgs};
 use super::generate::GenerateArgs;
-use super::hint::{hint, message};
+use super::hint::{hint_of_line, message_of_line};
 use super::names::{Target, content_name};
 use super::outputs::{Outputs, extension, file_format, image_text};
-use super::report::{ignored_settings, unknown_words_note, warn_of_flat_image, warn_of_saturation};
+use super::report::{field, ignored_settings, unknown_words_note, warn_of_flat_image, warn_of_saturation};
 use super::request::{ImageRequest, Setup};
 use super::session::Session;
 use super::settings::{ModelProfile, Settings};
@@ -399,7 +399,7 @@ impl Run<'_> {
             .for_each(|note| terminal.say(&format!("line {number}: {note}")));
         let settings = Settings::resolve(request, &known.profile);
         format.check_text(&image_text(&settings, seed))?;
-        ignored_settings(&settings).iter().for_each(|warning| watch.warn(warning));
+        ignored_settings(&settings, field).iter().for_each(|warning| watch.warn(warning));
         let ticket = service.submit(settings.job.clone(), watch.clone());
         Ok(Some(Planned::Image(Box::new(Submitted { ticket, settings, path, format, watch }))))
     }
@@ -417,9 +417,9 @@ impl Run<'_> {
             Err(error) => error,
         };
         self.failed += 1;
-        let text = message(&error);
+        let text = message_of_line(&error);
         self.terminal.say(&format!("line {number}: error: {text}"));
-        self.print(&json_line(&Failed { line: number, error: text, hint: hint(&error), code: error.exit_code() })?)?;
+        self.print(&json_line(&Failed { line: number, error: text, hint: hint_of_line(&error), code: error.exit_code() })?)?;
         // A failed GPU, or an engine that is gone, would fail every other line as well.
         match error {
             Error::Device { .. } | Error::Op { op: "service", .. } => Err(error),

@@ -25,6 +25,37 @@ pub fn hint(error: &Error) -> Option<String> {
     error.remedy().map(|remedy| shown_text(&describe(&remedy)))
 }
 
+/// The message of an error for the author of a line of JSON, which has fields and no flags.
+pub fn message_of_line(error: &Error) -> String {
+    match error {
+        Error::ImageSize { width, height, rule, .. } => format!("`width` {width}, `height` {height}: {rule}"),
+        other => message(other),
+    }
+}
+
+/// The remedy of an error for the author of a line of JSON. What only flags decide keeps its flag.
+pub fn hint_of_line(error: &Error) -> Option<String> {
+    error.remedy().map(|remedy| shown_text(&describe_for_line(&remedy)))
+}
+
+fn describe_for_line(remedy: &Remedy) -> String {
+    match remedy {
+        Remedy::AnyOf(ways) => format!("try to {}", alternatives(&ways.iter().map(describe_for_line).collect::<Vec<_>>())),
+        Remedy::SmallerImage => "lower `width` and `height`".into(),
+        Remedy::LegalSize { width, height } => format!("try `width` {width} and `height` {height}"),
+        Remedy::SizeThatFits { width, height, bytes } => format!("use `width` {width} and `height` {height} ({})", amount(*bytes)),
+        Remedy::FewerReferences => "give fewer `references`".into(),
+        Remedy::SaveMemory => {
+            let ways = [Remedy::SmallerImage, Remedy::ClosePrograms, Remedy::AllowMemory];
+            alternatives(&ways.each_ref().map(describe_for_line))
+        }
+        Remedy::Overwrite => "give the line another `output`, or start kiln run with --force".into(),
+        Remedy::VaeTiling { bytes } => format!("start kiln run with --vae-tiling ({})", amount(*bytes)),
+        Remedy::CpuBackend => "start kiln run with --backend cpu".into(),
+        other => describe(other),
+    }
+}
+
 /// Describes a remedy with flags.
 pub fn describe(remedy: &Remedy) -> String {
     let flags = |parts: &[Component]| parts.iter().map(|part| flag(*part)).collect::<Vec<_>>();
@@ -89,6 +120,20 @@ mod tests {
     fn the_allocator_prints_the_hint_of_the_remedy() {
         let ways = [Remedy::SmallerImage, Remedy::ClosePrograms, Remedy::AllowMemory];
         assert_eq!(alternatives(&ways.each_ref().map(describe)), SAVE_MEMORY);
+    }
+
+    /// A line has fields where the command line has flags.
+    #[test]
+    fn lines_are_told_of_fields() {
+        let size = Pixels::new(1000, 1001).unwrap_err();
+        assert!(message_of_line(&size).starts_with("`width` 1000, `height` 1001: sides must be multiples of 16"));
+        assert_eq!(hint_of_line(&size).as_deref(), Some("try `width` 992 and `height` 1008"));
+        let fits = Remedy::SizeThatFits { width: 64, height: 128, bytes: 1 << 30 };
+        for remedy in [Remedy::AnyOf(vec![fits, Remedy::SmallerImage, Remedy::FewerReferences]), Remedy::SaveMemory] {
+            let text = describe_for_line(&remedy);
+            assert!(!text.contains("--") && text.contains("`width`") && text.contains("`height`"), "{text}");
+        }
+        assert_eq!(describe_for_line(&Remedy::PartOfAdapter), describe(&Remedy::PartOfAdapter));
     }
 
     /// The library's texts name no flags, because its callers have none. The command line's texts do.

@@ -3,7 +3,7 @@
 use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
 use super::args::PlanArgs;
 use super::formats::{format_lines, heads_reason, input_reason, kind_name, words};
-use super::report::{ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
+use super::report::{flag, ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
 use super::settings::{ModelProfile, Settings};
 use super::stdout::{json_line, print};
@@ -147,7 +147,7 @@ pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: 
     let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
     let settings = Settings::resolve(request, &model.profile(options));
     model.warnings.iter().for_each(|warning| terminal.warn(warning));
-    ignored_guidance(settings.guidance, settings.variant).iter().for_each(|warning| terminal.warn(warning));
+    ignored_guidance(settings.guidance, settings.variant, flag).iter().for_each(|warning| terminal.warn(warning));
     let gpu = PlannedGpu::new(args.gpu.as_ref(), options.precision);
     let mut estimate = model.estimate(options, &gpu, &settings.job)?;
     let accumulate = args.quantized.fp8_accumulate.into();

@@ -73,13 +73,27 @@ pub fn warn_of_nvfp4_math(asked: Nvfp4Math, formats: &Formats, terminal: &Termin
     }
 }
 
+/// How to write the name of an option: as a flag, or as a field of a line.
+pub type Spell = fn(&str) -> String;
+
+/// An option as a flag.
+pub fn flag(name: &str) -> String {
+    format!("--{name}")
+}
+
+/// An option as a field of a line of JSON.
+pub fn field(name: &str) -> String {
+    format!("`{name}`")
+}
+
 /// Lists given settings that have no effect with this model.
-pub fn ignored_settings(settings: &Settings) -> Vec<String> {
-    let mut ignored = ignored_guidance(settings.guidance, settings.variant);
+pub fn ignored_settings(settings: &Settings, spell: Spell) -> Vec<String> {
+    let mut ignored = ignored_guidance(settings.guidance, settings.variant, spell);
+    let (negative, guidance) = (spell("negative"), spell("guidance"));
     ignored.extend(match (&settings.negative, settings.guidance.chosen) {
-        (Some(_), None) => Some(format!("--negative is ignored: this is a {} model, only base models take it", settings.variant)),
+        (Some(_), None) => Some(format!("{negative} is ignored: this is a {} model, only base models take it", settings.variant)),
         (Some(_), Some(scale)) if !settings.guided => {
-            Some(format!("--negative is ignored: it works through a --guidance above 1, which is {scale} here"))
+            Some(format!("{negative} is ignored: it works through a {guidance} above 1, which is {scale} here"))
         }
         _ => None,
     });
@@ -87,8 +101,8 @@ pub fn ignored_settings(settings: &Settings) -> Vec<String> {
 }
 
 /// Warns of a guidance scale for a model that does not use one.
-pub fn ignored_guidance(guidance: Guidance, variant: Variant) -> Vec<String> {
-    let ignored = || format!("--guidance is ignored: this is a {variant} model, only base models take it");
+pub fn ignored_guidance(guidance: Guidance, variant: Variant, spell: Spell) -> Vec<String> {
+    let ignored = || format!("{} is ignored: this is a {variant} model, only base models take it", spell("guidance"));
     guidance.ignored.then(ignored).into_iter().collect()
 }
 
@@ -104,7 +118,7 @@ pub fn announce_run(
     let headline = headline(settings);
     let mut details = details(settings, found, model, backend);
     details.extend(format_lines(formats).iter().map(|line| format!("formats {line}")));
-    ignored_settings(settings).iter().for_each(|warning| terminal.warn(warning));
+    ignored_settings(settings, flag).iter().for_each(|warning| terminal.warn(warning));
     let ModelDefaults { width, height, .. } = model.defaults;
     let size = settings.job.size;
     if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {
