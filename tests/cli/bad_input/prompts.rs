@@ -46,6 +46,12 @@ fn numbers_that_cannot_be() {
             invalid("steps", "1000000", "N", steps),
             invalid("seed", "-1", "N", seed),
             invalid("seed", "18446744073709551616", "N", seed),
+            row(
+                "x -q --seed 18446744073709551615 --count 2",
+                2,
+                "--count 2 from --seed 18446744073709551615 on goes beyond the largest seed, 18446744073709551615",
+                Is("lower --seed or --count"),
+            ),
             invalid("guidance", "NaN", "SCALE", "a number from 0 to 100"),
             row(
                 "x -q --backend cpu --device 1",

@@ -93,7 +93,11 @@ impl ImageRequest {
     /// prompt comes from there; `random` is the seed to use if none is given.
     pub fn from_args(args: &GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<(Self, Setup)> {
         let seed = args.seed.unwrap_or(random);
-        let seeds: Vec<u64> = (0..args.count as u64).map(|i| seed.wrapping_add(i)).collect();
+        let Some(last) = seed.checked_add(args.count as u64 - 1) else {
+            let what = format!("--count {} from --seed {seed} on goes beyond the largest seed, {}", args.count, u64::MAX);
+            return Err(Error::usage(what, "lower --seed or --count"));
+        };
+        let seeds: Vec<u64> = (seed..=last).collect();
         let to_stdout = args.output.as_deref() == Some(Path::new(DASH));
         if seeds.len() > 1 {
             for (given, flag) in [(args.noise.is_some(), "--noise"), (args.dump.is_some(), "--dump"), (to_stdout, "--output -")] {
@@ -306,9 +310,10 @@ mod tests {
     }
 
     #[test]
-    fn consecutive_seeds_wrap_around() {
-        let request = request(&["x", "--seed", "18446744073709551615", "--count", "3"], b"").unwrap();
-        assert_eq!(request.seeds, [u64::MAX, 0, 1]);
+    fn consecutive_seeds_end_at_the_largest() {
+        let seeds = |count: &str| request(&["x", "--seed", "18446744073709551614", "--count", count], b"").map(|request| request.seeds);
+        assert_eq!(seeds("2").unwrap(), [u64::MAX - 1, u64::MAX]);
+        assert_eq!(seeds("3").unwrap_err().exit_code(), 2);
         assert_ne!(random_seed(), random_seed());
     }
 
