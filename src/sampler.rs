@@ -42,12 +42,16 @@ impl Sigmas {
     /// The maximum number of levels.
     const MOST: usize = 1000;
 
-    /// Makes a list of levels within 0..=1. Each is below the one before it, and the last is above zero.
+    /// The lowest level, and the smallest distance of two. Steps are computed in f32, which still tells such levels from zero.
+    const LEAST: f64 = 1e-6;
+
+    /// Makes a list of levels from at most 1 to at least 0.000001. Each is below the one before it.
     pub fn new(levels: &[f64]) -> Result<Self> {
-        let falls = levels.windows(2).all(|pair| pair[0] > pair[1]);
-        let within = levels.iter().all(|level| *level > 0.0 && *level <= 1.0);
+        // One tenth is left for the rounding of differences.
+        let falls = levels.windows(2).all(|pair| pair[0] - pair[1] >= 0.9 * Self::LEAST);
+        let within = levels.iter().all(|level| *level >= Self::LEAST && *level <= 1.0);
         if !(1..=Self::MOST).contains(&levels.len()) || !falls || !within {
-            let what = "noise levels have to fall, from at most 1 to more than 0";
+            let what = "noise levels have to fall, from at most 1 to at least 0.000001, by at least that much each";
             return Err(Error::usage(what, "write `turbo`, or levels with commas between: 1,0.75,0.5,0.25"));
         }
         Ok(Self(levels.to_vec()))
@@ -167,10 +171,14 @@ mod tests {
         assert_eq!(Schedule::of(&even, 4096), Schedule::new(4, 4096));
         assert_eq!(even.to_string(), "1,0.75,0.5,0.25");
         assert_eq!(sigmas.to_string().parse::<Sigmas>().unwrap(), sigmas);
-        for wrong in ["", "1,1", "0.5,0.6", "1,0", "1.5,1", "nan", "1,nan", "1,0.5,", "Turbo", "-1"] {
+        for wrong in ["", "1,1", "0.5,0.6", "1,0", "1.5,1", "nan", "1,nan", "1,0.5,", "Turbo", "-1", "1e-300", "1,9.9e-7", "0.5,0.4999999999"] {
             assert_eq!(wrong.parse::<Sigmas>().unwrap_err().exit_code(), 2, "{wrong}");
         }
         assert!(Sigmas::new(&[]).is_err());
+        assert_eq!("1,0.000002,0.000001".parse::<Sigmas>().unwrap().steps(), 3);
+        // Every step changes the latents.
+        let least = Schedule::of(&Sigmas::new(&[1.0, 2e-6, 1e-6]).unwrap(), 16);
+        assert!((0..3).all(|i| least.dt(i) < 0.0), "{least:?}");
     }
 
     #[test]

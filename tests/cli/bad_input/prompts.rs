@@ -17,6 +17,10 @@ fn numbers_that_cannot_be() {
             Help,
         )
     };
+    let invalid_levels = |value: &str| {
+        let what = "noise levels have to fall, from at most 1 to at least 0.000001, by at least that much each";
+        row(&format!("x -q --sigmas {value}"), 2, format!("invalid value '{value}' for '--sigmas <LEVELS>': {what}"), Help)
+    };
     let pixels = |value: &str| invalid("width", value, "PIXELS", "a number of pixels, such as 1024");
     let (steps, seed) = ("a whole number from 1 to 1000", "a whole number from 0 to 18446744073709551615");
     check(
@@ -46,6 +50,8 @@ fn numbers_that_cannot_be() {
             invalid("steps", "1000000", "N", steps),
             invalid("seed", "-1", "N", seed),
             invalid("seed", "18446744073709551616", "N", seed),
+            invalid_levels("1e-300"),
+            invalid_levels("1,0.5,0.5"),
             row(
                 "x -q --seed 18446744073709551615 --count 2",
                 2,
