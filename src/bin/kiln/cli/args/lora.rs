@@ -5,7 +5,7 @@ use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The flags for adapters.
 #[derive(Args, Clone, Debug)]
@@ -14,7 +14,8 @@ pub struct LoraArgs {
     ///
     /// FILE is a safetensors file with any common spelling of layer names, a folder with one such file, or `owner/name` or
     /// `owner/name/file` in the Hugging Face cache. A colon and a number at the end set the scale, as in `style.safetensors:0.8`.
-    /// The default scale is 1. Adapters are added in the order given.
+    /// The default scale is 1. An existing file whose whole name ends like that has no scale: add one, as in `a:0.5:1`. Adapters are
+    /// added in the order given.
     #[arg(long, value_name = "FILE[:SCALE]", value_parser = OsStringValueParser::new().try_map(LoraArg::parse), help_heading = "Model")]
     pub lora: Vec<LoraArg>,
 
@@ -39,9 +40,10 @@ pub struct LoraArg {
 }
 
 impl LoraArg {
-    /// Splits `FILE:SCALE`. A name that is not Unicode has no scale.
+    /// Splits `FILE:SCALE`. A name that is not Unicode has no scale, nor has the name of a file that exists: `a:0.5` is a good name.
     fn parse(text: OsString) -> Result<Self, String> {
-        let split = text.to_str().and_then(|text| {
+        let is_file = Path::new(&text).symlink_metadata().is_ok();
+        let split = text.to_str().filter(|_| !is_file).and_then(|text| {
             let (file, scale) = text.rsplit_once(':')?;
             Some((PathBuf::from(file), scale.parse::<f32>().ok()?))
         });
@@ -113,6 +115,12 @@ mod tests {
         ] {
             assert_eq!(LoraArg::parse(text.into()), Ok(LoraArg { file: file.into(), scale }), "{text}");
         }
+        let file = std::env::temp_dir().join(format!("kiln-lora-{}:0.5", std::process::id()));
+        std::fs::write(&file, "").unwrap();
+        let with_scale = format!("{}:2", file.display());
+        assert_eq!(LoraArg::parse(file.clone().into()), Ok(LoraArg { file: file.clone(), scale: 1.0 }));
+        assert_eq!(LoraArg::parse(with_scale.into()), Ok(LoraArg { file: file.clone(), scale: 2.0 }));
+        std::fs::remove_file(file).unwrap();
         for text in ["", ":1", "a:nan", "a:inf", "a:-Infinity", "a:1e39"] {
             assert!(LoraArg::parse(text.into()).unwrap_err().starts_with("expected a "), "{text}");
         }
