@@ -263,9 +263,9 @@ fn the_program_writes_what_each_thread_did() {
         (["-o", "d.png", "--trace", "d.png"], 2, "the image and --trace would be the same file"),
         (["-o", "d.png", "--trace", "-"], 2, "--trace writes a file"),
         (["-o", "d.png", "--trace", "none/t.json"], 5, "there is no such folder"),
-        // A refused request leaves no file behind.
+        // A mistake on the command line leaves no file behind.
         (["--steps=0", "-q", "--trace", "d.json"], 2, ""),
-        (["--model=none", "-q", "--trace", "d.json"], 3, ""),
+        (["--width=65", "-q", "--trace", "d.json"], 2, ""),
     ] {
         let refused = sandbox.run(["x"].iter().chain(&flags));
         assert!(refused.code == Some(code) && refused.stderr.contains(message), "{flags:?}: {}", refused.stderr);
@@ -281,6 +281,10 @@ fn a_failed_or_interrupted_run_writes_its_trace() {
     let vae = sandbox.path("model/vae/diffusion_pytorch_model.safetensors");
     let bytes = fs::read(&vae).unwrap();
     fs::write(&vae, &bytes[..bytes.len() - 1]).unwrap();
+    // What happened before the model was opened.
+    let run = sandbox.run(["x", "--model", "none", "--trace", "early.json"]);
+    assert!(run.code == Some(3) && run.stderr.contains("trace: early.json, "), "{}", run.stderr);
+    assert!(Parsed::read(&sandbox.path("early.json")).named("read the request").len() == 1);
     let run = sandbox.run(["x", "--model", "model", "--trace", "failed.json"]);
     assert!(run.code == Some(3) && run.stderr.contains("trace: failed.json, "), "{}", run.stderr);
     let parsed = Parsed::read(&sandbox.path("failed.json"));

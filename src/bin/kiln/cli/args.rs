@@ -45,7 +45,7 @@ pub struct PromptArgs {
 }
 
 /// Flags that say where and how to compute.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub struct RunArgs {
     /// Choose the backend to compute on
     #[arg(long, value_enum, value_name = "WHERE", default_value = "auto", help_heading = "Run")]

@@ -75,10 +75,12 @@ impl Subcommand for BatchArgs {
     }
 
     fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
-        let trace = TraceFile::start(&self.run, "kiln run", Some(self.image_file.force))?;
-        let request = BatchRequest::new(*self, environment)?;
-        let terminal = Arc::new(signals.terminal(request.verbosity));
-        trace.end(batch(request, &signals.stop, &terminal, out))
+        let (run, force) = (self.run.clone(), self.image_file.force);
+        TraceFile::record(&run, "kiln run", Some(force), || {
+            let request = BatchRequest::new(*self, environment)?;
+            let terminal = Arc::new(signals.terminal(request.verbosity));
+            batch(request, &signals.stop, &terminal, out)
+        })
     }
 }
 

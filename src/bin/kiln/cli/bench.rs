@@ -178,10 +178,12 @@ impl Subcommand for BenchArgs {
     }
 
     fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
-        let trace = TraceFile::start(&self.run, "kiln bench", None)?;
-        let request = BenchRequest::new(*self, environment, &mut io::stdin())?;
-        let terminal = signals.terminal(request.verbosity);
-        trace.end(bench(request, &signals.stop, &terminal, &mut io::stdin().lock(), out))
+        let run = self.run.clone();
+        TraceFile::record(&run, "kiln bench", None, || {
+            let request = BenchRequest::new(*self, environment, &mut io::stdin())?;
+            let terminal = signals.terminal(request.verbosity);
+            bench(request, &signals.stop, &terminal, &mut io::stdin().lock(), out)
+        })
     }
 }
 

@@ -124,10 +124,12 @@ impl Subcommand for GenerateArgs {
     }
 
     fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
-        let trace = TraceFile::start(&self.run, "kiln generate", Some(self.file.force))?;
-        let GenerateRequest { images, setup, outputs, verbosity } =
-            GenerateRequest::new(*self, environment, &mut io::stdin(), random_seed())?;
-        trace.end(generate(images, setup, outputs, &signals.stop, &signals.terminal(verbosity), out))
+        let (run, force) = (self.run.clone(), self.file.force);
+        TraceFile::record(&run, "kiln generate", Some(force), || {
+            let GenerateRequest { images, setup, outputs, verbosity } =
+                GenerateRequest::new(*self, environment, &mut io::stdin(), random_seed())?;
+            generate(images, setup, outputs, &signals.stop, &signals.terminal(verbosity), out)
+        })
     }
 }
 

@@ -11,8 +11,7 @@ use kiln::text::{grouped, shown_path};
 use kiln::trace::{Finished, Trace};
 use std::path::{Path, PathBuf};
 
-/// The trace of a command, from its flags to its end. If it is dropped before [`TraceFile::end`], it writes nothing, because a refused
-/// command has nothing to show.
+/// The trace of a command, from its flags to its end.
 pub struct TraceFile {
     open: Option<(Trace, PathBuf)>,
     command: &'static str,
@@ -22,8 +21,18 @@ pub struct TraceFile {
 }
 
 impl TraceFile {
+    /// Runs a command, and records it. The trace is written however the command ends, except for a mistake on the command line, which
+    /// leaves no file.
+    pub fn record(args: &RunArgs, command: &'static str, force: Option<bool>, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        let trace = Self::start(args, command, force)?;
+        match work() {
+            Err(error) if error.exit_code() == 2 => Err(error),
+            ended => trace.end(ended),
+        }
+    }
+
     /// Starts to record if `--trace` is given, and refuses a file that cannot be written now rather than after the run.
-    pub fn start(args: &RunArgs, command: &'static str, force: Option<bool>) -> Result<Self> {
+    fn start(args: &RunArgs, command: &'static str, force: Option<bool>) -> Result<Self> {
         let mut this = Self { open: None, command, force, verbosity: args.verbosity() };
         if let Some(path) = &args.trace.trace {
             if path == Path::new(DASH) {
@@ -38,7 +47,7 @@ impl TraceFile {
     }
 
     /// Writes the trace of a run, and returns the run's result.
-    pub fn end(mut self, ended: Result<()>) -> Result<()> {
+    fn end(mut self, ended: Result<()>) -> Result<()> {
         let Some((trace, path)) = self.open.take() else { return ended };
         let Finished { bytes, events, dropped, untimed } = trace.finish(self.command);
         let saved = self.hinted(save_new(&path, &bytes, self.force.unwrap_or(false)));
