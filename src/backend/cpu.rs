@@ -9,14 +9,14 @@ use crate::error::{Error, Result};
 use crate::memory;
 use crate::tensor::{ALIGN, Bytes, DType, Region, Scaling, SliceScaling, Stored, Tensor, WeightSlice, quantize};
 use crate::threads;
-use kiln_numerics::view::{In, Out};
+use kiln_numerics::view::{In, Out, Watch};
 use kiln_numerics::{image, kernels};
 use rayon::prelude::*;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::AtomicBool;
 
 /// The CPU backend.
 pub struct Cpu {
@@ -28,8 +28,8 @@ pub struct Cpu {
     /// The backend's own threads. Without a pool it runs on the caller's threads.
     pool: Option<rayon::ThreadPool>,
     stop: Stop,
-    /// Values that did not fit the FP8 tensor they were stored in.
-    saturated: AtomicU64,
+    /// Counts saturated values, and has the flags of `stop`.
+    watch: Watch,
 }
 
 /// Consecutive bytes of a weight and the range of the weight region that they represent.
@@ -150,8 +150,8 @@ impl Cpu {
             kept: Buffer::EMPTY,
             high_water: 0,
             pool: None,
+            watch: Watch { stop: vec![stop.clone()], ..Watch::default() },
             stop: Stop { all: stop, job: None },
-            saturated: AtomicU64::new(0),
         }
     }
 
@@ -242,7 +242,7 @@ impl Cpu {
         Self::check_alignment(tensor, op)?;
         let (ptr, scales) = self.addresses(tensor, op)?;
         // SAFETY: elements and scales lie inside a buffer; the caller guarantees exclusive access.
-        Ok(unsafe { Out::new(tensor, ptr, scales, &self.saturated) })
+        Ok(unsafe { Out::new(tensor, ptr, scales, &self.watch) })
     }
 
     /// The weights of a linear layer.
@@ -370,6 +370,7 @@ impl Backend for Cpu {
 
     fn set_cancel(&mut self, cancel: Option<Arc<AtomicBool>>) {
         self.stop.job = cancel;
+        self.watch.stop = [&self.stop.all].into_iter().chain(&self.stop.job).cloned().collect();
     }
 
     fn upload(&mut self, to: Tensor, role: Role, parts: &[WeightSlice]) -> Result<()> {
@@ -449,13 +450,13 @@ impl Backend for Cpu {
             return Err(Error::Op { op: "write", what: format!("{} values for {to:?}", values.len()) });
         }
         // Values that the host writes are no results of an op, so they are not counted.
-        let saturated = *self.saturated.get_mut();
+        let saturated = *self.watch.saturated.get_mut();
         // SAFETY: `&mut self`, so no other view is alive.
         let mut out = unsafe { self.output(to, "write")? };
         for (r, row) in values.chunks_exact(to.cols.max(1)).enumerate() {
             out.store(r, 0, row);
         }
-        *self.saturated.get_mut() = saturated;
+        *self.watch.saturated.get_mut() = saturated;
         Ok(())
     }
 
@@ -486,7 +487,9 @@ impl Backend for Cpu {
         op.check()?;
         op.operands(&mut |t, _| self.touch(t));
         let _span = crate::trace::span(op.name());
-        self.on_threads(|| self.dispatch(op))
+        self.on_threads(|| self.dispatch(op))?;
+        // Loops end early once a flag is set.
+        self.stop.check()
     }
 
     fn released(&mut self, range: Range<u64>) {
@@ -504,7 +507,7 @@ impl Backend for Cpu {
     }
 
     fn take_saturated(&mut self) -> Result<u64> {
-        Ok(std::mem::take(self.saturated.get_mut()))
+        Ok(std::mem::take(self.watch.saturated.get_mut()))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::kernels::{Layer, for_rows, for_tasks};
 use crate::math::silu;
-use crate::view::{In, Out, Strided, matmul};
+use crate::view::{In, Out, Strided, Watch, matmul};
 use crate::{Sampling, Seam};
 use rayon::prelude::*;
 
@@ -104,6 +104,9 @@ fn convolve(
     let Filters { geometry, channels, .. } = *filters;
     let (k, n) = (geometry.sampling.taps() * channels, piece.cols);
     for (phase, filter) in filters.phases.iter().enumerate() {
+        if piece.watch().is_stopped() {
+            return;
+        }
         s.pixels.clear();
         s.pixels.extend((first..first + piece.rows).filter(|&pixel| geometry.phase(pixel) == phase));
         s.patches.resize(s.pixels.len() * k, 0.0);
@@ -166,7 +169,7 @@ pub fn conv(out: Out<'_>, x: In<'_>, filters: &Filters, residual: Option<In<'_>>
 
 /// Mean and variance of each channel group, from sums and sums of squares in f64, where the cancellation between them is
 /// harmless. Partial sums cover fixed blocks and are added in order, so the result does not depend on the number of threads.
-fn group_stats(x: &In<'_>, groups: usize) -> Vec<(f32, f32)> {
+fn group_stats(x: &In<'_>, groups: usize, watch: &Watch) -> Vec<(f32, f32)> {
     const PIXELS: usize = 1024;
     let width = x.cols / groups;
     let partial: Vec<Vec<(f64, f64)>> = (0..x.rows.div_ceil(PIXELS))
@@ -174,7 +177,8 @@ fn group_stats(x: &In<'_>, groups: usize) -> Vec<(f32, f32)> {
         .map(|block| {
             // One accumulator per channel, which vectorizes; groups are only a few channels wide.
             let (mut sums, mut squares, mut row) = (vec![0.0; x.cols], vec![0.0; x.cols], vec![0.0; x.cols]);
-            for r in block * PIXELS..((block + 1) * PIXELS).min(x.rows) {
+            let rows = if watch.is_stopped() { 0..0 } else { block * PIXELS..((block + 1) * PIXELS).min(x.rows) };
+            for r in rows {
                 x.load(r, 0, &mut row);
                 for ((sum, square), &v) in sums.iter_mut().zip(&mut squares).zip(&row) {
                     let v = f64::from(v);
@@ -196,7 +200,7 @@ fn group_stats(x: &In<'_>, groups: usize) -> Vec<(f32, f32)> {
 }
 
 pub fn group_stats_into(mut stats: Out<'_>, x: In<'_>) {
-    for (g, (mean, var)) in group_stats(&x, stats.rows).into_iter().enumerate() {
+    for (g, (mean, var)) in group_stats(&x, stats.rows, stats.watch()).into_iter().enumerate() {
         stats.store(g, 0, &[mean, var]);
     }
 }
@@ -217,10 +221,10 @@ struct ChannelNorm {
 }
 
 impl ChannelNorm {
-    fn new(x: &In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>) -> Self {
+    fn new(x: &In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, watch: &Watch) -> Self {
         let stats: Vec<(f32, f32)> = match stats {
             Some(stats) => (0..stats.rows).map(|g| stats.row_vec(g)).map(|s| (s[0], s[1])).collect(),
-            None => group_stats(x, norm.groups),
+            None => group_stats(x, norm.groups, watch),
         };
         let (mut scale, width) = (norm.weight.row_vec(0), x.cols / norm.groups);
         scale.iter_mut().enumerate().for_each(|(c, scale)| *scale /= (stats[c / width].1 + norm.eps).sqrt());
@@ -240,7 +244,7 @@ impl ChannelNorm {
 }
 
 pub fn group_norm(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, apply_silu: bool) {
-    let norm = ChannelNorm::new(&x, norm, stats);
+    let norm = ChannelNorm::new(&x, norm, stats, out.watch());
     for_rows(out, x.cols, |r, buffer, out, local| {
         x.load(r, 0, buffer);
         norm.apply(buffer, apply_silu);
@@ -252,9 +256,12 @@ pub fn group_norm(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option
 pub fn norm_conv(out: Out<'_>, x: In<'_>, norm: &GroupParams<'_>, stats: Option<In<'_>>, filters: &Filters) {
     /// Image rows per task. The rows above and below are normalized twice.
     const ROWS: usize = 8;
-    let (norm, width, n) = (ChannelNorm::new(&x, norm, stats), filters.geometry.width, out.cols);
+    let (norm, width, n) = (ChannelNorm::new(&x, norm, stats, out.watch()), filters.geometry.width, out.cols);
     let tasks = out.split_rows((ROWS * width).max(1));
     for_tasks(tasks, |(image, s): &mut (Vec<f32>, ConvScratch), (first, mut piece): (usize, Out<'_>)| {
+        if piece.watch().is_stopped() {
+            return;
+        }
         let pixels = first.saturating_sub(width)..(first + piece.rows + width).min(x.rows);
         image.resize(pixels.len() * x.cols, 0.0);
         for (pixel, to) in pixels.clone().zip(image.chunks_exact_mut(x.cols)) {

@@ -35,6 +35,9 @@ pub fn for_rows(out: Out<'_>, width: usize, body: impl Fn(usize, &mut [f32], &mu
     out.split_rows(ROWS_PER_TASK).into_par_iter().for_each_init(
         || vec![0.0; width],
         |buffer, (first, mut piece)| {
+            if piece.watch().is_stopped() {
+                return;
+            }
             for local in 0..piece.rows {
                 body(first + local, buffer, &mut piece, local);
             }
@@ -233,6 +236,9 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows,
     let chunk = (MAX_DECODED_A / x.cols.max(1) / TILE_M).max(1) * TILE_M;
     let (mut decoded, mut down_out) = (Vec::new(), Vec::new());
     for start in (0..x.rows).step_by(chunk) {
+        if out.watch().is_stopped() {
+            return;
+        }
         let rows = start..(start + chunk).min(x.rows);
         if x.strided(rows.clone(), 0..x.cols).is_none() {
             decoded.resize(rows.len() * x.cols, 0.0);
@@ -253,6 +259,9 @@ fn gemm_nt(mut out: Out<'_>, x: &In<'_>, w: &Layer<'_>, weight_rows: WeightRows,
         let pieces = out.part(rows.clone(), 0..out.cols).split_rows(height);
         let tasks = pieces.into_iter().flat_map(|(r, piece)| piece.split_cols(step).into_iter().map(move |(c, p)| (r, c, p)));
         for_tasks(tasks.collect(), |s: &mut GemmScratch, (r, c, out): (usize, usize, Out<'_>)| {
+            if out.watch().is_stopped() {
+                return;
+            }
             let block = rows.start + r..rows.start + r + out.rows;
             let a = match x.strided(block.clone(), 0..x.cols) {
                 Some(direct) => direct,
@@ -439,6 +448,9 @@ fn attend(
         // With a causal mask no query of this block attends to a key past the block's last row.
         let end = if causal { keys.rows.min(row + n) } else { keys.rows };
         for start in (0..end).step_by(BLOCK_KV) {
+            if out.watch().is_stopped() {
+                return;
+            }
             let m = BLOCK_KV.min(end - start);
             for (view, buffer) in [(keys, &mut s.k), (values, &mut s.v)] {
                 buffer.resize(BLOCK_KV * d, 0.0);

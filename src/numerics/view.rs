@@ -5,7 +5,8 @@
 use crate::tensor::{DType, Scaling, Tensor, nvfp4};
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Elements that are scaled at a time before they are encoded.
 const CHUNK: usize = 512;
@@ -108,6 +109,22 @@ impl ViewScaling {
                 0
             }
         }
+    }
+}
+
+/// What the threads of an op share with its caller.
+#[derive(Debug, Default)]
+pub struct Watch {
+    /// Counts the values that do not fit into the FP8 tensor they are stored in.
+    pub saturated: AtomicU64,
+    /// Flags that end an op early. Its outputs are then unspecified.
+    pub stop: Vec<Arc<AtomicBool>>,
+}
+
+impl Watch {
+    /// Whether the op is to end. Loops check this between pieces of work that take at most a few tens of milliseconds.
+    pub fn is_stopped(&self) -> bool {
+        self.stop.iter().any(|flag| flag.load(Ordering::Relaxed))
     }
 }
 
@@ -234,8 +251,7 @@ pub struct Out<'a> {
     /// The tensor's first element.
     ptr: *mut u8,
     scaling: ViewScaling,
-    /// Counts the values that do not fit.
-    saturated: &'a AtomicU64,
+    watch: &'a Watch,
     lifetime: PhantomData<&'a mut [u8]>,
 }
 
@@ -246,10 +262,15 @@ impl<'a> Out<'a> {
     /// # Safety
     /// `ptr` must point at the tensor's first element, aligned, and `scales` at its scales, if it has any in memory; the tensor
     /// must be valid and no other view used for `'a`.
-    pub unsafe fn new(tensor: Tensor, ptr: *mut u8, scales: *mut u8, saturated: &'a AtomicU64) -> Self {
+    pub unsafe fn new(tensor: Tensor, ptr: *mut u8, scales: *mut u8, watch: &'a Watch) -> Self {
         let Tensor { rows, cols, dtype, stride, .. } = tensor;
         let (pitch, scaling) = (dtype.bytes(stride), ViewScaling::new(tensor, scales));
-        Self { rows, cols, origin: (0, 0), dtype, pitch, ptr, scaling, saturated, lifetime: PhantomData }
+        Self { rows, cols, origin: (0, 0), dtype, pitch, ptr, scaling, watch, lifetime: PhantomData }
+    }
+
+    /// What the threads of the op share.
+    pub fn watch(&self) -> &'a Watch {
+        self.watch
     }
 
     /// The position of part of a row in the tensor, and its address.
@@ -272,7 +293,7 @@ impl<'a> Out<'a> {
             };
             // Threads share the counter, so it is only touched if there is something to count.
             if saturated > 0 {
-                self.saturated.fetch_add(saturated, Ordering::Relaxed);
+                self.watch.saturated.fetch_add(saturated, Ordering::Relaxed);
             }
         }
     }
@@ -377,6 +398,63 @@ pub fn matmul(out: &mut [f32], a: Strided<'_>, b: Strided<'_>, accumulate: bool)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::image::{Filters, Geometry, GroupParams, conv, group_norm, norm_conv};
+    use crate::kernels::{Layer, LogitParams, attention, copy, linear};
+    use crate::tensor::Region;
+    use crate::{Sampling, image};
+
+    fn tensor(rows: usize, cols: usize) -> Tensor {
+        let (region, dtype, scaling) = (Region::Arena, DType::F32, Scaling::Unscaled);
+        Tensor { region, dtype, offset: 0, rows, cols, stride: cols, scaling }
+    }
+
+    fn input(values: &[f32], rows: usize, cols: usize) -> In<'_> {
+        assert!(values.len() >= rows * cols);
+        // SAFETY: the rows lie inside the slice, which is borrowed for the life of the view.
+        unsafe { In::new(tensor(rows, cols), &[(0, values.as_ptr().cast())], std::ptr::null()) }
+    }
+
+    /// A long op must not keep a user waiting who wants to end it: no loop computes anything once the flag is set.
+    #[test]
+    fn no_loop_goes_on_once_it_is_stopped() {
+        const N: usize = 16;
+        let flag = Arc::new(AtomicBool::new(false));
+        let watch = Watch { stop: vec![Arc::default(), flag.clone()], ..Watch::default() };
+        let ones = vec![1.0; 64 * N * N];
+        let matrix = |rows: usize, cols: usize| input(&ones, rows, cols);
+        let layer = || Layer { weight: matrix(N, N), bias: None, lora: None };
+        let norm = || GroupParams { weight: matrix(1, N), bias: matrix(1, N), groups: 2, eps: 1e-5 };
+        let filters = |sampling: Sampling| {
+            let geometry = Geometry { width: 8, height: N / 8, sampling };
+            Filters::new(&matrix(N, sampling.phases() * sampling.taps() * N), &matrix(1, N), geometry)
+        };
+        let keys = || [(matrix(N, N), matrix(N, N))];
+        type Loop<'a> = (&'a str, usize, &'a dyn Fn(Out<'_>));
+        let loops: [Loop<'_>; 7] = [
+            ("copy", N, &|out| copy(out, matrix(N, N))),
+            ("linear", N, &|out| linear(out, matrix(N, N), layer())),
+            ("attention", N, &|out| attention(out, matrix(N, N), &keys(), N, LogitParams { causal: false, scale: 1.0 })),
+            ("conv", N, &|out| conv(out, matrix(N, N), &filters(Sampling::Same), None, None)),
+            ("up-conv", 4 * N, &|out| conv(out, matrix(N, N), &filters(Sampling::Up), None, None)),
+            ("group norm", N, &|out| group_norm(out, matrix(N, N), &norm(), None, false)),
+            ("norm and conv", N, &|out| norm_conv(out, matrix(N, N), &norm(), None, &filters(Sampling::Same))),
+        ];
+        for (name, rows, run) in loops {
+            for stopped in [true, false] {
+                flag.store(stopped, Ordering::Relaxed);
+                let mut values = vec![f32::MAX; rows * N];
+                // SAFETY: the rows lie inside the vector, and this is the only view of it.
+                run(unsafe { Out::new(tensor(rows, N), values.as_mut_ptr().cast(), std::ptr::null_mut(), &watch) });
+                assert!(values.iter().all(|value| (*value == f32::MAX) == stopped), "{name}, stopped: {stopped}");
+            }
+        }
+        flag.store(true, Ordering::Relaxed);
+        let mut stats = [f32::MAX; 4];
+        // SAFETY: the rows lie inside the array, and this is the only view of it.
+        let out = unsafe { Out::new(tensor(2, 2), stats.as_mut_ptr().cast(), std::ptr::null_mut(), &watch) };
+        image::group_stats_into(out, matrix(N, N));
+        assert_eq!(stats, [0.0; 4], "sums of no row");
+    }
 
     #[test]
     fn matmul_takes_transposed_operands_and_accumulates() {
