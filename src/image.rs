@@ -191,7 +191,8 @@ mod tests {
         let image = Image { width: 5, height: 3, pixels: (0..45).collect() };
         for format in [Format::Png, Format::Jpeg { quality: 90 }, Format::WebP] {
             let file = image.encode(format, &[("prompt", "x".into())], Threads::One).unwrap();
-            let is_complete = |file: &[u8]| format.is_complete(file.first_chunk().unwrap(), file.last_chunk().unwrap(), file.len() as u64);
+            let is_complete =
+                |file: &[u8]| format.is_complete(file.first_chunk().unwrap(), file.last_chunk().unwrap(), file.len() as u64);
             assert!(is_complete(&file), "{format:?}");
             (12..file.len()).for_each(|bytes| assert!(!is_complete(&file[..bytes]), "{format:?}: {bytes} bytes"));
             // A file that was to be filled later.

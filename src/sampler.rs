@@ -171,7 +171,21 @@ mod tests {
         assert_eq!(Schedule::of(&even, 4096), Schedule::new(4, 4096));
         assert_eq!(even.to_string(), "1,0.75,0.5,0.25");
         assert_eq!(sigmas.to_string().parse::<Sigmas>().unwrap(), sigmas);
-        for wrong in ["", "1,1", "0.5,0.6", "1,0", "1.5,1", "nan", "1,nan", "1,0.5,", "Turbo", "-1", "1e-300", "1,9.9e-7", "0.5,0.4999999999"] {
+        for wrong in [
+            "",
+            "1,1",
+            "0.5,0.6",
+            "1,0",
+            "1.5,1",
+            "nan",
+            "1,nan",
+            "1,0.5,",
+            "Turbo",
+            "-1",
+            "1e-300",
+            "1,9.9e-7",
+            "0.5,0.4999999999",
+        ] {
             assert_eq!(wrong.parse::<Sigmas>().unwrap_err().exit_code(), 2, "{wrong}");
         }
         assert!(Sigmas::new(&[]).is_err());

@@ -54,7 +54,8 @@ impl ModelSamples {
         let mut hash = Sha256::new();
         for part in Component::ALL {
             let shards = &self.shards[part];
-            let mut tensors: Vec<_> = shards.iter().flat_map(|shard| shard.tensors().map(move |tensor| (tensor, shard))).collect();
+            let mut tensors: Vec<_> =
+                shards.iter().flat_map(|shard| shard.tensors().map(move |tensor| (tensor, shard))).collect();
             tensors.sort_by_key(|((name, _), _)| *name);
             for ((name, entry), shard) in tensors {
                 let shape: Vec<String> = entry.shape.iter().map(usize::to_string).collect();

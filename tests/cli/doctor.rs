@@ -130,7 +130,7 @@ fn incomplete_files_fail_the_model() {
     fs::write(&path, &whole[..whole.len() - 1]).unwrap();
     let run = sandbox.run(["doctor", "--model", "model"]);
     assert!(run.code == Some(3) && run.stderr.starts_with("error: truncated file ("), "{}", run.stderr);
-    assert!(run.text().contains("model     truncated file (") && run.text().contains("\nop  "), "{}", run.text());
+    assert!(run.text().contains("model     truncated file (") && run.text().contains("\nspeed "), "{}", run.text());
 }
 
 /// A sparse file of these tensors, in the order of their names.

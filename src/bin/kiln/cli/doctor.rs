@@ -6,12 +6,12 @@ use super::args::{ModelArgs, gpu};
 use super::formats::format_lines;
 use super::hint::{describe, hint, message};
 use super::stdout::print;
-use super::support::support;
+use super::support::{speed_class, support};
 use super::{Process, Subcommand};
 use crate::terminal::Verbosity;
 use checks::{Checks, Device, check};
 use clap::Args;
-use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, Kernel, OpKind, Tile, fp8_accumulate};
+use kiln::device::{self as cuda, Backend, Cpu, Cuda, Fp8Accumulate, GemmFormats, OpKind, fp8_accumulate};
 use kiln::error::{Error, Result};
 use kiln::locate::{BUILT_IN, Environment, Found, TINY, locate};
 use kiln::predict::GpuSpec;
@@ -20,7 +20,7 @@ use kiln::text::{gib, shown_line, shown_text};
 use kiln::{Formats, LoadOptions, OpenModel, Variant, threads};
 use std::fmt::Write as _;
 
-/// Print the GPUs, driver, kernels and models that kiln can use
+/// Print the GPU, driver and model that kiln uses, and what runs fast
 ///
 /// With --model, or a flag that names a part, kiln also checks the model and reads its files once. It compares the names, dtypes
 /// and shapes of all tensors with known files. It checks that every value is finite, and that every part of each matrix was
@@ -46,7 +46,7 @@ pub struct DoctorArgs {
     #[arg(long, conflicts_with = "gpu")]
     pub full: bool,
 
-    /// List every kernel of each op, not only the kernel files
+    /// Also list the kernels of each op
     #[arg(short, long)]
     pub verbose: bool,
 }
@@ -126,6 +126,7 @@ impl Subcommand for DoctorArgs {
         }
         // Only tensor cores have a choice how to accumulate.
         let cpu = || Cpu::shared(stop.clone());
+        let on_gpu = device.is_some();
         let (device, gemms, accumulate) = device.unwrap_or_else(|| ("the CPU".into(), cpu().gemm_formats(), None));
         // With --gpu the model's values are not read.
         let is_checked = self.model.names_files() && self.gpu.is_none();
@@ -159,11 +160,13 @@ impl Subcommand for DoctorArgs {
                 row(if i == 0 { name } else { "" }, line);
             }
         }
+        row("speed", speed_class(on_gpu.then_some(gemms)).into());
         checks.rows.iter().for_each(|(name, line)| row(name, line.clone()));
-        let _ = writeln!(text, "\n{:<21} kernels", "op");
-        for &op in OpKind::ALL {
-            let kernels = if self.verbose { kernel_symbols(op) } else { kernel_files(op) };
-            let _ = writeln!(text, "{:<21} {kernels}", op.name());
+        if self.verbose {
+            let _ = writeln!(text, "\n{:<21} kernels", "op");
+            for &op in OpKind::ALL {
+                let _ = writeln!(text, "{:<21} {}", op.name(), kernel_symbols(op));
+            }
         }
         if let Some((block, error)) = checks.failure() {
             let _ = write!(text, "\n{block}");
@@ -212,20 +215,6 @@ fn kernel_symbols(op: OpKind) -> String {
     cuda::kernels_of(op).iter().map(|kernel| kernel.symbol()).collect::<Vec<_>>().join(" ")
 }
 
-/// The files of the kernels that an op may launch, with the number of kernels if an op uses several of a file.
-fn kernel_files(op: OpKind) -> String {
-    let describe = |kernels: &[Kernel]| match kernels {
-        [kernel] => kernel.file().to_owned(),
-        _ => {
-            let what = if kernels.iter().all(|&kernel| Tile::of(kernel).is_some()) { "tiles" } else { "kernels" };
-            format!("{} ({} {what})", kernels[0].file(), kernels.len())
-        }
-    };
-    let kernels = cuda::kernels_of(op);
-    let files = kernels.chunk_by(|a, b| a.file() == b.file());
-    files.map(describe).collect::<Vec<_>>().join(", ")
-}
-
 /// Lines on the model that `kiln generate` would use, and its files. They are opened, so that faults in them are reported. Also
 /// returns the formats of its layers on a device with these GEMMs, and the model, unless it is one of the program's own.
 fn model_lines(
@@ -272,41 +261,5 @@ mod tests {
         assert_eq!(tried(&lines).unwrap(), "copy");
         let failed = [line("copy", Outcome::Failed("[0, 1] is 3".into()))];
         assert!(tried(&failed).unwrap_err().to_string().contains("self-test: copy: [0, 1] is 3"));
-    }
-
-    #[test]
-    fn kernels_are_grouped_by_file() {
-        let sm90 = ["gemm_bf16_sm90", "gemm_mixed_sm90", "gemm_fp8_sm90"];
-        let files = sm90.into_iter().chain(["gemm_nvfp4_sm120", "gemm_fp8_sm120", "gemm_bf16_sm120", "gemm_bf16_sm80"]);
-        let tiles = |file| Tile::ALL.iter().filter(|tile| tile.kernel.file() == file).count();
-        let gemm = files.map(|file| format!("{file} ({} tiles), ", tiles(file))).collect::<String>()
-            + "gemm_fp8_sm89, expand, lora_down, naive";
-        let shortcuts =
-            ["gemm_bf16_sm90", "gemm_bf16_sm120", "gemm_bf16_sm80"].map(|file| format!(", {file} ({} tiles)", tiles(file)));
-        let conv = format!(
-            "conv_bf16_sm90 ({} tiles), conv_bf16_sm80 (3 kernels), conv_narrow, naive, group_norm (3 kernels){}",
-            tiles("conv_bf16_sm90"),
-            shortcuts.concat()
-        );
-        for (op, files) in [
-            (OpKind::Copy, "pointwise"),
-            (OpKind::RmsNorm, "norm_rows (7 kernels)"),
-            (OpKind::Linear, gemm.as_str()),
-            (
-                OpKind::Attention,
-                "attention_fp8_sm90 (2 kernels), attention_bf16_sm90 (3 kernels), attention_wide_bf16_sm90 (2 kernels), \
-                 attention_fp8_sm120 (2 kernels), attention_fp8_sm89 (2 kernels), attention_bf16_sm80 (2 kernels), \
-                 attention_wide_bf16_sm80 (2 kernels), naive",
-            ),
-            (OpKind::Conv, conv.as_str()),
-        ] {
-            assert_eq!(kernel_files(op), files);
-        }
-        assert!(
-            kernel_files(OpKind::QkvMlp).ends_with(" tiles), gemm_fp8_sm89, expand, qk_norm_rope, lora_down, naive"),
-            "{}",
-            kernel_files(OpKind::QkvMlp)
-        );
-        assert!(OpKind::ALL.iter().all(|&op| !kernel_files(op).is_empty() && kernel_files(op).len() < 250));
     }
 }

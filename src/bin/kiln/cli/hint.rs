@@ -43,7 +43,9 @@ fn describe_for_line(remedy: &Remedy) -> String {
         Remedy::AnyOf(ways) => format!("try to {}", alternatives(&ways.iter().map(describe_for_line).collect::<Vec<_>>())),
         Remedy::SmallerImage => "lower `width` and `height`".into(),
         Remedy::LegalSize { width, height } => format!("try `width` {width} and `height` {height}"),
-        Remedy::SizeThatFits { width, height, bytes } => format!("use `width` {width} and `height` {height} ({})", amount(*bytes)),
+        Remedy::SizeThatFits { width, height, bytes } => {
+            format!("use `width` {width} and `height` {height} ({})", amount(*bytes))
+        }
         Remedy::FewerReferences => "give fewer `references`".into(),
         Remedy::SaveMemory => {
             let ways = [Remedy::SmallerImage, Remedy::ClosePrograms, Remedy::AllowMemory];

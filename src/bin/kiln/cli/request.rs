@@ -311,7 +311,8 @@ mod tests {
 
     #[test]
     fn consecutive_seeds_end_at_the_largest() {
-        let seeds = |count: &str| request(&["x", "--seed", "18446744073709551614", "--count", count], b"").map(|request| request.seeds);
+        let seeds =
+            |count: &str| request(&["x", "--seed", "18446744073709551614", "--count", count], b"").map(|request| request.seeds);
         assert_eq!(seeds("2").unwrap(), [u64::MAX - 1, u64::MAX]);
         assert_eq!(seeds("3").unwrap_err().exit_code(), 2);
         assert_ne!(random_seed(), random_seed());

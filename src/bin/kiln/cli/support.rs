@@ -55,6 +55,16 @@ pub fn support(formats: GemmFormats, capability: (u32, u32), arch: Arch) -> [(&'
     ]
 }
 
+/// Which formats of a model run fast on a GPU with these GEMMs, or on the CPU.
+pub fn speed_class(gpu: Option<GemmFormats>) -> &'static str {
+    match gpu {
+        Some(GemmFormats { w4a4: true, .. }) => "nvfp4 is fastest, then fp8, then bf16",
+        Some(GemmFormats { w8a8: true, .. }) => "fp8 is fastest, then bf16; nvfp4 only saves memory",
+        Some(_) => "bf16; fp8 and nvfp4 only save memory",
+        None => "minutes for an image of a FLUX.2 model on the CPU, seconds with `builtin`; fp8 and nvfp4 only save memory",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -90,6 +100,14 @@ mod tests {
         assert!(fp8(portable).ends_with(", at half the rate of compute capability 12.0's block-scaled MMA"), "{}", fp8(portable));
         assert!(nvfp4(portable).ends_with(" is used once a self-test has passed"), "{}", nvfp4(portable));
         assert_eq!(line((12, 0), native, "bf16"), "bf16 by bf16 on tensor cores (mma.sync)");
+    }
+
+    #[test]
+    fn the_fastest_format_comes_first() {
+        let class = |capability| speed_class(Some(gemm_formats(capability)));
+        assert!(class((12, 0)).starts_with("nvfp4 is fastest, then fp8"));
+        assert!(class((8, 9)).starts_with("fp8 is fastest") && class((9, 0)) == class((8, 9)));
+        assert!(class((8, 6)).starts_with("bf16; ") && speed_class(None).starts_with("minutes "));
     }
 
     /// The lines follow the formats, and not the card alone: a build may lack kernels.
