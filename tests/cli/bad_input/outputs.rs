@@ -45,12 +45,12 @@ fn outputs_that_cannot_be_written() {
         ),
         row("x -q -o new.v2", 5, cannot("new.v2", format), Nothing),
         row(
-            "run model/kiln.json -o there.png",
+            "run there.png -o there.png",
             2,
             "--output is not a folder (there.png)",
             Is("name a folder; kiln creates one that does not exist"),
         ),
-        row("run model/kiln.json -o there.png/new", 5, cannot("there.png/new", "Not a directory (os error 20)"), Nothing),
+        row("run there.png -o there.png/new", 5, cannot("there.png/new", "Not a directory (os error 20)"), Nothing),
         row(
             "x -q -o - --count 2",
             2,

@@ -108,7 +108,7 @@ impl Line {
         format!("{:016x}", self.hash(Some(self.seed()), model))
     }
 
-    /// Digests of the files whose content decides the image besides the model: adapters and references.
+    /// Digests of the files whose content decides the image, apart from the model: adapters and references.
     pub fn digests(&self, adapters: &[AppliedAdapter]) -> Result<String> {
         let adapters = adapters.iter().map(|adapter| Ok(adapter.sha256.clone()));
         let references = self.options.references.iter().map(|path| DecodedReference::sha256(path));
