@@ -61,7 +61,8 @@ pub struct RunArgs {
 
     /// Let the transformer replace the text encoder in GPU memory
     ///
-    /// Automatic if both do not fit. The image is the same. It takes slightly longer, because loading waits for the prompt.
+    /// kiln does this anyway if both do not fit. The image is the same. A run takes slightly longer, because loading waits for
+    /// the prompt.
     #[arg(long, help_heading = "Run")]
     pub low_memory: bool,
 
@@ -105,13 +106,15 @@ pub struct ModelArgs {
     /// Use this model folder, or repository id in the Hugging Face cache
     ///
     /// The folder is in the diffusers layout, is ComfyUI's folder of models, or has a file for each part. `builtin` is the small
-    /// model inside kiln, and `tiny` is a random model. Without this option kiln looks at KILN_MODEL, then into the cache.
+    /// model inside kiln, and `tiny` is a random model. Without this option kiln looks at KILN_MODEL, then into the cache. If
+    /// neither has a model, kiln uses `builtin`.
     #[arg(long, value_name = "PATH|ID", help_heading = "Model")]
     pub model: Option<PathBuf>,
 
     /// Use this transformer instead of the model's
     ///
-    /// FILE is a safetensors file in the BFL or diffusers layout, or a folder of shards. The flags of the other parts take the same.
+    /// FILE is a safetensors file in the BFL or diffusers layout, or a folder of shards. --text-encoder and --vae also take a
+    /// file or a folder.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub transformer: Option<PathBuf>,
 
@@ -125,7 +128,7 @@ pub struct ModelArgs {
 
     /// Use this tokenizer.json instead of the model's
     ///
-    /// Single files need none, because kiln contains the tokenizer they were trained with.
+    /// Models in single files need none, because kiln contains their tokenizer.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub tokenizer: Option<PathBuf>,
 
@@ -133,10 +136,10 @@ pub struct ModelArgs {
     #[arg(long, value_enum, value_name = "KIND", help_heading = "Model")]
     pub variant: Option<VariantArg>,
 
-    /// Set the nibble and scale order of NVFP4 files that do not declare it
+    /// Override the nibble and scale order of NVFP4 files
     ///
     /// ComfyUI and BFL files have one order, ModelOpt files two others. With `auto`, kiln infers the order from the names and
-    /// metadata in the file.
+    /// metadata in the file. Any other value overrides even an order that the file declares.
     #[arg(long, value_enum, value_name = "ORDER", default_value = "auto", help_heading = "Model")]
     pub nvfp4_layout: Nvfp4LayoutArg,
 }

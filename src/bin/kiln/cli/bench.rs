@@ -63,12 +63,13 @@ Examples:
   kiln bench --kernels=attention --json=attention.json
       Single ops at klein 4B's shapes: time, rate, share of the ceiling. Needs no model.
 
-Close other programs that use the GPU: they take its time, and their memory counts, too.";
+Close other programs that use the GPU: they slow kiln down, and kiln counts their memory as well.";
 
 /// Benchmark images stage by stage, or single kernels
 ///
-/// kiln loads the model, generates one cold image and several warm ones, and writes none of them. It prints the time of each stage,
-/// and the memory that was planned and used. The cold image is the first of this process; its files may still be in the page cache.
+/// kiln loads the model, generates one cold image and several warm ones, and writes none of them. It prints the time of each
+/// stage, and the memory that was planned and used. The cold image is the first of this process. The model's files may still be
+/// in the page cache.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln bench [OPTIONS] [PROMPT]", after_help = EXAMPLE, after_long_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
@@ -87,9 +88,9 @@ pub struct BenchArgs {
 
     /// Time single ops at klein 4B's shapes instead of images
     ///
-    /// With NAME, kiln times only ops whose name contains it. No model is needed. Each row shows how much of its ceiling is
-    /// reached. For memory-bound ops the ceiling is a copy of as many bytes in the same run. For GEMM, convolution and attention on
-    /// a GPU it is the peak of the tensor cores. The CPU gets smaller shapes.
+    /// With NAME, kiln times only ops whose name contains NAME. No model is needed. Each row shows which share of its ceiling an
+    /// op reaches. For memory-bound ops the ceiling is a copy of as many bytes in the same run. For GEMM, convolution and
+    /// attention on a GPU the ceiling is the peak of the tensor cores. The CPU gets smaller shapes.
     #[arg(
         long,
         value_name = "NAME",
@@ -103,7 +104,7 @@ pub struct BenchArgs {
 
     /// Check that every op can be timed; the figures mean nothing
     ///
-    /// Shapes are tiny, and batches are few.
+    /// Use this flag with --kernels. Shapes are tiny, and each op runs in few batches.
     #[arg(long, requires = "kernels", help_heading = "Measuring")]
     pub quick: bool,
 
@@ -130,13 +131,13 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE", help_heading = "Measuring")]
     pub svg: Option<PathBuf>,
 
-    /// Add another engine or run to the chart; may be given several times
+    /// Add another engine or run to the --svg chart; may be given several times
     ///
     /// FILE comes from tools/bench_beside_diffusers.py or from --json. Size and steps have to be the same.
     #[arg(long, value_name = "FILE", requires = "svg", conflicts_with = "kernels", help_heading = "Measuring")]
     pub compare: Vec<PathBuf>,
 
-    /// Draw the results in a file of --json, and measure nothing
+    /// Measure nothing, and draw the results of a --json file with --svg
     #[arg(
         long,
         value_name = "FILE",
@@ -148,8 +149,8 @@ pub struct BenchArgs {
 
     /// Time an image for each line `SEED PROMPT` of standard input
     ///
-    /// Another program can take turns with kiln this way. The first line of output is the JSON of a cold image, with the prompt and
-    /// seed of other runs. Each line after it has the times of one image, from prompt to PNG.
+    /// Another program can take turns with kiln this way. The first line of output is the JSON of a cold image, with the prompt
+    /// and seed that kiln would use without this flag. Each further line has the times of one image, from prompt to PNG.
     #[arg(
         long,
         conflicts_with_all = ["kernels", "json", "share", "svg", "runs"],

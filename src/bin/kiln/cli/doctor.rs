@@ -23,10 +23,10 @@ use std::fmt::Write as _;
 /// Print the GPU, driver and model that kiln uses, and what runs fast
 ///
 /// With --model, or a flag that names a part, kiln also checks the model and reads its files once. It compares the names, dtypes
-/// and shapes of all tensors with known files. It checks that every value is finite, and that every part of each matrix was
-/// written. If the text encoder is Qwen3-4B, its results are compared with published values.
+/// and shapes of all tensors with known files. It checks that every value is finite, and that no part of a matrix is all zeros,
+/// as in an unfinished download. If the text encoder is Qwen3-4B, its results are compared with published values.
 ///
-/// If a check fails, the exit code is 1, and kiln prints a block to send us. An unknown file is no failure.
+/// If a check fails, the exit code is 1, and kiln prints a block to paste into an issue. An unknown file is no failure.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln doctor [OPTIONS]")]
 pub struct DoctorArgs {
@@ -36,13 +36,13 @@ pub struct DoctorArgs {
 
     /// Report for a GPU that is not installed
     ///
-    /// The names are RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 and H200.
+    /// The names are RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 and H200. With this option kiln does not check the model.
     #[arg(long, value_name = "NAME", value_parser = gpu)]
     pub gpu: Option<GpuSpec>,
 
     /// Also hash the model's files, and look up their SHA-256
     ///
-    /// kiln prints whether the SHA-256 of each file was published.
+    /// For a model that a flag names, kiln prints whether the SHA-256 of each file was published.
     #[arg(long, conflicts_with = "gpu")]
     pub full: bool,
 

@@ -72,7 +72,7 @@ pub struct GenerateArgs {
 
     /// Set the noise seed [default: random]
     ///
-    /// A seed gives the same image every time. kiln prints a random seed.
+    /// A seed gives the same image every time. kiln prints the seed that it uses, also a random one.
     #[arg(long, value_name = "N", value_parser = within(0..=u64::MAX), conflicts_with = "noise", help_heading = "Sampling")]
     pub seed: Option<u64>,
 
@@ -88,13 +88,14 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", value_parser = within(1u32..=1024), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_sms: Option<u32>,
 
-    /// Set the resident threads per SM of that GPU [default: 2048]
+    /// Set the resident threads per SM of the GPU that torch-cuda reproduces [default: 2048]
     #[arg(long, value_name = "N", value_parser = within(256u32..=4096), conflicts_with = "noise", help_heading = "Sampling")]
     pub noise_threads: Option<u32>,
 
     /// Read the initial noise from a safetensors file
     ///
-    /// Its tensor `noise` has to be F32, with one row of 128 values for each 16 x 16 pixels. Files of --dump contain one.
+    /// Its tensor `noise` has to be F32, with one row of 128 values for each 16 x 16 pixels. A file that --dump wrote has this
+    /// tensor.
     #[arg(long, value_name = "FILE", help_heading = "Sampling")]
     pub noise: Option<PathBuf>,
 

@@ -17,12 +17,14 @@ Examples:
       Edits an image.
 
   kiln \"a small pink heart at the top left on a black background\" --count 4 -o heart.png
-      heart-1.png to heart-4.png, with four consecutive seeds.
+      Writes heart-1.png to heart-4.png, with four consecutive seeds.
 
   kiln \"a red fox in the snow\" --model ~/models/FLUX.2-klein-4B
   kiln \"a red fox in the snow\" --model black-forest-labs/FLUX.2-klein-9B
+      FLUX.2 [klein] by its folder, or by its name in the Hugging Face cache.
+
   kiln \"a fox\" --transformer klein.safetensors --text-encoder qwen.safetensors --vae ae.safetensors
-      FLUX.2 [klein] by its folder, by its name in the Hugging Face cache, or by its files.
+      FLUX.2 [klein] by the files of its parts.
 
   kiln \"a red fox in the snow\" --lora watercolor.safetensors:0.8 --lora owner/repository
       With LoRA or LoKr adapters, by file or by name in the Hugging Face cache. `kiln lora inspect`
@@ -38,37 +40,38 @@ Examples:
   kiln plan --width 2048 --height 2048
   kiln bench --width 1024 --height 1024
   kiln doctor --model ~/models/FLUX.2-klein-4B
-      The FLOPs and memory of such an image; its time, stage by stage; what kiln finds on this
-      machine, and whether a model's files are sound.
+      `plan` prints the FLOPs and memory of an image, and `bench` its time, stage by stage. `doctor`
+      prints what kiln finds on this machine, and whether a model's files are sound.
 
   kiln \"a yellow ring\" --json | jq .seed
       One JSON object per image on standard output. Everything else goes to standard error.
 
   kiln -- \"--a prompt that begins with dashes\"
   kiln generate \"tiny\"
-      `--` ends the options. A first argument that names a command is that command, so a prompt that
-      is spelled like one needs `generate`.
+      `--` ends the options. If the first argument is the name of a command, kiln runs that command.
+      A prompt that is spelled like a command needs `generate`.
 
 Models:
-  kiln uses what --model names, else what the variable KILN_MODEL names, else the first FLUX.2
-  [klein] in the Hugging Face cache (HF_HUB_CACHE, HF_HOME), else its own model, called `builtin`.
-  kiln never downloads anything.
+  kiln uses the model that --model names, else the model that the variable KILN_MODEL names. Without
+  these, kiln takes the first FLUX.2 [klein] or [dev] in the Hugging Face cache (HF_HUB_CACHE,
+  HF_HOME), else its own model, called `builtin`. kiln never downloads anything.
 
-  `builtin` is a small trained model of klein's architecture. It draws one to three shapes (circle,
-  square, triangle, star, heart, ring, cross, hexagon), small or large, in twelve colors (red,
-  orange, yellow, green, cyan, blue, purple, pink, brown, black, white, gray), at named places on
-  plain, gradient or striped backgrounds, in 256x256 pixels:
+  `builtin` is a small trained model of klein's architecture. It draws one to three shapes, small or
+  large, at named places, in 256x256 pixels. The shapes are circle, square, triangle, star, heart,
+  ring, cross and hexagon. The colors are red, orange, yellow, green, cyan, blue, purple, pink,
+  brown, black, white and gray. Backgrounds are plain, gradient or striped. An example:
       \"a large red star at the left and a small blue circle at the right on a yellow background\"
-  and edits such images: \"make the star green\", \"remove the circle\", \"change the background to
-  blue\". Anything else is beyond it.
+
+  `builtin` also edits such images: \"make the star green\", \"remove the circle\", \"change the
+  background to blue\". Anything else is beyond it.
 
   `tiny` is random, not trained. Its images are noise, and only show that everything works. A kiln
-  that was built without `builtin` falls back on it.
+  that was built without `builtin` falls back on `tiny`.
 
 Exit codes:
-  0 done, 1 a failed check or a failed line of `kiln run`, 2 wrong usage, 3 a bad input file,
-  4 not enough memory, 5 output not written, 6 no usable GPU or a GPU fault, 7 a numeric fault,
-  70 a bug in kiln, 130 and 143 stopped by a signal";
+  0 is success. 1 is a failed check, or a failed line of `kiln run`. 2 is wrong usage, and 3 a bad
+  input file. 4 is not enough memory, 5 is output not written. 6 is no usable GPU or a GPU fault,
+  and 7 a numeric fault. 70 is a bug in kiln. 130 and 143 are a stop by a signal.";
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,7 @@ use super::args::ModelArgs;
 use super::hint::message;
 use super::stdout::{json_line, print};
 use super::{Process, Subcommand};
-use clap::Args;
+use clap::{Arg, Args};
 use kiln::error::Result;
 use kiln::locate::{locate, locate_adapter};
 use kiln::lora::{Adapter, Contents, LayerContents};
@@ -20,7 +20,7 @@ use std::path::PathBuf;
 const EXAMPLES: &str = "\
 Examples:
   kiln lora inspect watercolor.safetensors
-      Layers by kind with their ranks, their spelling, the model they are for, trigger words.
+      Layer kinds with their ranks, the spelling of layer names, the base model, trigger words.
 
   kiln lora inspect owner/repository --model ~/models/FLUX.2-klein-4B
       An adapter in the Hugging Face cache, and which of its layers a model has.
@@ -37,13 +37,14 @@ pub enum LoraCommand {
     /// Print an adapter's layers, ranks, base model and trigger words
     ///
     /// kiln also prints how the file spells layer names. No model is needed. With --model, or a flag that names a part, kiln says
-    /// which layers that model has. Unsupported methods, such as DoRA and LoHa, are listed as well.
+    /// which layers that model has. kiln lists layers of unsupported methods, such as DoRA and LoHa, as well.
     #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
     Inspect(Box<InspectArgs>),
 }
 
 /// Flags of `kiln lora inspect`.
 #[derive(Args, Debug)]
+#[command(mut_arg("model", for_comparison))]
 pub struct InspectArgs {
     /// Read this safetensors file, folder with one, or cached `owner/name`
     #[arg(value_name = "FILE")]
@@ -57,9 +58,16 @@ pub struct InspectArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// List every layer instead of kinds of layers
+    /// List every layer, not only the kinds of layers
     #[arg(short, long)]
     pub verbose: bool,
+}
+
+/// Changes the help of `--model`: no model is used unless a flag names one.
+fn for_comparison(model: Arg) -> Arg {
+    let help = "Compare with this model folder, or id in the Hugging Face cache";
+    let values = "PATH is what --model of `kiln generate` takes, including `builtin` and `tiny`.";
+    model.help(help).long_help(format!("{help}\n\n{values} Without a flag that names a model or part, kiln compares nothing."))
 }
 
 impl Subcommand for LoraCommand {

@@ -30,8 +30,9 @@ use std::time::Instant;
 const EXAMPLES: &str = "\
 Examples:
   kiln quantize ~/models/FLUX.2-klein-4B ~/models/klein-4b-fp8 --to fp8
-      A folder that is a model: transformer and text encoder in FP8, everything else copied.
-      kiln \"a red fox\" --model ~/models/klein-4b-fp8 uses it.
+      Writes the folder of a whole model, with transformer and text encoder in FP8. kiln copies
+      everything else.
+      kiln \"a red fox\" --model ~/models/klein-4b-fp8 uses the folder.
 
   kiln quantize black-forest-labs/FLUX.2-klein-4B klein-4b-nvfp4.safetensors --to nvfp4
   kiln quantize ~/ComfyUI/models qwen-fp8.safetensors --to fp8 --part text-encoder
@@ -45,7 +46,7 @@ Examples:
 
 /// Quantize a model to FP8 or NVFP4 files
 ///
-/// The files are laid out as published ones are. The same command continues a stopped run.
+/// The files have the layout of published quantized files. To continue a stopped run, repeat the command.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln quantize [OPTIONS] --to <FORMAT> <IN> <OUT>", after_long_help = EXAMPLES)]
 pub struct QuantizeArgs {
@@ -65,8 +66,9 @@ pub struct QuantizeArgs {
 
     /// Quantize layers to this format
     ///
-    /// In the transformer, kiln quantizes the layers that official files quantize: those of the blocks, for some models without a
-    /// few. In the text encoder it quantizes all projections. With nvfp4, attention projections of the text encoder become FP8.
+    /// In the transformer, kiln quantizes the layers that official files quantize. These are all layers of the blocks, for some
+    /// models with a few exceptions. In the text encoder kiln quantizes all projections. With nvfp4, attention projections of the
+    /// text encoder become FP8.
     #[arg(long, value_name = "FORMAT", help_heading = "Format")]
     #[arg(value_parser = weight_format(DType::targets().map(|(dtype, target)| (dtype, target.file_help))))]
     pub to: DType,
@@ -79,7 +81,7 @@ pub struct QuantizeArgs {
     #[arg(long, value_enum, value_name = "PROGRAM", default_value = "comfy", help_heading = "Format")]
     pub layout: WeightLayoutArg,
 
-    /// Quantize only this part [default: both, for a file the transformer]
+    /// Quantize only this part [default: both, or transformer if OUT is a file]
     #[arg(long, value_enum, value_name = "PART", help_heading = "Format")]
     pub part: Option<PartArg>,
 
@@ -92,8 +94,8 @@ pub struct QuantizeArgs {
 
     /// Calibrate with the prompts of this file [default: a built-in list]
     ///
-    /// The file has one prompt per line. Calibration runs the model and measures the largest input of every layer. Its `input_scale`
-    /// follows from that, with two octaves of head room.
+    /// The file has one prompt per line. Calibration runs the model and measures the largest input of every layer. The layer's
+    /// `input_scale` allows at least four times that input.
     #[arg(long, value_name = "FILE", help_heading = "Calibration")]
     pub prompts: Option<PathBuf>,
 
@@ -107,8 +109,8 @@ pub struct QuantizeArgs {
 
     /// Scale layer inputs by constants, and run nothing
     ///
-    /// FP8 files then have input scales of 1, or of 8 after a SwiGLU. This leaves room enough for any klein model. NVFP4 files have
-    /// no input scales, and kiln multiplies their layers by bf16.
+    /// FP8 files then have input scales of 1, or of 8 after a SwiGLU. These scales are large enough for any klein model. NVFP4
+    /// files then have no input scales, and their layers have bf16 inputs.
     #[arg(
         long,
         conflicts_with_all = ["prompts", "calibration_size", "calibration_steps", "backend", "device"],
@@ -124,7 +126,7 @@ pub struct QuantizeArgs {
     #[arg(long, value_name = "N", value_parser = within(DEVICES), help_heading = "Calibration")]
     pub device: Option<usize>,
 
-    /// Calibrate with or copy this text encoder instead of the model's
+    /// Take this text encoder instead of the model's
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub text_encoder: Option<PathBuf>,
 
@@ -162,7 +164,7 @@ pub struct QuantizeArgs {
     #[arg(short, long, conflicts_with = "verbose", help_heading = "Run")]
     pub quiet: bool,
 
-    /// Print the error of every layer
+    /// Print the quantization error of every layer
     #[arg(short, long, help_heading = "Run")]
     pub verbose: bool,
 }

@@ -19,10 +19,10 @@ const EXAMPLES: &str = "\
 Examples:
   kiln selftest
       One line for each check: ok, FAILED with what is wrong, or not on this GPU. Everything between
-      the marks is a block to paste into an issue; it has nothing of yours in it.
+      the marks is a block to paste into an issue. The block has no private data.
 
   kiln selftest --quick --device 1
-      Takes a second, on the second GPU.
+      Only the quick checks, on the second GPU.
 
   kiln selftest --json | jq '.checks[] | select(.outcome == \"failed\")'
       The failed checks, for programs.";
@@ -30,11 +30,12 @@ Examples:
 /// Check that a GPU computes what kiln asks of it
 ///
 /// kiln checks copies, single instructions element by element, and whole GEMMs and attention against naive kernels. Then it
-/// measures how fast they are. The checks take less than a minute and no model. A check that this GPU has no kernels for says so. A
-/// failed check gives exit code 1.
+/// measures their speed. The self-test takes less than a minute and needs no model. If the GPU or this build lacks what a check
+/// needs, kiln prints `not on this GPU`. If a check fails, the exit code is 1.
 ///
-/// GPUs of compute capability 12.x run kernels of their own only after the quick checks have passed. kiln makes these checks before
-/// it first uses the kernels, and remembers the result for this GPU, driver and build of kiln. This command refreshes the result.
+/// kiln uses its kernels for compute capability 12.x only after the quick checks have passed on the GPU. kiln runs these checks
+/// before it first uses the kernels, and remembers the result for this GPU, driver and build of kiln. This command refreshes the
+/// result.
 #[derive(Args, Debug, Default)]
 #[command(override_usage = "kiln selftest [OPTIONS]", after_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
@@ -43,9 +44,9 @@ pub struct SelftestArgs {
     #[arg(long, value_name = "N", value_parser = within(DEVICES))]
     pub device: Option<usize>,
 
-    /// Run only checks that take less than a second
+    /// Run only quick checks, in about a second
     ///
-    /// This leaves out the large GEMM and the rates.
+    /// kiln leaves out the largest GEMM and the speed measurements, and checks attention at a small size.
     #[arg(long)]
     pub quick: bool,
 

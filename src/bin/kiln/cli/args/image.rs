@@ -24,8 +24,8 @@ const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;
 pub struct ImageOptions {
     /// Edit or combine this reference image; may be given several times
     ///
-    /// FILE is a PNG or JPEG. The prompt can refer to the images in order: "image 1", "image 2". Large images are scaled down to
-    /// one megapixel, or to what else the model takes. All are cropped to multiples of 16.
+    /// FILE is a PNG or JPEG. The prompt can refer to the images in order: "image 1", "image 2". kiln scales large images down to
+    /// one megapixel, or to the limit that the model sets. It crops the sides of all images to multiples of 16.
     #[arg(long = "reference", value_name = "FILE", help_heading = "Input")]
     pub references: Vec<PathBuf>,
 
@@ -51,16 +51,17 @@ pub struct ImageOptions {
 
     /// Set the noise levels of the steps: `turbo`, or 1,0.75,0.5,0.25
     ///
-    /// The levels replace even ones. There is one level per step, and levels fall from at most 1. kiln shifts them by the image
-    /// size, as diffusers does with its `sigmas`. `turbo` stands for the eight levels that dev's Turbo adapter was trained for.
+    /// Without this option the levels are evenly spaced. Give one level per step, in falling order, at most 1. kiln shifts the
+    /// levels by the image size, as diffusers does with its `sigmas`. `turbo` stands for the eight levels that dev's Turbo
+    /// adapter was trained for.
     #[arg(long, value_name = "LEVELS", conflicts_with = "steps", help_heading = "Sampling")]
     #[serde(deserialize_with = "sigmas")]
     pub sigmas: Option<Sigmas>,
 
     /// Set the guidance scale of base models and of dev [default: 4]
     ///
-    /// The scale is from 0 to 100. Base models use classifier-free guidance: above 1 each step takes twice as long. Other models
-    /// take no scale.
+    /// The scale is from 0 to 100. Base models use classifier-free guidance: above 1 each step takes twice as long. dev takes the
+    /// scale as an input. Distilled models take no scale.
     #[arg(long, value_name = "SCALE", value_parser = number(GUIDANCE), help_heading = "Sampling")]
     pub guidance: Option<f32>,
 
@@ -74,8 +75,9 @@ pub struct ImageOptions {
 
     /// Run the VAE in tiles, to bound its memory
     ///
-    /// Works as tiling in diffusers does, for images and references with a side above 1024 pixels, or above the `sample_size` in
-    /// the VAE's config.json. Tiles overlap and are blended. Normalization is per tile, so the image differs from an untiled one.
+    /// As in diffusers, tiling applies to images and references with a side above 1024 pixels, or above the `sample_size` in the
+    /// VAE's config.json. kiln blends tiles where they overlap. Normalization is per tile, so the image differs from an untiled
+    /// one.
     #[arg(long, help_heading = "Run")]
     #[serde(skip)]
     pub vae_tiling: bool,

@@ -14,8 +14,8 @@ pub struct LoraArgs {
     ///
     /// FILE is a safetensors file with any common spelling of layer names, a folder with one such file, or `owner/name` or
     /// `owner/name/file` in the Hugging Face cache. A colon and a number at the end set the scale, as in `style.safetensors:0.8`.
-    /// The default scale is 1. An existing file whose whole name ends like that has no scale: add one, as in `a:0.5:1`. Adapters are
-    /// added in the order given.
+    /// The default scale is 1. If there is a file `a:0.5`, kiln takes no scale from that name. To set a scale, write `a:0.5:1`.
+    /// Adapters are added in the order given.
     #[arg(long, value_name = "FILE[:SCALE]", value_parser = OsStringValueParser::new().try_map(LoraArg::parse), help_heading = "Model")]
     pub lora: Vec<LoraArg>,
 

@@ -33,7 +33,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub quantized: QuantizedArgs,
 
-    /// Plan for this GPU [default: the first one here]
+    /// Plan for this GPU [default: the first GPU of this machine]
     ///
     /// The names are RTX 3090, RTX 4090, RTX 5090, RTX PRO 6000 and H200. Times for these GPUs are predicted and not measured.
     /// Without a GPU, the plan is for compute capability 8.0, the lowest that kiln runs on.

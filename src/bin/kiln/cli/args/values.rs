@@ -51,9 +51,9 @@ choice! {
     #[derive(Deserialize, Serialize)]
     #[serde(rename_all = "kebab-case")]
     PaddingArg for Padding {
-        /// Padding tokens before the prompt, which attend to nothing
+        /// Before the prompt, with padding tokens that attend to nothing
         Left => Padding::Left,
-        /// Padding tokens after the prompt, which attend to it
+        /// After the prompt, with padding tokens that attend to the prompt
         Right => Padding::Right,
         /// Zeros before the prompt
         LeftZeros => Padding::LeftZeros,
@@ -87,7 +87,7 @@ choice! {
 choice! {
     /// Values of `--fp8-accumulate`.
     AccumulateArg for Fp8Accumulate {
-        /// Like `fast` for up to 6144 products, else partial sums of 1024 in f32, which miss at most 1.5 %
+        /// Like `fast` for up to 6144 products, else partial sums of 1024 in f32, at most 1.5 % too small
         Auto => Fp8Accumulate::Auto,
         /// Sum partial sums of 128 products in f32
         Exact => Fp8Accumulate::Exact,

@@ -23,9 +23,9 @@ Examples:
 
 /// Generate an image per input line, with a model that is loaded once
 ///
-/// The lines come from a file or from standard input. kiln answers each with a line of JSON on standard output, in order and as
-/// soon as it is done. The answer has the fields of `kiln generate --json` and the line number, or an `error` with its `hint` and
-/// `code`. A failed line does not end the run; the exit code is then 1.
+/// The lines come from a file or from standard input. kiln answers each line with a line of JSON on standard output, in order, as
+/// soon as the line is done. The answer has the fields of `kiln generate --json` and the line number, or an `error` with its
+/// `hint` and `code`. A failed line does not end the run, but makes the exit code 1.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln run [OPTIONS] [FILE]", after_help = EXAMPLES)]
 #[command(allow_negative_numbers = true)]
@@ -55,8 +55,8 @@ pub struct BatchArgs {
 
     /// Skip lines whose file exists, to continue a stopped run
     ///
-    /// kiln answers skipped lines, too, with `"skipped": true`. Only a complete image counts as a file. Two runs can share a folder:
-    /// a line is also skipped if the other run writes its file first.
+    /// kiln answers skipped lines, too, with `"skipped": true`. Only a complete image counts as a file. Two runs can share a folder.
+    /// kiln then also skips a line if the other run writes the line's file first.
     #[arg(long, conflicts_with = "force", help_heading = "Output")]
     pub skip_existing: bool,
 
@@ -79,8 +79,9 @@ fn file_help() -> String {
     format!(
         "Read prompts from this file, one per line; `-` is standard input\n\n\
          A line is a prompt, or a JSON object if it begins with `{{`. The object has `prompt` and any of {}. `size` is \"WxH\", \
-         `references` is a list of files, and `sigmas` is a text or a list of numbers. `lora` is a list of \"FILE\", \"FILE:SCALE\" \
-         or {{\"file\": .., \"scale\": ..}}; an empty list means no adapters. kiln skips empty lines.",
+         `references` is a list of files, and `sigmas` is text as in --sigmas, or a list of numbers. `lora` is a list of \"FILE\", \
+         \"FILE:SCALE\" or {{\"file\": .., \"scale\": ..}}; an empty list means no adapters. Flags decide \
+         what a line leaves open. kiln skips empty lines.",
         names.join(", ")
     )
 }
