@@ -213,7 +213,7 @@ fn merged_adapters_cannot_be_replaced() {
     let mut engine = engine(Box::new(cpu()), model, options(Precision::Bf16, AdapterMode::Auto));
     let first = run(&mut engine, &job()).unwrap().image;
     let refused = run(&mut engine, &Job { adapters: others, ..job() }).unwrap_err();
-    assert!(matches!(&refused, Error::Usage { what, .. } if what.contains("are merged with")), "{refused}");
+    assert!(matches!(&refused, Error::Usage { what, .. } if what.contains("are merged into")), "{refused}");
     assert!(refused.hint().unwrap().contains("unmerged adapters"));
     // The next job equals the first, also if it names the model's own adapters.
     assert_eq!(run(&mut engine, &job()).unwrap().image, first);
