@@ -397,7 +397,7 @@ fn a_plan_is_about_the_files_and_flags_that_are_given() {
     }
     for variant in ["distilled", "kv"] {
         let run = plan(&["--variant", variant, "--guidance", "4"]);
-        let told = format!("warning: --guidance is ignored: this is a {variant} model, only base models take it\n");
+        let told = format!("warning: --guidance is ignored: this is a {variant} model, only base models and dev take it\n");
         assert_eq!((run.stderr.as_str(), run.text().contains("guidance")), (told.as_str(), false));
     }
 }

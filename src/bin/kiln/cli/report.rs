@@ -102,7 +102,7 @@ pub fn ignored_settings(settings: &Settings, spell: Spell) -> Vec<String> {
 
 /// Warns of a guidance scale for a model that does not use one.
 pub fn ignored_guidance(guidance: Guidance, variant: Variant, spell: Spell) -> Vec<String> {
-    let ignored = || format!("{} is ignored: this is a {variant} model, only base models take it", spell("guidance"));
+    let ignored = || format!("{} is ignored: this is a {variant} model, only base models and dev take it", spell("guidance"));
     guidance.ignored.then(ignored).into_iter().collect()
 }
 
