@@ -28,7 +28,7 @@ pub struct CompletionsArgs {
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln man [COMMAND]")]
 pub struct ManArgs {
-    /// Describe this command instead of kiln as a whole
+    /// Print the page of this command instead of the page of kiln
     pub command: Option<String>,
 
     /// List the commands that have a man page

@@ -23,21 +23,21 @@ Examples:
       Layer kinds with their ranks, the spelling of layer names, the base model, trigger words.
 
   kiln lora inspect owner/repository --model ~/models/FLUX.2-klein-4B
-      An adapter in the Hugging Face cache, and which of its layers a model has.
+      An adapter in the Hugging Face cache, and which of its layers the model has.
 
   kiln lora inspect watercolor.safetensors --json | jq .trigger_words
       Every layer and all metadata, for programs.";
 
-/// Inspect the files of LoRA and LoKr adapters
+/// Inspect LoRA and LoKr adapter files
 ///
-/// Apply adapters to images with --lora.
+/// To apply an adapter to an image, use --lora of `kiln generate`.
 #[derive(Debug, clap::Subcommand)]
 #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
 pub enum LoraCommand {
     /// Print an adapter's layers, ranks, base model and trigger words
     ///
     /// kiln also prints how the file spells layer names. No model is needed. With --model, or a flag that names a part, kiln says
-    /// which layers that model has. kiln lists layers of unsupported methods, such as DoRA and LoHa, as well.
+    /// which of the adapter's layers that model has. kiln also lists layers of unsupported methods, such as DoRA and LoHa.
     #[command(override_usage = "kiln lora inspect [OPTIONS] <FILE>", after_help = EXAMPLES)]
     Inspect(Box<InspectArgs>),
 }
@@ -58,7 +58,7 @@ pub struct InspectArgs {
     #[arg(long)]
     pub json: bool,
 
-    /// List every layer, not only the kinds of layers
+    /// List every layer instead of layer kinds
     #[arg(short, long)]
     pub verbose: bool,
 }

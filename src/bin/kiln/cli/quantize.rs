@@ -50,10 +50,10 @@ Examples:
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln quantize [OPTIONS] --to <FORMAT> <IN> <OUT>", after_long_help = EXAMPLES)]
 pub struct QuantizeArgs {
-    /// Read this model folder, cached repository id, or file of one part
+    /// Read this model folder, cached repository id, or weights of one part
     ///
-    /// IN is what --model of `kiln generate` takes, including `builtin` and `tiny`, or the safetensors file of one part. --part
-    /// names the part of a file. Weights are BF16, F16 or F32.
+    /// IN is what --model of `kiln generate` takes, including `builtin` and `tiny`, or the weights of one part: a safetensors
+    /// file, or a folder of shards. --part names that part. Weights are BF16, F16 or F32.
     #[arg(value_name = "IN")]
     pub input: PathBuf,
 

@@ -9,7 +9,7 @@ use kiln::error::{Error, Result};
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
-/// Write the tiny random model to a folder, laid out like a real model
+/// Write the tiny random model to a folder, in the layout of real models
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln tiny [OPTIONS] <DIR>")]
 pub struct TinyArgs {

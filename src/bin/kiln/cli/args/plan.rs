@@ -8,10 +8,10 @@ use kiln::predict::GpuSpec;
 
 /// Print the operations and memory that an image takes
 ///
-/// Nothing is computed. The plan is for klein 4B or the model that is named: a published model needs no files, and of other models
-/// only the headers are read. It lists the tokens of each part, the schedule, the floating-point operations of each stage, the
-/// layer formats, and the bytes of weights and workspace. Formats and bytes are for a GPU. Quantized weights for which the GPU has
-/// no kernels count as expanded.
+/// kiln generates no image. Without a flag or KILN_MODEL that names a model, the plan is for klein 4B. A published model needs no
+/// files; of other models kiln reads only the headers. The plan lists the tokens of each part, the schedule, the floating-point
+/// operations of each stage, the layer formats, and the bytes of weights and workspace. Formats and bytes are for a GPU. Quantized
+/// weights for which the GPU has no kernels count as expanded.
 #[derive(Args, Debug)]
 #[command(override_usage = "kiln plan [OPTIONS]")]
 #[command(allow_negative_numbers = true)]
@@ -48,9 +48,9 @@ pub struct PlanArgs {
 /// Extends the flag `--model` to the names of published models.
 fn with_names(model: Arg) -> Arg {
     let names: Vec<&str> = MODELS.iter().map(|model| model.name).collect();
-    let more =
-        "A published model needs no files. Write `./klein-9b` for a folder of that name. Without this option kiln looks at";
-    let help = format!("Plan for a published model, a model folder or a cached repository id [default: {}]", names[0]);
-    let long = format!("{help}\n\nThe names are {}. {more} KILN_MODEL.", names.join(", "));
+    let help =
+        format!("Plan for a published model, a model folder or a cached repository id [default: KILN_MODEL, else {}]", names[0]);
+    let more = "A published model needs no files. Write `./klein-9b` for a folder of that name.";
+    let long = format!("{help}\n\nThe names are {}. {more}", names.join(", "));
     model.help(help).long_help(long).value_name("NAME|PATH|ID")
 }
