@@ -251,19 +251,20 @@ impl Weights {
         Ok(())
     }
 
-    /// Fails if a block scale of an NVFP4 weight is invalid, or zero where its elements are not. This reads all block scales, so
-    /// callers check when they load a weight. Other weights have no block scales.
+    /// Fails if a block scale of an NVFP4 weight is invalid, or zero where its elements are not, or if an FP8 weight has lost its scale.
+    /// This reads all block scales, and all of an FP8 weight without scales, so callers check when they load a weight.
     pub fn check_scales(&self, name: &str) -> Result<()> {
         for weight in self.file_weights(name) {
             let shard = &self.shards[weight.shard];
-            if let Some(format) = self.quantization.format(weight)?.map(DType::format).filter(|f| f.scales == ScaleKind::Blocks)
-                && let (Some(scales), Some(codes)) = (self.quantization.scale_tensor(weight), shard.bytes(weight.name))
-            {
-                let size = self.quantization.block_matrix(weight, format)?;
-                // A file that was truncated after it was opened reads as zeros; then the error says that it changed.
-                let checked = scales.check_blocks(&codes, size, self.nvfp4);
-                checked.map_err(|error| self.verify().err().unwrap_or(error))?;
-            }
+            let (Some(format), Some(codes)) = (self.quantization.format(weight)?, shard.bytes(weight.name)) else { continue };
+            let checked = match self.quantization.scale_tensor(weight) {
+                Some(scales) if format.format().scales == ScaleKind::Blocks => {
+                    scales.check_blocks(&codes, self.quantization.block_matrix(weight, format.format())?, self.nvfp4)
+                }
+                _ => self.quantization.check_unscaled(weight, format, &codes),
+            };
+            // A file that was truncated after it was opened reads as zeros; then the error says that it changed.
+            checked.map_err(|error| self.verify().err().unwrap_or(error))?;
         }
         Ok(())
     }

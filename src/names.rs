@@ -241,6 +241,11 @@ pub fn without_prefix(name: &str) -> &str {
     split_prefix(name).1
 }
 
+/// Whether a tensor is the table of token embeddings, in a file or by its canonical name. Rows that no token uses may be zero.
+pub fn is_table(name: &str) -> bool {
+    name.contains("embed_tokens")
+}
+
 /// Determines the meaning of the tensor `name` of a file for `part`.
 pub fn resolve(part: Component, name: &str) -> TensorRole {
     let (prefix, bare, owner) = split_prefix(name);

@@ -14,7 +14,11 @@ use crate::names::{self, Companion, MODELOPT_METADATA, NVFP4_LAYOUT_METADATA, Te
 use crate::tensor::formats::Format;
 use crate::tensor::{DType, Nvfp4Layout, Scale, ScaleKind, SliceScaling, Stored};
 use crate::text::shown;
+use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
+
+/// Bytes of elements that one thread checks at a time.
+const CHUNK: usize = 1 << 20;
 
 /// The quantized layers of one part.
 #[derive(Clone, Debug)]
@@ -24,6 +28,8 @@ pub(super) struct Quantization {
     declared: BTreeMap<String, Declared>,
     /// Companion tensors, by layer with prefix.
     layers: BTreeMap<String, Layer>,
+    /// Whether an FP8 weight has a scale. All others then need one, too.
+    scales_fp8: bool,
     /// Whether the files declare their layers as ComfyUI needs.
     for_comfy: bool,
     /// Whether the files were written by ModelOpt.
@@ -112,7 +118,12 @@ impl Quantization {
         let for_comfy = declarations.in_metadata || layers.values().any(|layer| layer.settings.is_some());
         let from_modelopt = shards.iter().any(|shard| shard.metadata().contains_key(MODELOPT_METADATA));
         let stated_layout = stated_layout(shards)?;
-        let all = Self { part, declared: declarations.layers, layers, for_comfy, from_modelopt, stated_layout };
+        let scales_fp8 = layers.iter().any(|(name, layer)| {
+            let mut weights = shards.iter().filter_map(|shard| shard.entry(&format!("{name}.weight")));
+            let format = weights.next().and_then(|weight| format_of(weight.dtype.name));
+            layer.weight_scale.is_some() && format.is_some_and(|format| format.format().scales == ScaleKind::TensorOrRows)
+        });
+        let all = Self { part, declared: declarations.layers, layers, scales_fp8, for_comfy, from_modelopt, stated_layout };
         all.refuse(shards)?;
         Ok(all)
     }
@@ -239,9 +250,11 @@ impl Quantization {
                 }
                 match find(weight.shards, layer.weight_scale.as_ref()) {
                     Some(scale) => scale.fp8(if let [rows, _, ..] = *weight.entry.shape { rows } else { 1 })?,
+                    None if self.needs_scale(weight) => {
+                        return Err(weight.invalid("is FP8, but has no tensor with its scale"));
+                    }
                     // The values were converted to FP8 without scales.
-                    None if declared.is_none() => SliceScaling::Unscaled,
-                    None => return Err(weight.invalid("is FP8, but has no tensor with its scale")),
+                    None => SliceScaling::Unscaled,
                 }
             }
             ScaleKind::Blocks => {
@@ -262,6 +275,24 @@ impl Quantization {
         // one.
         let as_it_is = declared.filter(|_| format.scales == ScaleKind::TensorOrRows).map(|_| Scale::ONE);
         Ok((scaling, scale.or(as_it_is).map(|scale| Stored::scaled(dtype, scale))))
+    }
+
+    /// Whether an FP8 weight cannot do without a scale: it is declared, its layer has another scale, or other weights have theirs. A
+    /// lookup table may be the only weight that was converted without a scale, and so may vectors.
+    fn needs_scale(&self, weight: FileWeight<'_>) -> bool {
+        let (layer, declared) = self.layer(weight.name);
+        let is_matrix = weight.entry.shape.len() > 1 && !names::is_table(weight.name);
+        declared.is_some() || layer.input_scale.is_some() || (is_matrix && self.scales_fp8)
+    }
+
+    /// Fails if an FP8 matrix has no scale, but elements that only a scaled one has: its file lost all scales.
+    pub fn check_unscaled(&self, weight: FileWeight<'_>, format: DType, codes: &[u8]) -> Result<()> {
+        let is_unscaled = format.format().scales == ScaleKind::TensorOrRows && self.scale_tensor(weight).is_none();
+        if !is_unscaled || weight.entry.shape.len() < 2 || !codes.par_chunks(CHUNK).any(|codes| format.has_largest(codes)) {
+            return Ok(());
+        }
+        let largest = format.format().largest;
+        Err(weight.invalid(format_args!("is FP8 and has elements of {largest}, but no tensor with its scale")))
     }
 
     /// The tensor with a weight's row or block scales, if it has one.

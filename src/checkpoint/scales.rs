@@ -39,10 +39,11 @@ impl ScaleTensor<'_> {
             return Err(self.fault(format_args!("is {:?}, needed is a single scale", self.entry.shape)));
         }
         let values = dtype.decoded(&self.bytes()?);
-        self.positive(values.first().copied().unwrap_or(f32::NAN), "")
+        self.checked(values.first().copied().unwrap_or(f32::NAN), "")
     }
 
-    /// Reads the scales of an FP8 weight: a single one, or one for each row.
+    /// Reads the scales of an FP8 weight: a single one, or one for each row. Rows may be so close to zero that no limit suits their
+    /// scales, but not all of them.
     pub fn fp8(self, rows: usize) -> Result<SliceScaling> {
         match *self.entry.shape {
             [] | [1] => return Ok(SliceScaling::Tensor(self.single()?)),
@@ -55,20 +56,21 @@ impl ScaleTensor<'_> {
         if self.entry.dtype.name != "F32" {
             return Err(self.fault(format_args!("is {}, needed is F32", self.entry.dtype.name)));
         }
-        let bytes = self.bytes()?;
+        let (bytes, mut largest) = (self.bytes()?, 0.0_f32);
         for (row, value) in bytes.as_chunks().0.iter().enumerate() {
-            self.positive(f32::from_le_bytes(*value), &format!(" in row {row}"))?;
+            let value = f32::from_le_bytes(*value);
+            if Scale::new(value).is_none_or(|scale| scale.get() > 1.0) {
+                self.checked(value, &format!(" in row {row}"))?;
+            }
+            largest = largest.max(value);
         }
+        self.checked(largest, " at most")?;
         Ok(SliceScaling::Rows(bytes))
     }
 
-    fn positive(self, value: f32, place: &str) -> Result<Scale> {
-        let scale = Scale::new(value);
-        let scale = scale.ok_or_else(|| self.fault(format_args!("is {value}{place}, a scale is positive and finite")))?;
-        if value > MAX_SCALE {
-            return Err(self.fault(format_args!("is {value}{place}, too large for a scale")));
-        }
-        Ok(scale)
+    fn checked(self, value: f32, place: &str) -> Result<Scale> {
+        let shown = if value.abs() < 1e-4 && value != 0.0 { format!("{value:e}") } else { value.to_string() };
+        Scale::stored(value).map_err(|why| self.fault(format_args!("is {shown}{place}, {why}")))
     }
 
     /// Reads the block scales of an NVFP4 weight with these rows and columns.
@@ -103,9 +105,6 @@ impl ScaleTensor<'_> {
         Err(if what == ZERO { error.with_hint(Remedy::Nvfp4Layout) } else { error })
     }
 }
-
-/// The largest scale: its product with any element and block scale is finite, and so is the product of two such values.
-const MAX_SCALE: f32 = 1e9;
 
 /// Bytes of scales that one thread checks at a time.
 const CHUNK: usize = 1 << 16;

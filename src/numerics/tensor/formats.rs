@@ -211,6 +211,14 @@ impl DType {
         self.format().nan.is_none_or(|nan| codes.iter().fold(true, |finite, code| finite & (code & nan != nan)))
     }
 
+    /// Whether an element has the largest magnitude of this format of one byte per element. A quantizer's scale gives it to the largest
+    /// value. Without an early exit the loop is vectorized.
+    pub fn has_largest(self, codes: &[u8]) -> bool {
+        let mut largest = [0];
+        self.encode(&[self.format().largest], &mut largest);
+        codes.iter().fold(false, |found, code| found | (code & 0x7f == largest[0]))
+    }
+
     /// Decodes stored elements, without their scales. The elements are little-endian, as safetensors stores them, and need no
     /// alignment.
     ///
@@ -278,6 +286,18 @@ impl Scale {
     /// A factor, or `None` if the value is not positive and finite.
     pub fn new(value: f32) -> Option<Self> {
         (value.is_finite() && value > 0.0).then(|| Self(value.to_bits()))
+    }
+
+    /// The scale that a file may have for a whole weight or an input, or why it cannot have this one. Products of any element, block
+    /// scale and scale are finite, and so is the product of two such values. The limits are far from the scales of trained models: a
+    /// scale beyond them is damaged.
+    pub fn stored(value: f32) -> Result<Self, &'static str> {
+        match Self::new(value) {
+            None => Err("a scale is positive and finite"),
+            Some(_) if value > 1e7 => Err("too large for a scale"),
+            Some(_) if value < 1e-15 => Err("too small for a scale"),
+            Some(scale) => Ok(scale),
+        }
     }
 
     /// Two to this power.

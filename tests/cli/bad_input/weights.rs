@@ -270,6 +270,17 @@ fn quantized_weights() {
     file("broken", &[codes()], "{");
     file("absent", &[codes(), scale("weight_scale", 1.0)], &fp8.replace("blocks.0", "blocks.7"));
     file("zero", &[packed(), blocks(0), scale("weight_scale_2", 1.0)], "");
+    // Files without declarations that have lost scales: of one layer with an input scale, of one of two layers, and of all.
+    let all = || tensor("weight", Dtype::F8_E4M3, [rows, cols], vec![0x7e; rows * cols]);
+    let neighbor = other.iter().find(|tensor| tensor.name == "double_blocks.1.img_attn.proj.weight").unwrap();
+    let scaled = Plain { dtype: Dtype::F8_E4M3, bytes: vec![0x38; neighbor.bytes.len() / 2], ..neighbor.clone() };
+    let others: Vec<Plain> = other.iter().filter(|tensor| tensor.name != neighbor.name).cloned().collect();
+    let both = [scaled, Plain::scalar("double_blocks.1.img_attn.proj.weight_scale".into(), 1.0), codes()];
+    file("lost", &[codes(), scale("input_scale", 1.0)], "");
+    write(&sandbox, "lost-one", written(&[others, both.into()].concat(), HashMap::new()));
+    file("lost-all", &[all()], "");
+    file("huge", &[codes(), scale("weight_scale", 1e9)], "");
+    file("tiny-scale", &[codes(), scale("weight_scale", 1e-45)], "");
     file("negative", &[packed(), blocks(0x80), scale("weight_scale_2", 1.0)], "");
 
     let damaged = Is("the file is damaged, or quantized in a nonstandard way; download it again, or use another one");
@@ -279,7 +290,10 @@ fn quantized_weights() {
     let metadata = "metadata `_quantization_metadata`: EOF while parsing an object at line 1 column 1".into();
     let first_block = |what: &str| format!("tensor `{layer}.weight_scale` is {what}, at block 0 of row 0");
     let absent = "layer `double_blocks.7.img_attn.proj` is declared as FP8 (E4M3), but has no weight".into();
-    let other = format!("unsupported quantization (other): tensor `{layer}.weight` is MXFP8");
+    let lost = format!("tensor `{layer}.weight` is FP8, but has no tensor with its scale");
+    let lost_all = format!("tensor `{layer}.weight` is FP8 and has elements of 448, but no tensor with its scale");
+    let beyond = |what: &str| format!("tensor `{layer}.weight_scale` is {what} for a scale");
+    let unsupported = format!("unsupported quantization (other): tensor `{layer}.weight` is MXFP8");
     // The faults of block scales are found when the weights are loaded.
     let line = |name: &str| format!("x -q --model model --transformer {name} --backend cpu --width 64 --height 64 --steps 1");
     let zero = "zero over elements that are not";
@@ -293,7 +307,12 @@ fn quantized_weights() {
                 invalid("without", format!("tensor `{layer}.weight` is FP8, but has no tensor with its scale")),
                 damaged,
             ),
-            row(&line("other"), 3, other, Is("use the BF16, FP8 or NVFP4 checkpoint of the same model")),
+            row(&line("lost"), 3, invalid("lost", lost.clone()), damaged),
+            row(&line("lost-one"), 3, invalid("lost-one", lost), damaged),
+            row(&line("lost-all"), 3, invalid("lost-all", lost_all), damaged),
+            row(&line("huge"), 3, invalid("huge", beyond("1000000000, too large")), damaged),
+            row(&line("tiny-scale"), 3, invalid("tiny-scale", beyond("1e-45, too small")), damaged),
+            row(&line("other"), 3, unsupported, Is("use the BF16, FP8 or NVFP4 checkpoint of the same model")),
             row(&line("broken"), 3, invalid("broken", metadata), damaged),
             row(&line("absent"), 3, invalid("absent", absent), damaged),
             row(&line("zero"), 3, invalid("zero", first_block(zero)), order),

@@ -160,6 +160,61 @@ fn scales_so_large_that_values_overflow_are_refused() {
     }
 }
 
+/// Scales with which every value vanishes are refused. A row may be that close to zero, but not all of them.
+#[test]
+fn scales_so_small_that_values_vanish_are_refused() {
+    for (file, suffix) in [(fp8(), "weight_scale"), (fp8(), "input_scale"), (nvfp4(), "weight_scale_2")] {
+        let what = tensor(suffix, "is 1e-45, too small for a scale");
+        check(&file, |file| set(file, suffix, 1e-45), &what);
+        let what = tensor(suffix, "is 1000000000, too large for a scale");
+        check(&file, |file| set(file, suffix, 1e9), &what);
+    }
+    let mut rows = fp8();
+    let scales = [0.5_f32, 1e-45].map(f32::to_le_bytes).concat().repeat(SIZE[0] / 2);
+    replace(&mut rows, "weight_scale", "F32", &[SIZE[0]], scales);
+    let vanishing = |file: &mut Written| file.tensor(&name("weight_scale")).1 = 1e-30_f32.to_le_bytes().repeat(SIZE[0]);
+    check(&rows, vanishing, &tensor("weight_scale", "is 1e-30 at most, too small for a scale"));
+}
+
+/// A file without declarations whose layer has lost its scale. It is read as FP8 without scales only if nothing contradicts that.
+#[test]
+fn a_weight_that_has_lost_its_scale_is_refused() {
+    let mut file = fp8();
+    file.metadata.clear();
+    let lost = tensor("weight", "is FP8, but has no tensor with its scale");
+    // The layer's input has a scale.
+    check(&file, |file| file.remove(&name("weight_scale")), &lost);
+    let bare = |file: &mut Written| {
+        file.remove(&name("weight_scale"));
+        file.remove(&name("input_scale"));
+    };
+    // Another layer has a scale.
+    let mut two = file.clone();
+    let other = "double_blocks.0.txt_attn.proj";
+    two.add(&format!("{other}.weight"), "F8_E4M3", &SIZE, vec![0x38; SIZE[0] * SIZE[1]]);
+    two.scale(&format!("{other}.weight_scale"), 0.5);
+    let load_both = |file: &Written| {
+        let weights = file.open(Component::Transformer)?;
+        weights.weight(&spec())?;
+        weights.check_scales(&spec().name)
+    };
+    load_both(&two).unwrap();
+    bare(&mut two);
+    assert_eq!(message(&load_both(&two).unwrap_err()), format!("{lost} / {DAMAGED}"));
+    // No layer has a scale, and the elements are those of values that were scaled.
+    bare(&mut file);
+    load(&file.open(Component::Transformer).unwrap()).unwrap();
+    for (dtype, largest, shown) in [("F8_E4M3", 0x7e, "448"), ("F8_E4M3", 0xfe, "448"), ("F8_E5M2", 0x7b, "57344")] {
+        let scaled = |file: &mut Written| {
+            let mut codes = vec![0x38; SIZE[0] * SIZE[1]];
+            codes[4711] = largest;
+            replace(file, "weight", dtype, &SIZE, codes);
+        };
+        let what = format!("is FP8 and has elements of {shown}, but no tensor with its scale");
+        check(&file, scaled, &tensor("weight", &what));
+    }
+}
+
 /// Replaces the weight by a BF16 weight.
 fn in_bf16(file: &mut Written) {
     replace(file, "weight", "BF16", &SIZE, vec![0; 2 * SIZE[0] * SIZE[1]]);
