@@ -3,7 +3,7 @@
 
 use super::TransformerConfig;
 use super::json::ConfigFile;
-use crate::error::{Error, Result};
+use crate::error::{Error, Remedy, Result};
 use crate::tokenizer::Padding;
 use std::fmt;
 use std::str::FromStr;
@@ -120,6 +120,16 @@ impl Variant {
         })
     }
 
+    /// Fails if a transformer contradicts the variant: guidance is an input of \[dev\] alone.
+    pub fn check(self, config: &TransformerConfig) -> Result<()> {
+        let detail = match (self.spec().guided_by == Some(GuidedBy::Input), config.guidance_embed) {
+            (true, false) => format!("guidance is an input of `{self}`, and not of these weights"),
+            (false, true) => format!("guidance is an input of these weights, and not of `{self}`"),
+            _ => return Ok(()),
+        };
+        Err(Error::Mismatch { part: "variant", detail, hint: Some(Remedy::AnyVariant) })
+    }
+
     /// Whether classifier-free guidance (CFG) is on at this scale. If so, every step runs twice: with the prompt and with the negative
     /// prompt. Only this function decides it.
     pub fn uses_cfg(self, scale: f32) -> bool {
@@ -165,6 +175,16 @@ mod tests {
         ] {
             assert_eq!(Variant::detect(&Configs::KLEIN_4B.transformer, None, &[name]).unwrap(), variant, "{name}");
             assert_eq!(Variant::detect(&Configs::DEV.transformer, None, &[name]).unwrap(), Variant::Dev, "{name}");
+        }
+    }
+
+    /// The tensors of all klein variants are the same, and \[dev\] has its own.
+    #[test]
+    fn a_variant_that_contradicts_the_tensors_is_refused() {
+        for (config, is_dev) in [(&Configs::KLEIN_9B.transformer, false), (&Configs::DEV.transformer, true)] {
+            for variant in Variant::ALL {
+                assert_eq!(variant.check(config).is_ok(), is_dev == (variant == Variant::Dev), "{variant}");
+            }
         }
     }
 

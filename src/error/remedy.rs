@@ -83,6 +83,8 @@ pub enum Remedy {
     ReplaceParts(Vec<Component>),
     /// State the order in which the file stores NVFP4.
     Nvfp4Layout,
+    /// Leave the model's variant to its files.
+    AnyVariant,
     /// Leave the format of attention to the model and the device.
     AnyAttention,
     /// Let the device choose the type in which NVFP4 is multiplied.
@@ -150,6 +152,7 @@ impl fmt::Display for Remedy {
             Self::Nvfp4Layout => f.write_str("if the file stores NVFP4 in another order, name its layout"),
             Self::AnyAttention => f.write_str("leave its format open; kiln then uses FP8 where it can"),
             Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as; kiln then uses what the device supports"),
+            Self::AnyVariant => f.write_str("leave its variant open, also in kiln.json; the weights show it"),
             Self::AsStored => f.write_str("load them as stored, or name files that hold them in bf16, f16 or f32"),
             Self::ApplyAdapter => f.write_str("name the model that it was made for, and apply it as an adapter"),
             Self::InspectAdapter => f.write_str("use LoRA or LoKr of a FLUX.2 model"),

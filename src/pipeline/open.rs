@@ -144,6 +144,7 @@ impl OpenModel {
 
     fn of_parts(parts: CheckedParts, tokenizer: Tokenizer, variant: Variant, defaults: ModelDefaults) -> Result<Self> {
         let CheckedParts { weights, configs, warnings, .. } = parts;
+        variant.check(&configs.transformer)?;
         let (own, needed) = (tokenizer.format().family, configs.text_encoder.family.spec().name);
         if own != needed {
             let detail = format!("it is one of {own}, the text encoder is {needed}");

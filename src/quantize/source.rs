@@ -41,6 +41,7 @@ impl ComponentSource {
         let index = index.filter(|index| files::is_there(index)).map(read).transpose()?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let variant = variant.map_or_else(|| Variant::detect(&config, index.as_ref(), &[&name]), Ok)?;
+        variant.check(&config)?;
         Ok(Self::Transformer(weights, config, variant))
     }
 }

@@ -397,6 +397,32 @@ fn settings_that_contradict_the_engine() {
     check(&sandbox, &rows);
 }
 
+#[test]
+fn variants_that_contradict_the_weights() {
+    let sandbox = prepared();
+    sandbox.tiny("folder", &[]);
+    write(&sandbox, "folder/kiln.json", r#"{"variant": "dev"}"#);
+    let wrong = |what: &str| format!("variant does not fit the transformer: {what}");
+    let dev = wrong("guidance is an input of `dev`, and not of these weights");
+    let klein = |variant: &str| wrong(&format!("guidance is an input of these weights, and not of `{variant}`"));
+    let hint = Is("leave out --variant, and `variant` in kiln.json; the weights show it");
+    let quantize = "quantize model/flux-2-klein-tiny.safetensors out.safetensors --to fp8 --no-calibration -q";
+    check(
+        &sandbox,
+        &[
+            row("x -q --model model --variant dev", 3, &*dev, hint),
+            row("x -q --model tiny --variant dev", 3, &*dev, hint),
+            row("x -q --model builtin --variant dev", 3, &*dev, hint),
+            row("x -q --model folder", 3, &*dev, hint),
+            row("plan --model model --variant dev", 3, &*dev, hint),
+            row("plan --model klein-4b --variant dev", 3, &*dev, hint),
+            row("plan --model dev --variant distilled", 3, klein("distilled"), hint),
+            row("plan --model dev --variant kv", 3, klein("kv"), hint),
+            row(&format!("{quantize} --variant dev"), 3, &*dev, hint),
+        ],
+    );
+}
+
 /// A command's hints name only flags that it has.
 #[test]
 fn other_commands() {

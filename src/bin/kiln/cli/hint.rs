@@ -89,6 +89,7 @@ pub fn describe(remedy: &Remedy) -> String {
         Remedy::ReplaceParts(parts) => {
             format!("put a complete file there, or give another with {}", flags(parts).join(" and "))
         }
+        Remedy::AnyVariant => "leave out --variant, and `variant` in kiln.json; the weights show it".into(),
         Remedy::Nvfp4Layout => "if the file stores NVFP4 in another order, name it with --nvfp4-layout".into(),
         Remedy::AnyAttention => "leave out --attention to use FP8 where it is available".into(),
         Remedy::AnyNvfp4Math => "leave out --nvfp4-math to multiply them as the device can".into(),
@@ -162,6 +163,7 @@ mod tests {
             Remedy::CompleteFolder,
             Remedy::PickParts(parts()),
             Remedy::ReplaceParts(parts()),
+            Remedy::AnyVariant,
             Remedy::Nvfp4Layout,
             Remedy::AnyAttention,
             Remedy::AnyNvfp4Math,

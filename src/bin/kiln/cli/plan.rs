@@ -210,6 +210,7 @@ impl PlannedModel {
         }
         let ModelSpec { size, variant: usual, .. } = published.unwrap_or(&MODELS[0]);
         let variant = variant.unwrap_or(*usual);
+        variant.check(&size.configs.transformer)?;
         let adapters = adapters.open(|| size.configs.layer_targets())?;
         Ok(Self {
             name: display_name(&size.configs.transformer, variant),
