@@ -29,6 +29,7 @@ pub mod error;
 mod files;
 pub mod image;
 pub mod inspect;
+mod json;
 pub mod locate;
 pub mod memory;
 pub mod microbench;

@@ -3,6 +3,7 @@
 use crate::checkpoint::Shard;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::json::Unique;
 use crate::text;
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -16,6 +17,8 @@ const ENTRY: &str = "lora_adapter_metadata";
 const FILE: &str = "adapter_config.json";
 /// The largest settings file, in bytes.
 const LIMIT: u64 = 1 << 20;
+
+const NO_OBJECT: &str = "they are not a JSON object";
 
 /// The settings of PEFT that decide a scale.
 #[derive(Debug, Default, Deserialize)]
@@ -68,8 +71,8 @@ impl PeftScales {
     pub fn read(shard: &Shard) -> Result<Self> {
         let bad = |path: &Path, error: String| Error::bad_file(path, "the settings of this adapter are not readable", error);
         if let Some(text) = shard.metadata().get(ENTRY) {
-            let all: BTreeMap<String, Value> =
-                serde_json::from_str(text).map_err(|error| bad(shard.path(), error.to_string()))?;
+            let all: Unique = serde_json::from_str(text).map_err(|error| bad(shard.path(), error.to_string()))?;
+            let all = all.0.as_object().ok_or_else(|| bad(shard.path(), NO_OBJECT.into()))?;
             let own = |prefix: &str| {
                 let own: Map<_, _> =
                     all.iter().filter_map(|(key, value)| Some((key.strip_prefix(prefix)?.into(), value.clone()))).collect();
@@ -85,7 +88,7 @@ impl PeftScales {
             Err(error) => return Err(bad(&settings_file, error.to_string())),
         };
         let value = serde_json::from_slice(&text).map_err(|error| error.to_string());
-        let settings = value.and_then(settings_of).map_err(|error| bad(&settings_file, error))?;
+        let settings = value.and_then(|Unique(value)| settings_of(value)).map_err(|error| bad(&settings_file, error))?;
         Ok(Self { transformer: Some(settings), text_encoder: None })
     }
 
@@ -99,7 +102,7 @@ impl PeftScales {
 fn settings_of(value: Value) -> std::result::Result<Settings, String> {
     // serde would accept a list as the settings in order.
     if !value.is_object() {
-        return Err("they are not a JSON object".into());
+        return Err(NO_OBJECT.into());
     }
     let settings: Settings = serde_json::from_value(value).map_err(|error| error.to_string())?;
     settings.check()

@@ -285,6 +285,17 @@ mod tests {
     }
 
     #[test]
+    fn no_key_may_be_there_twice() {
+        for (text, detail) in [
+            (r#"{"steps": 4, "width": 64, "steps": 5}"#, "`steps` is there twice at line 1 column 33"),
+            (r#"{"steps": 4, "\u0073teps": 4}"#, "`steps` is there twice at line 1 column 25"),
+            (r#"{"name": {"a": [{"b": 1, "b": 1}]}}"#, "`b` is there twice at line 1 column 28"),
+        ] {
+            assert_eq!(parse(text).unwrap_err().to_string(), format!("invalid configuration (m/kiln.json): {detail}"));
+        }
+    }
+
+    #[test]
     fn the_final_layer_cannot_be_tapped() {
         let found = parse(r#"{"text_layers": [1, 2, 4]}"#).unwrap();
         // Layers in the files, layers of the whole encoder, and whether kiln accepts the file.

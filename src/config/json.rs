@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::files;
+use crate::json::Unique;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
@@ -26,8 +27,8 @@ impl ConfigFile {
     pub fn parse(path: &Path, text: &[u8]) -> Result<Self> {
         let invalid = |detail: String| Error::bad_file(path, "invalid configuration", detail);
         match serde_json::from_slice(text).map_err(|e| invalid(e.to_string()))? {
-            Value::Object(object) => Ok(Self { path: path.into(), object }),
-            _ => Err(invalid("not an object".into())),
+            Unique(Value::Object(object)) => Ok(Self { path: path.into(), object }),
+            Unique(_) => Err(invalid("not an object".into())),
         }
     }
 

@@ -423,6 +423,28 @@ fn variants_that_contradict_the_weights() {
     );
 }
 
+#[test]
+fn keys_that_are_there_twice() {
+    let sandbox = prepared();
+    sandbox.tiny("folder", &[]);
+    let mut rows = Vec::new();
+    for (path, text, key) in [
+        ("kiln.json", r#"{"steps": 4, "steps": 5}"#, "`steps` is there twice at line 1 column 20"),
+        (
+            "model_index.json",
+            r#"{"is_distilled": true, "is_distilled": false}"#,
+            "`is_distilled` is there twice at line 1 column 37",
+        ),
+        ("vae/config.json", r#"{"act_fn": "silu", "act_fn": "silu"}"#, "`act_fn` is there twice at line 1 column 27"),
+    ] {
+        let name = format!("m{}", rows.len());
+        copied(&sandbox, "folder", &name);
+        write(&sandbox, &format!("{name}/{path}"), text);
+        rows.push(row(&format!("x -q --model {name}"), 3, format!("invalid configuration ({name}/{path}): {key}"), Nothing));
+    }
+    check(&sandbox, &rows);
+}
+
 /// A command's hints name only flags that it has.
 #[test]
 fn other_commands() {

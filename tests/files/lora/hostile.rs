@@ -241,6 +241,7 @@ fn settings_in_the_metadata_may_be_anything() {
         r#"{"transformer.alpha_pattern": {"x": {}}}"#,
     ] {
         refused(text, &with(text), &targets, &["the settings of this adapter are not readable"]);
+        r#"{"transformer.lora_alpha": 8, "transformer.lora_alpha": 8}"#,
     }
     for pattern in ["^transformer_blocks", r"attn\\.to_q", "to_[qk]", "(", "to_q|to_k", "attn.*"] {
         let text = format!(r#"{{"transformer.alpha_pattern": {{"{pattern}": 1}}}}"#);
