@@ -263,11 +263,11 @@ impl<'a> AdapterFile<'a> {
         }
     }
 
-    /// The scale `alpha / by`. Fails if the result is zero or not finite.
+    /// The scale `alpha / by`. Fails if the result is too far from the scales of trained adapters, which are around one.
     fn divided(&self, layer: &str, alpha: f32, by: f32) -> Result<f32> {
         let scale = alpha / by;
-        if !scale.is_finite() || scale == 0.0 {
-            return Err(self.refused(format!("`{layer}` has an alpha of {alpha}, which has no effect or destroys the image")));
+        if !(1e-10..=1e5).contains(&scale.abs()) {
+            return Err(self.refused(format!("`{layer}` has an alpha of {alpha:?}, which has no effect or destroys the image")));
         }
         Ok(scale)
     }
@@ -436,8 +436,10 @@ mod tests {
             (with(given(format!("{qkv}.lora_A.other.weight"), &[4, 128])), "the same factor"),
             (with(given("something.weight", &[4])), "tensors that are not part of an adapter"),
             (with(given(format!("{qkv}.alpha"), &[2])), "no number"),
-            (with(Given(format!("{qkv}.alpha"), vec![], vec![0.0])), "alpha of 0"),
+            (with(Given(format!("{qkv}.alpha"), vec![], vec![0.0])), "alpha of 0.0"),
             (with(Given(format!("{qkv}.alpha"), vec![], vec![f32::NAN])), "alpha of NaN"),
+            (with(Given(format!("{qkv}.alpha"), vec![], vec![1e38])), "alpha of 1e38, which has no effect or destroys the image"),
+            (with(Given(format!("{qkv}.alpha"), vec![], vec![-1e-30])), "alpha of -1e-30"),
             (pair(qkv, PEFT, [384, 256], 4).to_vec(), "the model's has [384, 128]"),
             (
                 vec![given(format!("{qkv}.lora_A.weight"), &[4, 128]), given(format!("{qkv}.lora_B.weight"), &[384, 8])],

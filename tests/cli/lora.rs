@@ -250,7 +250,12 @@ fn names_that_lead_nowhere_say_what_to_do() {
         assert_eq!(inspected.code, Some(3), "{lora}");
         assert!(inspected.stderr.contains(error), "{lora}: {}", inspected.stderr);
     }
-    for (lora, why) in [("a:nan", "expected a finite scale"), (":1", "expected a file"), ("", "expected a file")] {
+    for (lora, why) in [
+        ("a:nan", "expected a scale from -1000"),
+        ("a:1e38", "expected a scale from -1000 to 1000"),
+        (":1", "expected a file"),
+        ("", "expected a file"),
+    ] {
         let refused = sandbox.run(["x", "--lora", lora]);
         assert_eq!(refused.code, Some(2), "{lora}");
         assert!(refused.stderr.contains(why), "{lora}: {}", refused.stderr);

@@ -65,6 +65,8 @@ fn factors_that_do_not_make_a_layer_are_refused() {
         ("alpha NaN", good().with(alpha(f32::NAN)), &["alpha of NaN"]),
         ("alpha infinite", good().with(alpha(f32::INFINITY)), &["alpha of inf"]),
         ("alpha -infinite", good().with(alpha(f32::NEG_INFINITY)), &["alpha of -inf"]),
+        ("alpha 1e38", good().with(alpha(1e38)), &["alpha of 1e38, which has no effect or destroys the image"]),
+        ("alpha 1e-38", good().with(alpha(1e-38)), &["alpha of 1e-38, which has no effect or destroys the image"]),
         ("alpha of two", good().with(named(".alpha", &[2])), &["no number"]),
         ("alpha of none", good().with(named(".alpha", &[0])), &["no number"]),
         ("alpha as I64", good().with(raw(&format!("{QKV}.alpha"), "I64", &[], 8)), &["stored as I64"]),
@@ -143,7 +145,7 @@ fn values_that_would_destroy_the_image_are_refused() {
     };
     refused("product", &large(1e30, 1e30), &targets, &["not finite"]);
     refused("sum of products", &large(2e19, 1e19), &targets, &["not finite"]);
-    refused("alpha", &large(1e20, 1e10).with(f32s(&format!("{QKV}.alpha"), &[], 1e30)), &targets, &["not finite"]);
+    refused("alpha", &large(1e20, 1e17).with(f32s(&format!("{QKV}.alpha"), &[], 4e5)), &targets, &["not finite"]);
     let kronecker =
         File::of([f32s(&format!("{QKV}.lokr_w1"), &[4, 4], 1e30), f32s(&format!("{QKV}.lokr_w2"), &[192, 64], -1e30)]);
     refused("Kronecker product", &kronecker, &targets, &["not finite"]);
@@ -239,9 +241,9 @@ fn settings_in_the_metadata_may_be_anything() {
         r#"{"transformer.use_rslora": 7}"#,
         r#"{"transformer.alpha_pattern": [1]}"#,
         r#"{"transformer.alpha_pattern": {"x": {}}}"#,
+        r#"{"transformer.lora_alpha": 8, "transformer.lora_alpha": 8}"#,
     ] {
         refused(text, &with(text), &targets, &["the settings of this adapter are not readable"]);
-        r#"{"transformer.lora_alpha": 8, "transformer.lora_alpha": 8}"#,
     }
     for pattern in ["^transformer_blocks", r"attn\\.to_q", "to_[qk]", "(", "to_q|to_k", "attn.*"] {
         let text = format!(r#"{{"transformer.alpha_pattern": {{"{pattern}": 1}}}}"#);
@@ -250,6 +252,7 @@ fn settings_in_the_metadata_may_be_anything() {
     for (text, says) in [
         (r#"{"transformer.lora_alpha": 0}"#, "alpha of 0"),
         (r#"{"transformer.lora_alpha": 1e300}"#, "alpha of inf"),
+        (r#"{"transformer.lora_alpha": 1e30}"#, "alpha of 1e30"),
         (r#"{"transformer.lora_alpha": -1e300}"#, "alpha of -inf"),
         (r#"{"transformer.lora_alpha": 1e-300}"#, "alpha of 0"),
         (r#"{"transformer.lora_alpha": 8, "transformer.alpha_pattern": {"attn.to_q": 0}}"#, "alpha of 0"),

@@ -30,6 +30,9 @@ pub struct LoraArgs {
     pub lora_mode: LoraModeArg,
 }
 
+/// The largest scale. A hundredth of it leaves nothing of the model in the image.
+const MOST: f32 = 1000.0;
+
 /// A requested adapter.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LoraArg {
@@ -56,8 +59,8 @@ impl LoraArg {
         if self.file.as_os_str().is_empty() {
             return Err("expected a file, as in style.safetensors or style.safetensors:0.8".into());
         }
-        if !self.scale.is_finite() {
-            return Err("expected a finite scale, as in style.safetensors:0.8".into());
+        if !(-MOST..=MOST).contains(&self.scale) {
+            return Err(format!("expected a scale from -{MOST} to {MOST}, as in style.safetensors:0.8"));
         }
         Ok(())
     }
@@ -121,7 +124,7 @@ mod tests {
         assert_eq!(LoraArg::parse(file.clone().into()), Ok(LoraArg { file: file.clone(), scale: 1.0 }));
         assert_eq!(LoraArg::parse(with_scale.into()), Ok(LoraArg { file: file.clone(), scale: 2.0 }));
         std::fs::remove_file(file).unwrap();
-        for text in ["", ":1", "a:nan", "a:inf", "a:-Infinity", "a:1e39"] {
+        for text in ["", ":1", "a:nan", "a:inf", "a:-Infinity", "a:1e39", "a:1e38", "a:-1001"] {
             assert!(LoraArg::parse(text.into()).unwrap_err().starts_with("expected a "), "{text}");
         }
     }
@@ -135,8 +138,8 @@ mod tests {
         assert_eq!(of("[]").unwrap(), []);
         for (wrong, why) in [
             (r#"[""]"#, "expected a file"),
-            (r#"["a:nan"]"#, "finite scale"),
-            (r#"[{"file": "a", "scale": 1e39}]"#, "finite scale"),
+            (r#"["a:nan"]"#, "a scale from -1000 to 1000"),
+            (r#"[{"file": "a", "scale": 1e30}]"#, "a scale from -1000 to 1000"),
             (r#"[{"file": "a", "strength": 1}]"#, "FILE:SCALE"),
             ("[3]", "FILE:SCALE"),
             (r#""a""#, "a sequence"),
