@@ -8,6 +8,7 @@
 //! the bytes are written to a named temporary file next to the target, which a killed process leaves behind.
 
 mod disk;
+mod folder;
 mod staged;
 mod tmpfile;
 
@@ -262,6 +263,29 @@ fn check_target(path: &Path, force: bool) -> Result<Option<Metadata>> {
         Err(Error::OutputExists { path: path.into() })
     } else {
         Ok(Some(meta))
+    }
+}
+
+/// Fails if a path leads to one of these files, by this name or another: replacing it would destroy what is being read.
+pub fn refuse_replaced(path: &Path, read: &[&Path]) -> Result<()> {
+    let Ok(there) = fs::metadata(path) else { return Ok(()) };
+    if read.iter().any(|other| fs::metadata(other).is_ok_and(|other| is_same(&there, &other))) {
+        return Err(refused(path, ErrorKind::InvalidInput, "this is one of the files that are read; use another name"));
+    }
+    Ok(())
+}
+
+/// Whether both describe one file or folder. Only Unix can tell.
+fn is_same(one: &Metadata, other: &Metadata) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        (one.dev(), one.ino()) == (other.dev(), other.ino())
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = (one, other);
+        false
     }
 }
 

@@ -1,21 +1,35 @@
 //! The changes that a staged output makes on disk, one function each. A process can be killed between any two of them, and in the
 //! middle of a write: tests stop the work at every such step.
 
+use super::folder::Folder;
 use super::tmpfile;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Seek, SeekFrom, Write};
 use std::path::Path;
 
 /// Opens a file to read and write it, and creates it if there is none.
-pub fn open(path: &Path) -> io::Result<File> {
+pub fn open(folder: &Folder, name: &OsStr) -> io::Result<File> {
     step()?;
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
+    folder.file(name)
+}
+
+/// Opens a folder in another one, and creates it if there is none.
+pub fn open_folder(folder: &Folder, name: &OsStr) -> io::Result<Folder> {
+    match folder.inside(name) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            step()?;
+            folder.create_folder(name)?;
+            folder.inside(name)
+        }
+        opened => opened,
+    }
 }
 
 /// Creates an empty file at a free name.
-pub fn create_new(path: &Path) -> io::Result<()> {
+pub fn create_new(folder: &Folder, name: &OsStr) -> io::Result<()> {
     step()?;
-    super::create_new(path).map(drop)
+    folder.create_new(name)
 }
 
 /// Creates a folder and its missing parents.
@@ -57,29 +71,29 @@ pub fn resize(file: &File, bytes: u64) -> io::Result<()> {
 }
 
 /// Gives a file a second name, which must not exist.
-pub fn link(path: &Path, other: &Path) -> io::Result<()> {
+pub fn link(folder: &Folder, name: &OsStr, other: &OsStr) -> io::Result<()> {
     step()?;
     #[cfg(test)]
     death::links()?;
-    fs::hard_link(path, other)
+    folder.link(name, other)
 }
 
 /// Renames a file or folder, and replaces a file or an empty folder with that name.
-pub fn rename(path: &Path, other: &Path) -> io::Result<()> {
+pub fn rename(folder: &Folder, name: &OsStr, other: &OsStr) -> io::Result<()> {
     step()?;
-    fs::rename(path, other)
+    folder.rename(name, other)
 }
 
 /// Removes a file.
-pub fn remove_file(path: &Path) -> io::Result<()> {
+pub fn remove_file(folder: &Folder, name: &OsStr) -> io::Result<()> {
     step()?;
-    fs::remove_file(path)
+    folder.remove_file(name)
 }
 
 /// Removes an empty folder.
-pub fn remove_folder(path: &Path) -> io::Result<()> {
+pub fn remove_folder(folder: &Folder, name: &OsStr) -> io::Result<()> {
     step()?;
-    fs::remove_dir(path)
+    folder.remove_folder(name)
 }
 
 /// Waits until all that was written to a file is on disk.

@@ -12,13 +12,16 @@
 //! kiln leaves an `OUT.tmp` without a journal alone, because it did not create it. Only one process at a time works on an output: it
 //! holds a lock on the journal, which ends with the process.
 
-use super::{NO_FOLDER, check_name, check_target, disk, folder_of, keep_access, name_error, refused, tmpfile, write_error};
+use super::folder::{self, Entry, Folder, Kind};
+use super::{
+    NO_FOLDER, check_name, check_target, disk, folder_of, is_same, keep_access, name_error, refused, tmpfile, write_error,
+};
 use crate::error::Result;
 use crate::files;
 use crate::text::grouped;
 use flate2::Crc;
 use std::collections::BTreeSet;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Metadata, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -37,6 +40,8 @@ pub struct Staged {
     /// The path at which the output grows: a file, or a folder.
     path: PathBuf,
     journal: PathBuf,
+    /// The folder of all three. They are changed by their names in it, so that no link in their place is followed.
+    parent: Folder,
     /// The open journal, which holds the lock.
     file: File,
     /// Valid bytes of the journal.
@@ -74,7 +79,7 @@ impl Staged {
         }
         let (path, journal) = (Self::path_of(target), Self::journal_of(target));
         let foreign = |path: &Path| Err(refused(path, ErrorKind::AlreadyExists, FOREIGN));
-        let (file, is_new) = loop {
+        let (parent, file, is_new) = loop {
             let is_new = match fs::symlink_metadata(&journal) {
                 Ok(meta) if !meta.is_file() => return foreign(&journal),
                 Ok(_) => false,
@@ -86,11 +91,13 @@ impl Staged {
                     true
                 }
             };
-            let file = disk::open(&journal).map_err(|error| write_error(if is_new { target } else { &journal }, error))?;
+            let parent = Folder::open(folder_of(target)).map_err(|error| write_error(target, error))?;
+            let opened = disk::open(&parent, name_of(&journal));
+            let file = opened.map_err(|error| write_error(if is_new { target } else { &journal }, error))?;
             lock(&file).map_err(|error| write_error(&path, error))?;
             // Another process may have finished just before the lock, and removed the opened journal.
             if is_at(&file, &journal) {
-                break (file, is_new);
+                break (parent, file, is_new);
             }
         };
         let mut bytes = Vec::new();
@@ -100,15 +107,20 @@ impl Staged {
         }
         // Without a journal, OUT.tmp is not from kiln.
         if bytes.is_empty() && files::is_there(&path) {
-            let _ = disk::remove_file(&journal);
+            let _ = disk::remove_file(&parent, name_of(&journal));
             return foreign(&path);
+        }
+        if parent.kind(name_of(&path)).is_ok_and(|kind| kind == Kind::Other) {
+            return Err(write_error(&path, folder::link()));
         }
         // The process may have been killed in the middle of a line. Drops that line.
         bytes.truncate(bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1));
         let length = bytes.len() as u64;
-        let mut staged = Self { target: target.into(), path, journal, file, length, earlier: None, is_folder, replaced: None };
+        let (earlier, replaced) = (None, None);
+        let mut staged = Self { target: target.into(), path, journal, parent, file, length, earlier, is_folder, replaced };
         if is_same_file(&staged.path, target) {
-            disk::remove_file(&staged.path).map_err(|error| write_error(&staged.path, error))?;
+            let removed = disk::remove_file(&staged.parent, name_of(&staged.path));
+            removed.map_err(|error| write_error(&staged.path, error))?;
         }
         let is_claimed = !is_new && !is_folder && is_empty_file(target);
         staged.replaced = check(target, is_folder, force || is_claimed)?;
@@ -144,15 +156,17 @@ impl Staged {
         Ok(())
     }
 
-    /// Removes the output as far as it exists.
+    /// Removes the output as far as it exists. A link in it is removed itself.
     fn remove(&self) -> io::Result<()> {
-        match fs::symlink_metadata(&self.path) {
+        let name = name_of(&self.path);
+        match self.parent.kind(name) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
-            Ok(meta) if meta.is_dir() && self.is_folder => {
-                retain(&self.path, Path::new(""), &BTreeSet::new())?;
-                disk::remove_folder(&self.path)
+            Ok(Kind::Folder) if self.is_folder => {
+                empty(&self.parent.inside(name)?)?;
+                disk::remove_folder(&self.parent, name)
             }
-            _ => disk::remove_file(&self.path),
+            Ok(Kind::Other) => Err(folder::link()),
+            _ => disk::remove_file(&self.parent, name),
         }
     }
 
@@ -173,52 +187,75 @@ impl Staged {
     /// A file of the output: the one at this path in a folder, or the output itself. It has its full size from the start. If the file
     /// system can reserve disk space, all of it is reserved.
     pub fn file(&self, name: &Path, bytes: u64) -> Result<StagedFile> {
-        let (path, shown) = match self.is_folder {
-            true => (self.path.join(name), self.target.join(name)),
-            false => (self.path.clone(), self.target.clone()),
-        };
+        let shown = if self.is_folder { self.target.join(name) } else { self.target.clone() };
         let open = || {
-            disk::create_folder(folder_of(&path))?;
-            let file = disk::open(&path)?;
+            let file = match self.is_folder {
+                true => self.open_in_folder(name)?,
+                false => disk::open(&self.parent, name_of(&self.path))?,
+            };
             disk::preallocate(&file, bytes)?;
             disk::resize(&file, bytes)?;
             Ok(file)
         };
-        let file = open().map_err(|error| write_error(&shown, error))?;
+        let file = open().map_err(|error: io::Error| match error.kind() {
+            // A link has to be moved away from where it is.
+            ErrorKind::InvalidInput if self.is_folder => write_error(&self.path.join(name), error),
+            ErrorKind::InvalidInput => write_error(&self.path, error),
+            _ => write_error(&shown, error),
+        })?;
         Ok(StagedFile { file, shown })
+    }
+
+    /// Opens a file in the folder, and creates the folders on the way to it.
+    fn open_in_folder(&self, name: &Path) -> io::Result<File> {
+        let mut folder = disk::open_folder(&self.parent, name_of(&self.path))?;
+        for part in name.parent().into_iter().flatten() {
+            folder = disk::open_folder(&folder, part)?;
+        }
+        disk::open(&folder, name_of(name))
     }
 
     /// Removes everything from the folder except these files.
     pub fn retain(&self, names: &BTreeSet<&Path>) -> Result<()> {
-        retain(&self.path, Path::new(""), names).map_err(|error| write_error(&self.path, error))
+        let retain = || retain(&self.parent.inside(name_of(&self.path))?, Path::new(""), names);
+        retain().map_err(|error| write_error(&self.path, error))
     }
 
     /// Gives the output its name and removes the journal. Everything in it has to be on disk already.
     pub fn publish(self) -> Result<()> {
         let error = |source| name_error(&self.target, source);
+        let (parent, name, target) = (&self.parent, name_of(&self.path), name_of(&self.target));
+        if self.replaced.is_some() {
+            check_target(&self.target, true)?;
+        }
+        let grown = parent.kind(name).map_err(error)?;
+        if grown != if self.is_folder { Kind::Folder } else { Kind::File } {
+            return Err(write_error(&self.path, folder::link()));
+        }
         if let Some(replaced) = &self.replaced {
-            let _ = File::open(&self.path).map(|file| keep_access(&file, replaced));
+            let _ = parent.file(name).map(|file| keep_access(&file, replaced));
         }
         if self.is_folder {
-            let folders = fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path());
-            folders.filter(|path| path.is_dir()).chain([self.path.clone()]).for_each(|folder| disk::sync_folder(&folder));
+            let entries = fs::read_dir(&self.path).into_iter().flatten().flatten();
+            let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path());
+            folders.chain([self.path.clone()]).for_each(|folder| disk::sync_folder(&folder));
         }
         if self.is_folder || self.replaced.is_some() {
             // An empty folder is replaced. A folder with content is an error.
-            disk::rename(&self.path, &self.target).map_err(error)?;
+            disk::rename(parent, name, target).map_err(error)?;
         } else {
-            match disk::link(&self.path, &self.target) {
+            match disk::link(parent, name, target) {
                 Ok(()) => {
                     disk::sync_folder(folder_of(&self.target));
-                    disk::remove_file(&self.path).map_err(error)?;
+                    disk::remove_file(parent, name).map_err(error)?;
                 }
                 Err(exists) if exists.kind() == ErrorKind::AlreadyExists => return Err(error(exists)),
                 // File systems without hard links fail with various errors. There, creating a file is exclusive too.
                 Err(_) => {
-                    disk::create_new(&self.target).map_err(error)?;
-                    disk::rename(&self.path, &self.target).map_err(|source| {
+                    disk::create_new(parent, target).map_err(error)?;
+                    disk::rename(parent, name, target).map_err(|source| {
                         // The error of the first step matters more.
-                        let _ = disk::remove_file(&self.target);
+                        let _ = disk::remove_file(parent, target);
                         error(source)
                     })?;
                 }
@@ -245,7 +282,7 @@ impl Drop for Staged {
     fn drop(&mut self) {
         // The lock is still held. The next run removes what cannot be removed here.
         if !files::is_there(&self.path) {
-            let _ = disk::remove_file(&self.journal);
+            let _ = disk::remove_file(&self.parent, name_of(&self.journal));
         }
     }
 }
@@ -287,6 +324,11 @@ impl StagedFile {
     }
 }
 
+/// The last component of a path.
+fn name_of(path: &Path) -> &OsStr {
+    path.file_name().unwrap_or_default()
+}
+
 /// A path with something appended to its last component.
 fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name: OsString = path.file_name().unwrap_or_default().into();
@@ -303,6 +345,10 @@ fn check(target: &Path, is_folder: bool, force: bool) -> Result<Option<Metadata>
         }
         return check_target(target, force);
     }
+    if target.is_symlink() {
+        let why = "this is a symbolic link; name the folder that it leads to";
+        return Err(refused(target, ErrorKind::InvalidInput, why));
+    }
     let occupied = match fs::read_dir(target) {
         Ok(mut entries) => entries.next().is_some(),
         Err(error) if error.kind() == ErrorKind::NotFound => false,
@@ -314,19 +360,32 @@ fn check(target: &Path, is_folder: bool, force: bool) -> Result<Option<Metadata>
     }
 }
 
-/// Removes everything from a folder except files with these names, which begin with `prefix`.
-fn retain(folder: &Path, prefix: &Path, names: &BTreeSet<&Path>) -> io::Result<()> {
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        let (path, name) = (entry.path(), prefix.join(entry.file_name()));
-        match entry.file_type()?.is_dir() {
-            true if names.iter().any(|kept| kept.starts_with(&name)) => retain(&path, &name, names)?,
-            true => {
-                retain(&path, &name, &BTreeSet::new())?;
-                disk::remove_folder(&path)?;
+/// Removes everything from a folder except files with these names, which begin with `prefix`. A link is an error.
+fn retain(folder: &Folder, prefix: &Path, names: &BTreeSet<&Path>) -> io::Result<()> {
+    for Entry { name, kind } in folder.entries()? {
+        let path = prefix.join(&name);
+        match kind {
+            Kind::Folder if names.iter().any(|kept| kept.starts_with(&path)) => retain(&folder.inside(&name)?, &path, names)?,
+            Kind::Folder => {
+                empty(&folder.inside(&name)?)?;
+                disk::remove_folder(folder, &name)?;
             }
-            false if names.contains(name.as_path()) => {}
-            false => disk::remove_file(&path)?,
+            Kind::File if names.contains(path.as_path()) => {}
+            Kind::File => disk::remove_file(folder, &name)?,
+            Kind::Other => return Err(folder::link()),
+        }
+    }
+    Ok(())
+}
+
+/// Removes everything from a folder. Links are removed themselves.
+fn empty(folder: &Folder) -> io::Result<()> {
+    for Entry { name, kind } in folder.entries()? {
+        if kind == Kind::Folder {
+            empty(&folder.inside(&name)?)?;
+            disk::remove_folder(folder, &name)?;
+        } else {
+            disk::remove_file(folder, &name)?;
         }
     }
     Ok(())
@@ -355,25 +414,11 @@ fn is_same_file(path: &Path, other: &Path) -> bool {
     matches!((file(path), file(other)), (Some(one), Some(other)) if is_same(&one, &other))
 }
 
-/// Whether both describe one file or folder. Only Unix can tell.
-fn is_same(one: &Metadata, other: &Metadata) -> bool {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::MetadataExt;
-        (one.dev(), one.ino()) == (other.dev(), other.ino())
-    }
-    #[cfg(not(unix))]
-    {
-        let _ = (one, other);
-        false
-    }
-}
-
 /// Whether an open file or folder still has this path.
 fn is_at(file: &File, path: &Path) -> bool {
     #[cfg(unix)]
     {
-        matches!((file.metadata(), fs::metadata(path)), (Ok(open), Ok(there)) if is_same(&open, &there))
+        matches!((file.metadata(), fs::symlink_metadata(path)), (Ok(open), Ok(there)) if is_same(&open, &there))
     }
     #[cfg(not(unix))]
     {

@@ -308,3 +308,68 @@ fn an_output_that_another_one_has_replaced_is_kept() {
         assert_eq!(scratch.state(), before);
     }
 }
+
+/// Links in the place of what kiln writes are neither followed nor replaced, whenever they appear.
+#[test]
+fn no_link_is_followed() {
+    use std::os::unix::fs::symlink;
+    let scratch = Scratch::new();
+    let (others, target) = (scratch.0.join("others"), scratch.0.join("out"));
+    fs::create_dir(&others).unwrap();
+    fs::write(others.join("1"), "mine").unwrap();
+    let path = Staged::path_of(&target);
+    let all_there = || {
+        assert_eq!(fs::read(others.join("1")).unwrap(), b"mine");
+        assert_eq!(fs::read_dir(&others).unwrap().count(), 1);
+    };
+    let begin = |is_folder| {
+        let mut staged = Staged::open(&target, is_folder, true, is_journal).unwrap();
+        staged.begin(HEADER).unwrap();
+        staged
+    };
+    let is_link = |result: Result<()>, at: &Path| {
+        let Err(Error::Write { source, path }) = result else { panic!("{result:?}") };
+        assert!(source.to_string().starts_with("this is a link"), "{source}");
+        assert_eq!(path, at);
+        all_there();
+    };
+    // In an unfinished folder: in the place of a folder, of a file, and of the whole. A second name is as good as a link.
+    for (name, to) in [("x", others.clone()), ("x/1", others.join("1")), ("x/1", scratch.0.join("nowhere"))] {
+        let staged = begin(true);
+        drop(staged.file(Path::new("2"), 2).unwrap());
+        fs::create_dir_all(path.join(name).parent().unwrap()).unwrap();
+        symlink(to, path.join(name)).unwrap();
+        is_link(staged.file(Path::new("x/1"), 2).map(drop), &path.join("x/1"));
+        is_link(staged.retain(&BTreeSet::from([Path::new("x/1")])), &path);
+        // What is discarded is the link.
+        staged.discard();
+        all_there();
+        assert!(!files::is_there(&path));
+    }
+    let staged = begin(true);
+    drop(staged.file(Path::new("2"), 2).unwrap());
+    fs::hard_link(others.join("1"), path.join("1")).unwrap();
+    is_link(staged.file(Path::new("1"), 2).map(drop), &path.join("1"));
+    staged.discard();
+    for (is_folder, to) in [(true, others.clone()), (false, others.join("1")), (false, scratch.0.join("nowhere"))] {
+        let staged = begin(is_folder);
+        symlink(&to, &path).unwrap();
+        is_link(staged.file(Path::new("1"), 2).map(drop), &if is_folder { path.join("1") } else { path.clone() });
+        assert!(staged.check_space(1).is_ok());
+        is_link(staged.publish(), &path);
+        // It is there when the next run begins.
+        is_link(Staged::open(&target, is_folder, true, is_journal).map(drop), &path);
+        assert!(path.is_symlink());
+        fs::remove_file(&path).unwrap();
+        fs::remove_file(Staged::journal_of(&target)).unwrap();
+    }
+    // A target that becomes a link is not replaced.
+    fs::write(&target, "old").unwrap();
+    let staged = begin(false);
+    drop(staged.file(Path::new("out"), 2).unwrap());
+    fs::remove_file(&target).unwrap();
+    symlink(others.join("1"), &target).unwrap();
+    assert!(staged.publish().unwrap_err().to_string().contains("this is a symbolic link"));
+    assert!(target.is_symlink());
+    all_there();
+}
