@@ -13,11 +13,13 @@ mod quantized;
 mod read_ahead;
 mod scales;
 mod shard;
+mod values;
 mod zeros;
 
 pub use header::{Entry, StoredDtype};
 pub use read_ahead::ReadAhead;
 pub use shard::{Identity, Shard, digits};
+pub use zeros::may_be_zero;
 
 use crate::component::Component;
 use crate::error::{Error, Remedy, Result};

@@ -317,6 +317,9 @@ impl Writer<'_> {
         for (layer, tensors) in file.layers.iter().zip(&tensors) {
             self.check_stop()?;
             let bytes: u64 = tensors.iter().map(|tensor| tensor.range.end - tensor.range.start).sum();
+        for file in &self.plan.files {
+            file.weights.shards().iter().try_for_each(|shard| shard.check_written(file.part))?;
+        }
             let weight = &layer.spec.weight;
             if let Some(finished) = self.journal.finished[index].get(weight) {
                 let to = &mut self.files[index];
@@ -392,3 +395,4 @@ impl Writer<'_> {
         if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 }
+        copied.check(self.stop)?;

@@ -24,6 +24,11 @@ const MIN_CHUNK: usize = 64 << 10;
 /// Tensors with fewer elements are not checked, because they can be zero by chance.
 const MIN_ELEMENTS: usize = 8;
 
+/// Whether training can make all of this tensor zero: a bias or a mean, which is only added or subtracted.
+pub fn may_be_zero(name: &str) -> bool {
+    ["bias", "mean"].iter().any(|end| name.ends_with(end))
+}
+
 /// Fails if a matrix is zero where no trained matrix is. `bytes` is the content of the tensor `name`.
 pub(super) fn refuse(path: &Path, name: &str, entry: &Entry, bytes: &[u8], table: bool) -> Result<()> {
     if entry.shape.iter().product::<usize>() < MIN_ELEMENTS {

@@ -138,15 +138,9 @@ fn windows(blocks: &[Block<'_>]) -> Vec<Range<usize>> {
     ranges
 }
 
-/// Fails if a matrix is zero where no trained matrix is: missing parts of an unfinished download read as zeros. Vectors are not
-/// checked, because biases may be zero.
+/// Fails if a weight is zero where no trained weight is: missing parts of an unfinished download read as zeros.
 pub fn refuse_unwritten(weights: &PerComponent<Weights>) -> Result<()> {
-    for weights in weights.values() {
-        let matrices = weights.names().filter(|name| weights.shape(name).is_some_and(|shape| shape.len() >= 2));
-        matrices.for_each(|name| weights.note_used(name, name.contains("embed_tokens")));
-        weights.check_written()?;
-    }
-    Ok(())
+    weights.iter().try_for_each(|(part, weights)| weights.shards().iter().try_for_each(|shard| shard.check_written(part)))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use super::quantize;
 use super::table::TokenTable;
 use crate::adapter::{AdapterMode, Adapters, MAX_RANK, Merger};
 use crate::backend::{Backend, Conv, GatedGemm, GemmFormats, GroupNorm, Linear, Op, QkNorm, Role, Weight};
-use crate::checkpoint::Weights;
+use crate::checkpoint::{Weights, may_be_zero};
 use crate::error::{Error, Remedy, Result};
 use crate::names::{LayerId, TensorSpec};
 use crate::tensor::formats::Format;
@@ -312,8 +312,7 @@ impl Upload<'_> {
             (Role::Linear | Role::Conv | Role::Vector, extent) => extent,
         };
         let tensor = self.upload(role, [rows, cols], Stored::plain(dtype), &parts)?;
-        // Biases and means are only added or subtracted, so they are not checked.
-        if role != Role::Vector || !["bias", "mean"].iter().any(|end| spec.name.ends_with(end)) {
+        if !may_be_zero(&spec.name) {
             self.note_used(spec, false)?;
         }
         Ok(tensor)

@@ -1,6 +1,6 @@
 //! Lists the unmodified files that a folder needs, together with quantized weights, to be a model.
 
-use crate::checkpoint::{Identity, Weights};
+use crate::checkpoint::{Identity, Shard, Weights};
 use crate::component::{Component, PerComponent};
 use crate::config::Variant;
 use crate::error::{Error, Result};
@@ -13,6 +13,7 @@ use serde_json::json;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// The largest settings file that is read, in bytes.
 const MAX_SETTINGS: u64 = 4 << 20;
@@ -25,6 +26,8 @@ pub struct Copied {
     /// Identifies the original and its version.
     pub identity: Identity,
     from: Contents,
+    /// The open file and its part, if it holds weights.
+    weights: Option<(Component, Shard)>,
 }
 
 #[derive(Clone, Debug)]
@@ -35,17 +38,29 @@ enum Contents {
 
 impl Copied {
     fn file(to: impl Into<PathBuf>, path: &Path) -> Result<Self> {
-        Ok(Self { to: to.into(), identity: Identity::of_file(path)?, from: Contents::File(path.into()) })
+        Ok(Self { to: to.into(), identity: Identity::of_file(path)?, from: Contents::File(path.into()), weights: None })
     }
 
     fn memory(to: impl Into<PathBuf>, bytes: Bytes) -> Self {
         let to = to.into();
-        Self { identity: Identity::of_bytes(&to, &bytes), to, from: Contents::Memory(bytes) }
+        Self { identity: Identity::of_bytes(&to, &bytes), to, from: Contents::Memory(bytes), weights: None }
     }
 
     /// The size in bytes.
     pub fn bytes(&self) -> u64 {
         self.identity.bytes
+    }
+
+    /// The path of the original, unless it is in memory.
+    pub fn path(&self) -> Option<&Path> {
+        if let Contents::File(path) = &self.from { Some(path) } else { None }
+    }
+
+    /// Fails if weights have parts that were never written, or values that are not finite: kiln would refuse them in use.
+    pub fn check(&self, stop: &AtomicBool) -> Result<()> {
+        let Some((part, shard)) = &self.weights else { return Ok(()) };
+        shard.check_written(*part)?;
+        shard.check_finite(stop)
     }
 
     /// Fails if the original has changed since it was listed.
@@ -116,22 +131,24 @@ const KILN_JSON: &str = "kiln.json";
 
 fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantized: &[Component]) -> Result<Vec<Copied>> {
     let mut copies = Vec::new();
-    let mut copy = |to: PathBuf, path: &Path| Copied::file(to, path).map(|copied| copies.push(copied));
+    let mut copy =
+        |to: PathBuf, path: &Path, weights| Copied::file(to, path).map(|copied| copies.push(Copied { weights, ..copied }));
     for (part, weights) in weights.iter() {
         let folder = Path::new(folder(part));
         if let Some(config) = ModelFiles::config_of(&model.parts[part]) {
-            copy(folder.join("config.json"), &config)?;
+            copy(folder.join("config.json"), &config, None)?;
         }
         if quantized.contains(&part) {
             continue;
         }
         for shard in weights.shards() {
-            copy(folder.join(shard.path().file_name().unwrap_or_default()), shard.path())?;
+            let name = shard.path().file_name().unwrap_or_default();
+            copy(folder.join(name), shard.path(), Some((part, shard.clone())))?;
         }
         if weights.shards().len() > 1
             && let Some(index) = index_of(weights.path())?
         {
-            copy(folder.join(index.file_name().unwrap_or_default()), &index)?;
+            copy(folder.join(index.file_name().unwrap_or_default()), &index, None)?;
         }
     }
     let (scheduler, defaults) = (model.scheduler(), model.defaults.path.clone());
@@ -141,7 +158,7 @@ fn of_files(model: &ModelFiles, weights: &PerComponent<Weights>, quantized: &[Co
         ("model_index.json", &model.index),
         (KILN_JSON, &defaults),
     ] {
-        path.as_deref().map_or(Ok(()), |path| copy(to.into(), path))?;
+        path.as_deref().map_or(Ok(()), |path| copy(to.into(), path, None))?;
     }
     Ok(copies)
 }

@@ -9,7 +9,7 @@ use crate::tensor::nvfp4::{BLOCK, TILE_ROWS, scale_bytes, scale_offset, tiles_al
 use crate::tensor::quantize::{self, encode_nvfp4, encode_scaled, largest_magnitude};
 use crate::tensor::{Bytes, DType, Scale, ScaleKind, Scales, SliceScaling, Stored, WeightSlice};
 use flate2::Crc;
-use kiln_numerics::scan::squared_error;
+use kiln_numerics::scan::{non_finite, squared_error};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -96,7 +96,7 @@ pub fn write_layer(
     let cols: usize = layer.spec.shape.get(1..).unwrap_or_default().iter().product();
     for batch in chunks.chunks(batch) {
         let encoded: Option<Vec<Encoded>> = batch.par_iter().map(|chunk| encode(chunk, format.zip(scale), layout)).collect();
-        let encoded = encoded.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))?;
+        let encoded = encoded.ok_or_else(|| unscalable(layer, path, NOT_FINITE))?;
         let mut written = 0;
         for (chunk, encoded) in batch.iter().zip(encoded) {
             let dtype = format.unwrap_or(DType::Bf16);
@@ -139,10 +139,18 @@ pub fn write_layer(
     })
 }
 
-/// The scale of a whole weight. For a weight with row scales it is the largest one.
+const NOT_FINITE: &str = "has values that are not finite";
+
+/// The scale of a whole weight. For a weight with row scales it is the largest one. Fails if no file may have this scale.
 fn weight_scale(layer: &SourceLayer, format: DType, path: &Path) -> Result<Scale> {
-    let scale = format.scale_for(largest_magnitude(&layer.parts));
-    scale.ok_or_else(|| unscalable(layer, path, "has values that are not finite"))
+    let largest = largest_magnitude(&layer.parts);
+    match Scale::stored(largest / format.format().largest) {
+        _ if !largest.is_finite() => Err(unscalable(layer, path, NOT_FINITE)),
+        // The codes of zeros are zeros, whatever the scale.
+        _ if largest == 0.0 => Ok(Scale::ONE),
+        Ok(scale) => Ok(scale),
+        Err(why) => Err(unscalable(layer, path, &format!("has values of up to {largest:e}, which is {why}"))),
+    }
 }
 
 fn unscalable(layer: &SourceLayer, path: &Path, what: &str) -> Error {
@@ -166,8 +174,8 @@ fn chunks(layer: &SourceLayer) -> Vec<Chunk<'_>> {
     chunks
 }
 
-/// Encodes rows in a format with the weight's scale, or rounds them to BF16. `None` if the format has row scales and none fits a
-/// row.
+/// Encodes rows in a format with the weight's scale, or rounds them to BF16. `None` if values are not finite in BF16, or if the format
+/// has row scales and none fits a row.
 fn encode(chunk: &Chunk<'_>, format: Option<(DType, Scale)>, layout: WeightLayout) -> Option<Encoded> {
     let (part, rows, cols) = (chunk.part, chunk.rows.clone(), chunk.part.cols());
     let Some((format, scale)) = format else {
@@ -175,6 +183,9 @@ fn encode(chunk: &Chunk<'_>, format: Option<(DType, Scale)>, layout: WeightLayou
         let lines = bytes.chunks_mut(DType::Bf16.bytes(cols).max(1));
         rows.zip(lines).for_each(|(row, line)| part.convert(row, Stored::plain(DType::Bf16), line));
         return Some(Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() });
+        if non_finite("BF16", &bytes).first.is_some() {
+            return None;
+        }
     };
     let mut elements = vec![0; format.bytes(rows.len() * cols)];
     let (scales, scaling) = match (format.format().scales, layout) {

@@ -217,27 +217,63 @@ fn a_limit_on_the_size_of_files_is_an_error_before_any_work() {
     }
 }
 
+/// What kiln would refuse in a written file is refused in its source: nothing is written.
 #[test]
-fn weights_that_no_scale_fits_are_named() {
+fn weights_that_kiln_would_not_use_are_named() {
     let sandbox = Sandbox::new();
-    sandbox.tiny("tiny", &["--layout", "bfl"]);
-    let path = sandbox.path("tiny/flux-2-klein-tiny.safetensors");
-    let place = Shard::open(&path).unwrap().entry("single_blocks.0.linear1.weight").unwrap().range.start;
-    let mut bytes = fs::read(&path).unwrap();
-    bytes[place..place + 2].copy_from_slice(&DType::Bf16.encoded(&[f32::INFINITY]));
-    fs::write(&path, bytes).unwrap();
-    let run = sandbox.run([
-        "quantize",
-        "tiny/flux-2-klein-tiny.safetensors",
-        "out.safetensors",
-        "--to",
-        "fp8",
-        "--no-calibration",
-        "-q",
-    ]);
-    assert_eq!(run.code, Some(3), "{}", run.stderr);
-    let message =
-        "error: cannot be quantized (tiny/flux-2-klein-tiny.safetensors): tensor `single_blocks.0.linear1.weight` has values";
-    assert!(run.stderr.starts_with(message), "{}", run.stderr);
-    assert_eq!(sandbox.names(), ["tiny"]);
+    sandbox.tiny("model", &["--layout", "bfl"]);
+    let whole = |file: &str| fs::read(sandbox.path(&format!("model/{file}.safetensors"))).unwrap();
+    let (transformer, text, vae) = ("flux-2-klein-tiny", "qwen", "ae");
+    let (linear, down) = ("single_blocks.0.linear1.weight", "model.layers.3.mlp.down_proj.weight");
+    let bf16 = |value: f32| DType::Bf16.encoded(&[value]);
+    let quantized = |what: &str, tensor: &str, why: &str| format!("{what} (FILE): tensor `{tensor}` {why}");
+    let no_scale = |tensor: &str, why: &str| quantized("cannot be quantized", tensor, why);
+    let damaged = |tensor: &str| quantized("damaged weights", tensor, "has values that are not finite");
+    let zeros = |tensor: &str| quantized("incomplete file", tensor, "is all zeros");
+    let not_finite = "has values that are not finite";
+    // The file, the tensor, its first bytes or zeros from one of its eighths on, and the error. One part, but copies need a folder.
+    let cases = [
+        (transformer, linear, Some(f32::INFINITY), 0, no_scale(linear, not_finite)),
+        (
+            transformer,
+            linear,
+            Some(1e30),
+            0,
+            no_scale(linear, "has values of up to 1.00025555e30, which is too large for a scale"),
+        ),
+        (transformer, "img_in.weight", Some(f32::NAN), 0, no_scale("img_in.weight", not_finite)),
+        (
+            transformer,
+            "single_blocks.0.norm.key_norm.scale",
+            Some(f32::NEG_INFINITY),
+            0,
+            no_scale("single_blocks.0.norm.key_norm.scale", not_finite),
+        ),
+        (transformer, linear, None, 4, quantized("incomplete file", linear, "is zeros from byte")),
+        (transformer, "img_in.weight", None, 0, zeros("img_in.weight")),
+        (transformer, "single_blocks.0.norm.key_norm.scale", None, 0, zeros("single_blocks.0.norm.key_norm.scale")),
+        (text, down, None, 0, zeros(down)),
+        (text, down, Some(f32::NAN), 0, no_scale(down, not_finite)),
+        (text, "model.embed_tokens.weight", Some(f32::NAN), 0, no_scale("model.embed_tokens.weight", not_finite)),
+        (vae, "decoder.conv_in.weight", Some(f32::NAN), 0, damaged("decoder.conv_in.weight")),
+        (vae, "decoder.conv_in.weight", None, 0, zeros("decoder.conv_in.weight")),
+    ];
+    for (file, tensor, value, eighth, error) in cases {
+        let (original, path) = (whole(file), format!("model/{file}.safetensors"));
+        let range = Shard::open(&sandbox.path(&path)).unwrap().entry(tensor).unwrap().range.clone();
+        let mut bytes = original.clone();
+        match value {
+            Some(value) => bytes[range.start..range.start + 2].copy_from_slice(&bf16(value)),
+            None => bytes[range.start + range.len() / 8 * eighth..range.end].fill(0),
+        }
+        fs::write(sandbox.path(&path), bytes).unwrap();
+        let part = if file == text { "text-encoder" } else { "transformer" };
+        let (input, out) = if file == vae { ("model", "out") } else { (&*path, "out.safetensors") };
+        let run = sandbox.run(["quantize", input, out, "--to", "fp8", "--no-calibration", "-q", "--part", part]);
+        assert_eq!(run.code, Some(3), "{tensor}: {}", run.stderr);
+        assert!(run.stderr.starts_with(&format!("error: {}", error.replace("FILE", &path))), "{}", run.stderr);
+        assert!(run.stderr.contains("\nhint: ") && run.stderr.contains("download it again"), "{}", run.stderr);
+        assert_eq!(sandbox.names(), ["model"], "{tensor}");
+        fs::write(sandbox.path(&path), original).unwrap();
+    }
 }
