@@ -30,13 +30,13 @@ pub use policy::{Policy, constant_scale};
 pub use report::{FileReport, KindReport, LayerReport, Report};
 pub use source::ComponentSource;
 
-use crate::checkpoint::Weights;
+use crate::checkpoint::{Shard, Weights};
 use crate::component::Component;
 use crate::config::{ModelSize, SIZES, TransformerConfig, Variant};
 use crate::error::{Error, Remedy, Result};
 use crate::model::transformer_manifest;
 use crate::names::LayerRole;
-use crate::output::{Staged, StagedFile};
+use crate::output::{Staged, StagedFile, refuse_replaced};
 use crate::progress::{Phase, Progress};
 use crate::tensor::{DType, Scale};
 use calibrate::input_scale;
@@ -46,7 +46,7 @@ use journal::{CopyRecord, Entry, FileRecord, Journal, Record};
 use source::{SourceLayer, text_encoder_layers, transformer_layers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bytes between two syncs and journal entries: a few seconds of work that may have to be repeated.
@@ -77,6 +77,8 @@ pub struct FilePlan {
     calibration: Option<String>,
     /// The files that calibration reads in addition to the quantized ones.
     calibrated_by: Vec<Identity>,
+    /// Further files that the output must not replace.
+    protected: Vec<PathBuf>,
 }
 
 /// A file with quantized layers.
@@ -165,7 +167,7 @@ impl FilePlan {
         policy::check_patterns(&options.keep, layers.map(|layer| layer.spec.name()))?;
         let has_transformer = files.iter().any(|file| file.part == Component::Transformer);
         let calibration = options.calibration.clone().filter(|_| has_transformer);
-        Ok(Self { files, copies, calibration, calibrated_by: Vec::new() })
+        Ok(Self { files, copies, calibration, calibrated_by: Vec::new(), protected: Vec::new() })
     }
 
     /// Adds the files that calibration reads in addition to the quantized ones.
@@ -175,6 +177,20 @@ impl FilePlan {
 
     /// The size of all files in bytes.
     pub fn bytes(&self) -> u64 {
+    /// Adds files that the output must not replace. The files that are quantized or copied need not be among them.
+    pub fn protecting(self, files: Vec<PathBuf>) -> Self {
+        Self { protected: files, ..self }
+    }
+
+    /// Fails if the output, or a file in which it grows, is one of the files that are read, under whatever name.
+    fn check_target(&self, target: &Path) -> Result<()> {
+        let quantized = self.files.iter().flat_map(|file| file.weights.shards()).map(Shard::path);
+        let copied = self.copies.iter().filter_map(Copied::path);
+        let read: Vec<&Path> = quantized.chain(copied).chain(self.protected.iter().map(PathBuf::as_path)).collect();
+        let written = [target.into(), Staged::path_of(target), Staged::journal_of(target)];
+        written.iter().try_for_each(|path| refuse_replaced(path, &read))
+    }
+
         let copied: u64 = self.copies.iter().map(Copied::bytes).sum();
         copied + self.files.iter().map(|file| file.layout.bytes()).sum::<u64>()
     }
@@ -213,6 +229,7 @@ impl FilePlan {
     pub fn write(&self, target: &Target, calibrate: Calibrate<'_>, progress: &dyn Progress, stop: &AtomicBool) -> Result<Report> {
         let mut staged = Staged::open(&target.path, target.is_folder, target.force, Journal::is_one)?;
         staged.check_space(self.bytes())?;
+        self.check_target(&target.path)?;
         let journal = self.earlier(&mut staged, target.restart, progress)?;
         let (files, notes) = (Vec::new(), Vec::new());
         let mut writer = Writer { plan: self, staged, journal, notes, unsaved: 0, target, progress, stop, files };
@@ -221,6 +238,7 @@ impl FilePlan {
                 let report = Report::new(self, &writer.journal);
                 writer.staged.publish()?;
                 Ok(report)
+                self.check_target(&target.path)?;
             }
             Err(error) => {
                 // A damaged or changing input has to be replaced by another one, which needs a new start.

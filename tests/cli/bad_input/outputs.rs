@@ -3,6 +3,55 @@
 use super::*;
 use std::os::unix::fs::symlink;
 
+/// What `kiln quantize` would write through, or to what it reads.
+#[test]
+fn quantized_outputs_that_cannot_be_written() {
+    let sandbox = prepared();
+    let model = "model/flux-2-klein-tiny.safetensors";
+    fs::hard_link(sandbox.path(model), sandbox.path("same.safetensors")).unwrap();
+    fs::create_dir(sandbox.path("empty")).unwrap();
+    fs::create_dir(sandbox.path("full")).unwrap();
+    write(&sandbox, "full/file", "mine");
+    symlink("empty", sandbox.path("to-empty")).unwrap();
+    // Journals that kiln could have begun, and links where it writes first.
+    for (name, to) in [("a.safetensors", "there.png"), ("b", "full"), ("c", "no/where")] {
+        symlink(to, sandbox.path(&format!("{name}.tmp"))).unwrap();
+        write(&sandbox, &format!("{name}.tmp.json"), "{\"request\":{\"version\":\n");
+    }
+    fs::hard_link(sandbox.path("there.png"), sandbox.path("d.safetensors.tmp")).unwrap();
+    write(&sandbox, "d.safetensors.tmp.json", "{\"request\":{\"version\":\n");
+    symlink("there.png", sandbox.path("e.safetensors.tmp.json")).unwrap();
+    let line = |input: &str, out: &str, flags: &str| format!("quantize {input} {out} --to fp8 --no-calibration -q{flags}");
+    let cannot = |name: &str, why: &str| format!("cannot write ({name}): {why}");
+    let source = "this is one of the files that are read; use another name";
+    let link = "this is a link or a device, through which kiln does not write; move it away";
+    let to_folder = "this is a symbolic link; name the folder that it leads to";
+    let foreign = "kiln writes here first, but this exists and kiln did not begin it; move it away";
+    let name = Is("name a file that ends in .safetensors for one part, or a folder for a model");
+    let mut rows = vec![
+        row(&line(model, model, ""), 5, cannot(model, source), Nothing),
+        row(&line(model, model, " --force"), 5, cannot(model, source), Nothing),
+        row(&line(model, "same.safetensors", " --force"), 5, cannot("same.safetensors", source), Nothing),
+        row(&line("model", "model/ae.safetensors", " --force"), 5, cannot("model/ae.safetensors", source), Nothing),
+        row(&line("model", "to-empty", ""), 5, cannot("to-empty", to_folder), Nothing),
+        row(&line("model", "to-empty/", ""), 5, cannot("to-empty", to_folder), Nothing),
+        row(&line("model", "e.safetensors", ""), 5, cannot("e.safetensors.tmp.json", foreign), Nothing),
+        row(&line("model", "out.gguf", ""), 2, "quantize writes no .gguf files: out.gguf", name),
+        row(&line("model", "a/out.CKPT", " --part text-encoder"), 2, "quantize writes no .CKPT files: a/out.CKPT", name),
+        row(&line("model", "-", ""), 2, "quantize writes a file or a folder, not standard output", name),
+    ];
+    for out in ["a.safetensors", "b", "c"] {
+        for flags in ["", " --force", " --restart"] {
+            rows.push(row(&line("model", out, flags), 5, cannot(&format!("{out}.tmp"), link), Nothing));
+        }
+    }
+    check(&sandbox, &rows);
+    // A second name of another file is given up with --restart, and the other file stays.
+    let restarted = line("model", "d.safetensors", " --restart");
+    sandbox.run(restarted.split(' ')).good();
+    assert_eq!(fs::read(sandbox.path("there.png")).unwrap(), b"mine");
+}
+
 #[test]
 fn outputs_that_cannot_be_written() {
     let sandbox = prepared();
@@ -16,10 +65,17 @@ fn outputs_that_cannot_be_written() {
     let cannot = |name: &str, why: &str| format!("cannot write ({name}): {why}");
     let force = Is("use --force or another name");
     let link = "this is a symbolic link; name the file that it leads to";
+    let read = "this is one of the files that are read; use another name";
     let format = "kiln writes files named .png, .jpg, .jpeg or .webp";
     let mut rows = vec![
         row("x -q -o there.png", 5, exists("there.png"), force),
         row("x -q -o new.png --dump there.png", 5, exists("there.png"), force),
+        row(
+            "x -q --model model -o new.png --dump model/ae.safetensors --force",
+            5,
+            cannot("model/ae.safetensors", read),
+            Nothing,
+        ),
         row("x -q -o dangling.png", 5, cannot("dangling.png", link), Nothing),
         row("x -q -o link.png", 5, cannot("link.png", link), Nothing),
         row("x -q -o link.png --force", 5, cannot("link.png", link), Nothing),

@@ -8,7 +8,7 @@ use super::settings::Settings;
 use super::stdout::{DASH, STDOUT};
 use kiln::error::{Error, Result};
 use kiln::image::Format;
-use kiln::output::{PlannedFile, check_writable};
+use kiln::output::{PlannedFile, check_writable, refuse_replaced};
 use kiln::text::shown_path;
 use kiln::{CHANNELS, Variant};
 use std::io::{self, IsTerminal};
@@ -71,6 +71,12 @@ impl Outputs {
             self.dump.iter().map(|dump| PlannedFile { path: dump.path.clone(), bytes: dump.bytes + 4 * embeddings as u64 });
         let files: Vec<PlannedFile> = self.images.as_slice().iter().cloned().chain(dump).collect();
         check_writable(&files, self.force)
+    }
+
+    /// Refuses files that the run reads: replacing one would destroy the model or an adapter.
+    pub fn refuse_inputs(&self, read: &[&Path]) -> Result<()> {
+        let images = self.images.as_slice().iter();
+        images.chain(&self.dump).try_for_each(|planned| refuse_replaced(&planned.path, read))
     }
 
     /// Where the next image goes; `None` is standard output.

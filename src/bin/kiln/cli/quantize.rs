@@ -185,6 +185,7 @@ impl Subcommand for QuantizeArgs {
         let terminal = &signals.terminal(Verbosity::new(self.quiet, self.verbose));
         let stop = &signals.stop;
         let start = Instant::now();
+        check_output(&self.output)?;
         let is_file = self.output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"));
         let parts: Vec<Component> = match self.part.map(Component::from) {
             Some(part) => vec![part],
@@ -210,7 +211,9 @@ impl Subcommand for QuantizeArgs {
             _ => Vec::new(),
         };
         let options = Options { format: self.to, layout: self.layout.into(), keep: self.keep.clone(), calibration };
-        let plan = FilePlan::new(&source.parts, copied, &options)?.calibrated_by(read);
+        let shards = source.model.iter().flat_map(|(_, model)| model.weights().values()).flat_map(|weights| weights.shards());
+        let inputs = shards.map(|shard| shard.path().to_owned()).chain(self.prompts.clone()).collect();
+        let plan = FilePlan::new(&source.parts, copied, &options)?.calibrated_by(read).protecting(inputs);
         source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
         let asked = self.prompts.is_some() || self.calibration_size.is_some() || self.calibration_steps.is_some();
         if asked && !calibrates {
@@ -251,6 +254,22 @@ impl Subcommand for QuantizeArgs {
         }
         print(out, &line_of(&self.output))
     }
+}
+
+/// Endings of the files that other programs keep weights in. A folder of such a name is not what is meant.
+const FOREIGN: [&str; 9] = ["gguf", "ggml", "sft", "ckpt", "pt", "pth", "bin", "onnx", "npz"];
+
+/// Fails if the output has the name of standard output, or of a file that kiln does not write.
+fn check_output(output: &Path) -> Result<()> {
+    let hint = "name a file that ends in .safetensors for one part, or a folder for a model";
+    if output.as_os_str() == "-" {
+        return Err(Error::usage("quantize writes a file or a folder, not standard output", hint));
+    }
+    let ending = output.extension().unwrap_or_default();
+    if FOREIGN.iter().any(|foreign| ending.eq_ignore_ascii_case(foreign)) {
+        return Err(Error::usage(format!("quantize writes no .{} files: {}", ending.display(), output.display()), hint));
+    }
+    Ok(())
 }
 
 /// Whether an output failed because its path is taken.
