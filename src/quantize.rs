@@ -139,8 +139,10 @@ impl PlannedFile {
         let Some(measured) = measured else { return Ok(layer.layer.and_then(|id| constant_scale(id, format))) };
         let largest = measured.get(&layer.weight).map(|bits| f32::from_bits(*bits));
         let scale = largest.and_then(|largest| input_scale(format, largest)).map(Scale::get);
-        let lacking = || Error::Op { op: "quantize", what: format!("no scale of the input of `{}`: {largest:?}", layer.name()) };
-        scale.map(Some).ok_or_else(lacking)
+        let scale = scale.filter(|scale| Scale::stored(*scale).is_ok());
+        let unusable =
+            || Error::Calibration { layer: layer.name().into(), what: "no scale suits what was measured of its input" };
+        scale.map(Some).ok_or_else(unusable)
     }
 }
 
@@ -175,8 +177,6 @@ impl FilePlan {
         Self { calibrated_by: files, ..self }
     }
 
-    /// The size of all files in bytes.
-    pub fn bytes(&self) -> u64 {
     /// Adds files that the output must not replace. The files that are quantized or copied need not be among them.
     pub fn protecting(self, files: Vec<PathBuf>) -> Self {
         Self { protected: files, ..self }
@@ -191,6 +191,8 @@ impl FilePlan {
         written.iter().try_for_each(|path| refuse_replaced(path, &read))
     }
 
+    /// The size of all files in bytes.
+    pub fn bytes(&self) -> u64 {
         let copied: u64 = self.copies.iter().map(Copied::bytes).sum();
         copied + self.files.iter().map(|file| file.layout.bytes()).sum::<u64>()
     }
@@ -227,18 +229,18 @@ impl FilePlan {
     /// Writes the output, or continues an earlier run's. Returns [`Error::Interrupted`] once `stop` is set, and keeps the finished
     /// work.
     pub fn write(&self, target: &Target, calibrate: Calibrate<'_>, progress: &dyn Progress, stop: &AtomicBool) -> Result<Report> {
+        self.check_target(&target.path)?;
         let mut staged = Staged::open(&target.path, target.is_folder, target.force, Journal::is_one)?;
         staged.check_space(self.bytes())?;
-        self.check_target(&target.path)?;
-        let journal = self.earlier(&mut staged, target.restart, progress)?;
+        let journal = self.earlier(&mut staged, target, progress)?;
         let (files, notes) = (Vec::new(), Vec::new());
         let mut writer = Writer { plan: self, staged, journal, notes, unsaved: 0, target, progress, stop, files };
         match writer.run(calibrate) {
             Ok(()) => {
                 let report = Report::new(self, &writer.journal);
+                self.check_target(&target.path)?;
                 writer.staged.publish()?;
                 Ok(report)
-                self.check_target(&target.path)?;
             }
             Err(error) => {
                 // A damaged or changing input has to be replaced by another one, which needs a new start.
@@ -254,11 +256,14 @@ impl FilePlan {
     }
 
     /// The journal of an earlier run with this request, or a new one.
-    fn earlier(&self, staged: &mut Staged, restart: bool, progress: &dyn Progress) -> Result<Journal> {
-        let record = self.record();
+    fn earlier(&self, staged: &mut Staged, target: &Target, progress: &dyn Progress) -> Result<Journal> {
+        let (record, restart) = (self.record(), target.restart);
         match staged.earlier().map(Journal::parse) {
             Some(Some(journal)) if !restart => match journal.request.difference(&record) {
-                None => return Ok(journal),
+                None => {
+                    self.check_calibration(&journal, &Staged::journal_of(&target.path))?;
+                    return Ok(journal);
+                }
                 Some(what) => {
                     let what = format!("`{}` was begun {what}", staged.path().display());
                     return Err(Error::usage(what, Remedy::Restart));
@@ -275,6 +280,23 @@ impl FilePlan {
         let request = Entry::Request(record.clone());
         staged.begin(&request.line())?;
         Ok(Journal::new(record))
+    }
+
+    /// Fails if a layer's input has no scale in these calibration results.
+    fn check_scales(&self, measured: &BTreeMap<String, u32>) -> Result<()> {
+        let mut layers = self.files.iter().flat_map(|file| file.layers.iter().map(move |layer| (file, &layer.spec)));
+        layers.try_for_each(|(file, layer)| file.input_scale(layer, Some(measured)).map(drop))
+    }
+
+    /// Fails if a journal has calibration results that were not asked for, or not a usable one for each layer.
+    fn check_calibration(&self, journal: &Journal, path: &Path) -> Result<()> {
+        let Some(measured) = &journal.calibration else { return Ok(()) };
+        let detail = match self.check_scales(measured) {
+            _ if self.calibration.is_none() => "it has calibration results, but its request has no calibration".into(),
+            Err(Error::Calibration { layer, .. }) => format!("its calibration has no usable result for `{layer}`"),
+            other => return other,
+        };
+        Err(Error::bad_file(path, "invalid journal", detail).with_hint(Remedy::BeginAnew))
     }
 }
 
@@ -296,10 +318,14 @@ struct Writer<'a> {
 impl Writer<'_> {
     fn run(&mut self, calibrate: Calibrate<'_>) -> Result<()> {
         for file in &self.plan.files {
+            file.weights.shards().iter().try_for_each(|shard| shard.check_written(file.part))?;
+        }
+        for file in &self.plan.files {
             self.files.push(self.staged.file(&file.path, file.layout.bytes())?);
         }
         if self.plan.calibration.is_some() && self.journal.calibration.is_none() {
             let measured = calibrate()?.into_iter().map(|(name, largest)| (name, largest.to_bits())).collect();
+            self.plan.check_scales(&measured)?;
             self.note(Entry::Calibration(measured));
             self.save()?;
         }
@@ -335,9 +361,6 @@ impl Writer<'_> {
         for (layer, tensors) in file.layers.iter().zip(&tensors) {
             self.check_stop()?;
             let bytes: u64 = tensors.iter().map(|tensor| tensor.range.end - tensor.range.start).sum();
-        for file in &self.plan.files {
-            file.weights.shards().iter().try_for_each(|shard| shard.check_written(file.part))?;
-        }
             let weight = &layer.spec.weight;
             if let Some(finished) = self.journal.finished[index].get(weight) {
                 let to = &mut self.files[index];
@@ -393,6 +416,7 @@ impl Writer<'_> {
     }
 
     fn copy(&self, copied: &Copied) -> Result<()> {
+        copied.check(self.stop)?;
         let (mut from, path) = copied.open()?;
         let mut to = self.staged.file(&copied.to, copied.bytes())?;
         let mut buffer = vec![0; COPY_BYTES.min(copied.bytes() as usize)];
@@ -413,4 +437,3 @@ impl Writer<'_> {
         if self.stop.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) }
     }
 }
-        copied.check(self.stop)?;

@@ -62,6 +62,8 @@ pub enum Remedy {
     Overwrite,
     /// Discard what an earlier run left unfinished, or choose another name.
     Restart,
+    /// Discard what an earlier run left, because it cannot be continued, or choose another name.
+    BeginAnew,
     /// Name a model folder.
     NameModel,
     /// Name a model, or the folder of another Hugging Face cache.
@@ -81,10 +83,10 @@ pub enum Remedy {
     PickParts(Vec<Component>),
     /// Put a complete file there, or name another one, for each of these parts.
     ReplaceParts(Vec<Component>),
-    /// State the order in which the file stores NVFP4.
-    Nvfp4Layout,
     /// Leave the model's variant to its files.
     AnyVariant,
+    /// State the order in which the file stores NVFP4.
+    Nvfp4Layout,
     /// Leave the format of attention to the model and the device.
     AnyAttention,
     /// Let the device choose the type in which NVFP4 is multiplied.
@@ -140,6 +142,7 @@ impl fmt::Display for Remedy {
             Self::ReportBug => f.write_str("this is a bug in kiln; please report it with the request that caused it"),
             Self::Overwrite => f.write_str("allow it to be replaced, or use another name"),
             Self::Restart => f.write_str("repeat that request to continue it, discard it to begin anew, or use another name"),
+            Self::BeginAnew => f.write_str("discard it to begin anew, or use another name"),
             Self::NameModel => f.write_str("name a model folder"),
             Self::NameModelOrCache => f.write_str("name a model, or another cache with HF_HUB_CACHE"),
             Self::FinishDownload { repository, own } => {
@@ -149,10 +152,10 @@ impl fmt::Display for Remedy {
             Self::NameParts => f.write_str("give a single file as the transformer, with a text encoder and a vae"),
             Self::CompleteFolder => write!(f, "{EXPECTED}, or give the transformer, the text encoder and the vae"),
             Self::PickParts(parts) => write!(f, "pick the {}", names(parts)),
+            Self::AnyVariant => f.write_str("leave its variant open, also in kiln.json; the weights show it"),
             Self::Nvfp4Layout => f.write_str("if the file stores NVFP4 in another order, name its layout"),
             Self::AnyAttention => f.write_str("leave its format open; kiln then uses FP8 where it can"),
             Self::AnyNvfp4Math => f.write_str("leave open what they are multiplied as; kiln then uses what the device supports"),
-            Self::AnyVariant => f.write_str("leave its variant open, also in kiln.json; the weights show it"),
             Self::AsStored => f.write_str("load them as stored, or name files that hold them in bf16, f16 or f32"),
             Self::ApplyAdapter => f.write_str("name the model that it was made for, and apply it as an adapter"),
             Self::InspectAdapter => f.write_str("use LoRA or LoKr of a FLUX.2 model"),

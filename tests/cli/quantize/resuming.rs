@@ -462,3 +462,46 @@ fn other_files_to_copy_or_to_calibrate_with_are_another_request() {
     vae.set_modified(modified + Duration::from_secs(1)).unwrap();
     run(&plan_of(&folder, None, Some(&tokenizer)), out, At::Never).unwrap();
 }
+
+/// A journal whose calibration gives a layer no scale cannot be continued, and says so before any work.
+#[test]
+fn a_journal_with_unusable_calibration_is_refused() {
+    let sandbox = Sandbox::new();
+    let (folder, out) = (tiny_in(&sandbox), sandbox.path("out.safetensors"));
+    let calibrated = Options { calibration: Some("x".into()), ..options(Fp8, &[]) };
+    let plan = |options: &Options| FilePlan::new(&[source(&folder)], Vec::new(), options).unwrap();
+    let run = |options: &Options, at: At, restart: bool| {
+        let plan = plan(options);
+        let measured: BTreeMap<String, f32> = plan.measured().into_iter().map(|layer| (layer.into(), 3.0)).collect();
+        let (observer, target) = (Observer::new(at), Target { restart, ..target(&out, OFTEN) });
+        plan.write(&target, &mut || Ok(measured.clone()), &observer, &observer.stop).map(drop)
+    };
+    assert!(matches!(run(&calibrated, At::Stop(60), false), Err(Error::Interrupted)));
+    let journal = sandbox.path("out.safetensors.tmp.json");
+    let noted = fs::read_to_string(&journal).unwrap();
+    let (three, layer) = (3.0_f32.to_bits(), "double_blocks.0.img_attn.qkv");
+    let entry = format!("\"{layer}.weight\":{three}");
+    assert!(noted.contains(&entry), "{noted}");
+    let refused = |text: String, detail: &str| {
+        fs::write(&journal, &text).unwrap();
+        let error = run(&calibrated, At::Never, false).unwrap_err();
+        assert_eq!((error.exit_code(), error.remedy()), (3, Some(Remedy::BeginAnew)), "{error}");
+        assert!(error.to_string().ends_with(&format!("out.safetensors.tmp.json): {detail}")), "{error}");
+        assert_eq!(fs::read_to_string(&journal).unwrap(), text);
+    };
+    let no_result = format!("its calibration has no usable result for `{layer}`");
+    for value in [f32::NAN, f32::INFINITY, 0.0, -3.0, 1e30, 1e-30] {
+        refused(noted.replace(&entry, &format!("\"{layer}.weight\":{}", value.to_bits())), &no_result);
+    }
+    refused(noted.replace(&entry, &format!("\"other\":{three}")), &no_result);
+    // What is begun anew is measured anew.
+    run(&calibrated, At::Never, true).unwrap();
+    assert_eq!(sandbox.names(), ["out.safetensors", "tiny"]);
+    // Results that nobody asked for.
+    fs::remove_file(&out).unwrap();
+    assert!(matches!(run(&options(Fp8, &[]), At::Stop(60), false), Err(Error::Interrupted)));
+    let noted = fs::read_to_string(&journal).unwrap() + &format!("{{\"calibration\":{{{entry}}}}}\n");
+    fs::write(&journal, noted).unwrap();
+    let error = run(&options(Fp8, &[]), At::Never, false).unwrap_err().to_string();
+    assert!(error.ends_with("it has calibration results, but its request has no calibration"), "{error}");
+}

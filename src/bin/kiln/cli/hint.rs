@@ -77,6 +77,7 @@ pub fn describe(remedy: &Remedy) -> String {
         Remedy::ReportBug => REPORT_BUG.into(),
         Remedy::Overwrite => "use --force or another name".into(),
         Remedy::Restart => "repeat that command to continue it, use --restart to begin anew, or another name".into(),
+        Remedy::BeginAnew => "use --restart to begin anew, or another name".into(),
         Remedy::NameModel => "name a model folder with --model".into(),
         Remedy::NameModelOrCache => "name a model with --model, or another cache with HF_HUB_CACHE".into(),
         Remedy::FinishDownload { repository, own: Some(own) } => {
@@ -164,6 +165,7 @@ mod tests {
             Remedy::PickParts(parts()),
             Remedy::ReplaceParts(parts()),
             Remedy::AnyVariant,
+            Remedy::BeginAnew,
             Remedy::Nvfp4Layout,
             Remedy::AnyAttention,
             Remedy::AnyNvfp4Math,
