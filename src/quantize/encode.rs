@@ -114,6 +114,7 @@ pub fn write_layer(
     let mut checksums = Vec::with_capacity(tensors.len());
     for tensor in tensors {
         let small = match tensor.content {
+            Content::Elements if layer.spec.is_verbatim => layer.verbatim.to_vec(),
             Content::Elements => {
                 checksums.push(elements.sum());
                 continue;
@@ -182,10 +183,10 @@ fn encode(chunk: &Chunk<'_>, format: Option<(DType, Scale)>, layout: WeightLayou
         let mut bytes = vec![0; DType::Bf16.bytes(rows.len() * cols)];
         let lines = bytes.chunks_mut(DType::Bf16.bytes(cols).max(1));
         rows.zip(lines).for_each(|(row, line)| part.convert(row, Stored::plain(DType::Bf16), line));
-        return Some(Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() });
         if non_finite("BF16", &bytes).first.is_some() {
             return None;
         }
+        return Some(Encoded { elements: owned(bytes), scales: owned(Vec::new()), error: ErrorSums::default() });
     };
     let mut elements = vec![0; format.bytes(rows.len() * cols)];
     let (scales, scaling) = match (format.format().scales, layout) {

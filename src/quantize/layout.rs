@@ -53,7 +53,7 @@ impl WeightLayout {
     }
 }
 
-/// A layer of the file, or a tensor that is stored in BF16.
+/// A layer of the file, or a tensor that is stored in BF16 or copied as it is.
 #[derive(Clone, Debug)]
 pub struct LayerSpec {
     /// The name of the weight in the file.
@@ -66,14 +66,21 @@ pub struct LayerSpec {
     pub format: Option<DType>,
     /// Whether the file has a scale for the layer's input.
     pub has_input_scale: bool,
+    /// Whether this is no layer, but bytes that are copied as they are.
+    pub is_verbatim: bool,
 }
 
 impl LayerSpec {
     /// A layer in the policy's format.
     pub fn new(weight: String, layer: Option<LayerId>, shape: Vec<usize>, policy: &Policy) -> Self {
-        let mut spec = Self { weight, layer, shape, format: None, has_input_scale: false };
+        let mut spec = Self { weight, layer, shape, format: None, has_input_scale: false, is_verbatim: false };
         spec.format = policy.format_of(&spec);
         spec
+    }
+
+    /// A tensor of so many bytes that are copied as they are.
+    pub fn verbatim(name: String, bytes: usize) -> Self {
+        Self { weight: name, layer: None, shape: vec![bytes], format: None, has_input_scale: false, is_verbatim: true }
     }
 
     /// The layer's name: the weight's name without `.weight`.
@@ -166,7 +173,8 @@ fn tensors_of(part: Component, weights: WeightLayout, layer: usize, spec: &Layer
         Tensor { layer, content, name, dtype, shape: shape.to_vec(), range: 0..0 }
     };
     let elements = |dtype, shape: &[usize]| tensor(Content::Elements, "", dtype, shape);
-    let Some(format) = spec.format else { return vec![elements("BF16", &spec.shape)] };
+    let plain = if spec.is_verbatim { "U8" } else { "BF16" };
+    let Some(format) = spec.format else { return vec![elements(plain, &spec.shape)] };
     let (rows, cols, dtype) = (spec.shape[0], spec.shape[1], format);
     // Each dtype that stores elements of these formats has one byte.
     let mut tensors = vec![elements(dtype.format().stored_as, &[rows, dtype.bytes(cols)])];

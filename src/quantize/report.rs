@@ -97,7 +97,7 @@ impl FileReport {
             })
         };
         let layers: Vec<LayerReport> = file.layers.iter().filter_map(|source| layer(&source.spec)).collect();
-        let plain = file.layers.len() - layers.len();
+        let plain = file.layers.iter().filter(|layer| layer.spec.format.is_none() && !layer.spec.is_verbatim).count();
         Self { part: file.part, path: file.path.clone(), bytes: file.layout.bytes(), layers, plain }
     }
 

@@ -53,6 +53,8 @@ pub struct SourceLayer {
     pub spec: LayerSpec,
     /// The layer's rows in order. A vector is one row.
     pub parts: Vec<WeightSlice>,
+    /// The bytes of a tensor that is copied as it is.
+    pub verbatim: Bytes,
 }
 
 impl SourceLayer {
@@ -60,7 +62,12 @@ impl SourceLayer {
         if let Some(part) = parts.iter().find(|part| part.dtype.is_quantized()) {
             return Err(quantized_already(path, &spec.weight, part.dtype.name()));
         }
-        Ok(Self { spec, parts })
+        Ok(Self { spec, parts, verbatim: none() })
+    }
+
+    /// A tensor of bytes that are copied as they are.
+    fn verbatim(name: &str, verbatim: Bytes) -> Self {
+        Self { spec: LayerSpec::verbatim(name.into(), verbatim.len()), parts: Vec::new(), verbatim }
     }
 
     /// Bytes of one row in the widest of the layer's parts.
@@ -83,8 +90,8 @@ pub fn transformer_layers(weights: &Weights, manifest: &[TensorSpec], policy: &P
     manifest.iter().map(layer).collect()
 }
 
-/// The layers of a text encoder: all layers in its files, including those that no image needs. The head that predicts tokens
-/// is left out, as in ComfyUI's files.
+/// The layers of a text encoder: all layers in its files, including those that no image needs, and its vocabulary if the files carry it.
+/// The head that predicts tokens is left out, as in ComfyUI's files.
 pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<SourceLayer>> {
     let mut layers = Vec::new();
     for shard in weights.shards() {
@@ -93,6 +100,10 @@ pub fn text_encoder_layers(weights: &Weights, policy: &Policy) -> Result<Vec<Sou
             let layer = match names::resolve(Component::TextEncoder, name) {
                 TensorRole::Weight(spelling) => spelling.layer,
                 TensorRole::Unused if bare.starts_with("model.norm.") => None,
+                TensorRole::Unused if bare == names::VOCABULARY => {
+                    layers.push(SourceLayer::verbatim(bare, shard.bytes(name).unwrap_or_else(none)));
+                    continue;
+                }
                 TensorRole::Quantization(..) | TensorRole::Fp8Marker => {
                     return Err(quantized_already(shard.path(), name, "a scale"));
                 }
@@ -113,8 +124,12 @@ fn whole(shard: &Shard, name: &str, entry: &Entry) -> Result<WeightSlice> {
         None => return Err(Error::TensorType { path: shard.path().into(), name: name.into(), got: entry.dtype.name.into() }),
     };
     let rows = if let [rows, _, ..] = *entry.shape { rows } else { 1 };
-    let bytes = shard.bytes(name).unwrap_or_else(|| Bytes::new(std::sync::Arc::new([])));
+    let bytes = shard.bytes(name).unwrap_or_else(none);
     Ok(WeightSlice::plain(bytes, dtype, rows))
+}
+
+fn none() -> Bytes {
+    Bytes::new(std::sync::Arc::new([]))
 }
 
 fn quantized_already(path: &Path, name: &str, what: &str) -> Error {

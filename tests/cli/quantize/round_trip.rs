@@ -2,6 +2,7 @@
 
 use super::{At, Observer, builtin, options, target, write};
 use common::ops::formats::Codes;
+use common::quantized::{Plain, plain_tensors, written};
 use common::sandbox::Sandbox;
 use kiln::internals::checkpoint::{Shard, Weights};
 use kiln::internals::component::Component;
@@ -13,6 +14,8 @@ use kiln::internals::tensor::nvfp4::{scale_offset, tiles_along};
 use kiln::internals::tensor::{DType, Scale, Stored, WeightSlice};
 use kiln::internals::tiny;
 use kiln::quantize::{ComponentSource, constant_scale};
+use safetensors::Dtype;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -177,5 +180,27 @@ fn bytes_and_errors_do_not_depend_on_the_number_of_threads() {
             (errors, std::fs::read(&path).unwrap())
         });
         assert!(results[0] == results[1], "{}", format.label());
+    }
+}
+
+/// ComfyUI's encoders of [dev] carry their vocabulary as a tensor of bytes, of any length.
+#[test]
+fn the_vocabulary_of_a_text_encoder_is_kept() {
+    let sandbox = Sandbox::new();
+    let mut tensors = plain_tensors(Component::TextEncoder, Layout::Bfl);
+    let vocabulary = Plain { name: "tekken_model".into(), dtype: Dtype::U8, shape: vec![7], bytes: b"{\"a\":1}".to_vec() };
+    tensors.push(vocabulary.clone());
+    std::fs::write(sandbox.path("text.safetensors"), written(&tensors, HashMap::new())).unwrap();
+    let source = ComponentSource::open(Component::TextEncoder, &sandbox.path("text.safetensors"), None).unwrap();
+    for format in [Fp8, Nvfp4] {
+        let out = sandbox.path(&format!("{}.safetensors", format.label()));
+        let report = write(&source, &options(format, &[]), &target(&out, 0), &Observer::new(At::Never)).unwrap();
+        let (file, weights) = (Shard::open(&out).unwrap(), Weights::open(Component::TextEncoder, &out).unwrap());
+        let entry = file.entry("tekken_model").unwrap();
+        assert_eq!((entry.dtype.name, &entry.shape[..]), ("U8", &[7][..]));
+        assert_eq!(weights.vocabulary().unwrap()[..], vocabulary.bytes[..]);
+        // It is neither quantized nor rounded.
+        let quantized = report.files[0].layers.len();
+        assert_eq!(report.files[0].plain, tensors.len() - 1 - quantized);
     }
 }
