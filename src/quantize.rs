@@ -18,11 +18,15 @@ mod source;
 
 pub use crate::checkpoint::Identity;
 pub use copies::{Copied, calibration_inputs, copies};
+#[cfg(feature = "internals")]
+pub use journal::{Entry, Journal};
 pub use layout::WeightLayout;
 #[cfg(feature = "internals")]
 pub use layout::{Content, FileLayout, LayerSpec};
 #[cfg(not(feature = "internals"))]
 pub(crate) use layout::{FileLayout, LayerSpec};
+#[cfg(feature = "internals")]
+pub use pattern::matches;
 #[cfg(not(feature = "internals"))]
 pub(crate) use policy::{Policy, constant_scale};
 #[cfg(feature = "internals")]
@@ -42,7 +46,9 @@ use crate::tensor::{DType, Scale};
 use calibrate::input_scale;
 use encode::{Finished, write_layer};
 use flate2::Crc;
-use journal::{CopyRecord, Entry, FileRecord, Journal, Record};
+use journal::{CopyRecord, FileRecord, Record};
+#[cfg(not(feature = "internals"))]
+use journal::{Entry, Journal};
 use source::{SourceLayer, text_encoder_layers, transformer_layers};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;

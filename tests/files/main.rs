@@ -2,6 +2,7 @@
 #![allow(clippy::print_stdout)] // figures, shown with --nocapture
 
 mod checkpoint;
+mod fuzz;
 mod limits;
 mod lora;
 mod memory;

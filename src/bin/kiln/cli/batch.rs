@@ -7,7 +7,7 @@
 mod args;
 mod existing;
 mod library;
-mod line;
+pub mod line;
 mod source;
 
 pub use args::BatchArgs;
