@@ -46,7 +46,7 @@ fn comments(text: &str) -> Vec<(usize, &str, bool)> {
 /// Whether a comment begins as none does.
 fn begins_in_the_middle(comment: &str) -> bool {
     let continues = |start: &&str| comment.strip_prefix(*start).is_some_and(|rest| !rest.starts_with(char::is_alphanumeric));
-    BEGINNINGS.iter().any(|start| continues(start))
+    BEGINNINGS.iter().any(continues)
 }
 
 fn all(folders: &[&str], extensions: &[&str]) -> Vec<(String, String)> {
