@@ -31,7 +31,7 @@ Examples:
 ///
 /// kiln checks copies, single instructions element by element, and whole GEMMs and attention against naive kernels. Then it
 /// measures their speed. The self-test takes less than a minute and needs no model. If the GPU or this build lacks what a check
-/// needs, kiln prints `not on this GPU`. If a check fails, the exit code is 1.
+/// needs, kiln prints `not on this GPU`. A failed check gives exit code 1.
 ///
 /// kiln uses its kernels for compute capability 12.x only after the quick checks have passed on the GPU. kiln runs these checks
 /// before it first uses the kernels, and remembers the result for this GPU, driver and build of kiln. This command refreshes the
