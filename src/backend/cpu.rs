@@ -7,12 +7,12 @@
 use super::{Backend, GemmFormats, Linear, Op, Role, Sampling, StepKey, Stop, up_conv};
 use crate::error::{Error, Result};
 use crate::memory;
-use crate::tensor::{ALIGN, Bytes, DType, Region, Scaling, SliceScaling, Stored, Tensor, WeightSlice, quantize};
+use crate::tensor::{Bytes, DType, Region, Scaling, SliceScaling, Stored, Tensor, WeightSlice, quantize};
 use crate::threads;
 use kiln_numerics::view::{In, Out, Watch};
 use kiln_numerics::{image, kernels};
+use memmap2::MmapMut;
 use rayon::prelude::*;
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -88,10 +88,13 @@ impl Segments {
     }
 }
 
-/// Zeroed memory aligned to [`ALIGN`]. The system commits a page only when it is first touched.
+/// Zeroed pages, which are aligned to [`ALIGN`](crate::tensor::ALIGN). The system commits a page only when it is first touched. An
+/// allocator would write zeros to memory of such an alignment, which takes seconds for a large image.
 struct Buffer {
     ptr: NonNull<u8>,
     len: usize,
+    /// The pages that `ptr` leads to.
+    _pages: Option<MmapMut>,
 }
 
 // SAFETY: the buffer is plain memory owned by this struct; access to it is handed out by `Cpu::input` and `Cpu::output` only.
@@ -100,30 +103,16 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    const EMPTY: Self = Self { ptr: NonNull::dangling(), len: 0 };
-
-    fn layout(len: usize) -> Option<Layout> {
-        Layout::from_size_align(len, ALIGN as usize).ok()
-    }
+    const EMPTY: Self = Self { ptr: NonNull::dangling(), len: 0, _pages: None };
 
     fn new(bytes: u64) -> Result<Self> {
-        let refused = Error::Memory { need: bytes };
         if bytes == 0 {
             return Ok(Self::EMPTY);
         }
-        let Some(layout) = usize::try_from(bytes).ok().and_then(Self::layout) else { return Err(refused) };
-        // SAFETY: the layout is not empty.
-        let ptr = memory::fallible(|| unsafe { alloc_zeroed(layout) });
-        NonNull::new(ptr).map(|ptr| Self { ptr, len: layout.size() }).ok_or(refused)
-    }
-}
-
-impl Drop for Buffer {
-    fn drop(&mut self) {
-        if let (true, Some(layout)) = (self.len > 0, Self::layout(self.len)) {
-            // SAFETY: allocated in `new` with this same layout.
-            unsafe { dealloc(self.ptr.as_ptr(), layout) }
-        }
+        let pages = usize::try_from(bytes).ok().and_then(|len| MmapMut::map_anon(len).ok());
+        let mut pages = pages.ok_or(Error::Memory { need: bytes })?;
+        let ptr = NonNull::from(&mut *pages).cast();
+        Ok(Self { ptr, len: pages.len(), _pages: Some(pages) })
     }
 }
 
