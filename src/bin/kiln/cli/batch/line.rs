@@ -200,7 +200,7 @@ mod tests {
             (r#"{"prompt": "x", "guidance": 101}"#, "`guidance`"),
             (r#"{"prompt": "x", "lora": "a"}"#, "expected a sequence"),
             (r#"{"prompt": "x", "lora": [{"name": "a"}]}"#, "expected \"FILE\", \"FILE:SCALE\" or {\"file\""),
-            (r#"{"prompt": "x", "lora": ["a:nan"]}"#, "expected a finite scale"),
+            (r#"{"prompt": "x", "lora": ["a:nan"]}"#, "expected a scale from -1000 to 1000"),
         ] {
             let error = Line::parse(wrong.as_bytes()).unwrap_err();
             assert!(error.to_string().contains(why) && error.exit_code() == 2, "{wrong}: {error}");
