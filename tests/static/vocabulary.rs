@@ -79,7 +79,7 @@ const REPLACED: &[(&str, &str)] = &[
 ];
 
 /// Folders with text of the project; recorded results and fixtures are data.
-const FOLDERS: [&str; 10] = [".ci", ".github", "bench", "build", "docs", "examples", "kernels", "src", "tests", "tools"];
+const FOLDERS: [&str; 11] = [".ci", ".github", "bench", "build", "docs", "examples", "fuzz", "kernels", "src", "tests", "tools"];
 
 /// The extensions of the files that the test reads; scripts have none.
 const EXTENSIONS: [&str; 11] = ["rs", "cu", "cuh", "h", "cpp", "py", "md", "toml", "yml", "txt", ""];
