@@ -1,7 +1,6 @@
 //! The cost of a call: peak memory, total bytes allocated, and CPU time. Memory is counted in programs whose allocator is [`Counting`]. It
 //! is the same on every machine, busy or not, so tests check it in every run. Only the long tests check time.
 
-use kiln::internals::tensor::ALIGN;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -66,13 +65,8 @@ impl Gauge {
     }
 }
 
-/// Counts what is allocated with the arena's alignment, which nothing else has.
-pub static ARENA: Gauge = Gauge::new();
-pub static OTHER: Gauge = Gauge::new();
-
-fn gauge(layout: Layout) -> &'static Gauge {
-    if layout.align() == ALIGN as usize { &ARENA } else { &OTHER }
-}
+/// Counts everything. The CPU's working memory comes from the system, and is not counted.
+pub static HEAP: Gauge = Gauge::new();
 
 thread_local! {
     // Signed, because a thread may free memory of another one.
@@ -87,7 +81,7 @@ pub struct Counting;
 
 impl Counting {
     fn add(layout: Layout) {
-        gauge(layout).add(layout.size());
+        HEAP.add(layout.size());
         ALLOCATIONS.set(ALLOCATIONS.get() + 1);
         TOTAL.set(TOTAL.get() + layout.size());
         IN_USE.set(IN_USE.get().wrapping_add_unsigned(layout.size()));
@@ -110,7 +104,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        gauge(layout).sub(layout.size());
+        HEAP.sub(layout.size());
         IN_USE.set(IN_USE.get().wrapping_sub_unsigned(layout.size()));
         // SAFETY: `pointer` came from `System` by way of a call above.
         unsafe { System.dealloc(pointer, layout) }

@@ -191,7 +191,7 @@ fn other_formats_are_named() {
     let cases: [(&[u8], &str); 8] = [
         (b"", "not a safetensors file (x.safetensors): it is empty / download the file again"),
         (lfs.as_bytes(), "not a safetensors file (x.safetensors): it is a 135-byte Git LFS pointer / run git lfs pull"),
-        (b"<!DOCTYPE html><html>...", "not a safetensors file (x.safetensors): it is a web page / the download was"),
+        (b"<!DOCTYPE html><html>...", "not a safetensors file (x.safetensors): it is a web page / the server sent a page"),
         (b"\n <HTML lang=en>", "not a safetensors file (x.safetensors): it is a web page"),
         (b"PK\x03\x04\x00\x00\x08\x08\x00\x00", "unsupported weight format (x.safetensors): a zip archive"),
         (b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00}", "unsupported weight format (x.safetensors): Python pickle"),

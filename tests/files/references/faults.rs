@@ -113,7 +113,7 @@ fn mutated_files_neither_panic_nor_take_long() {
         "grey_alpha_8.png",
         "rgba_16.png",
         "grey_1.png",
-        "interlaced_gray_16.png",
+        "interlaced_grey_16.png",
         "palette_transparent.png",
         "animated.png",
         "orientation_late.png",
