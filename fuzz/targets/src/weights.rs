@@ -9,7 +9,8 @@ use kiln::internals::names::TensorSpec;
 use kiln::internals::tensor::{Bytes, DType, Scales};
 use safetensors::SafeTensors;
 use safetensors::tensor::serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -17,22 +18,49 @@ use std::sync::Arc;
 const MOST_DATA: u64 = 256 << 10;
 
 /// Makes the bytes of a file. An input that begins with `{` is a header up to the first line feed, and then data, which is repeated to the
-/// length that the header describes. Any other input is the whole file.
+/// length that the header describes. Any other input is the whole file. Tensors without offsets follow each other in the order of their
+/// names, so that another shape or type is all that changes.
 pub(crate) fn file(data: &[u8]) -> Vec<u8> {
     if !data.starts_with(b"{") {
         return data.to_vec();
     }
     let mut rest = Reader(data);
     let header = rest.line();
-    let length = described(header).filter(|length| *length <= MOST_DATA).map_or(rest.0.len(), |length| length as usize);
-    [&(header.len() as u64).to_le_bytes()[..], header, &rest.repeated(length)].concat()
+    let (header, length) = laid_out(header).unwrap_or((header.into(), None));
+    let length = length.filter(|length| *length <= MOST_DATA).map_or(rest.0.len(), |length| length as usize);
+    [&(header.len() as u64).to_le_bytes()[..], &header, &rest.repeated(length)].concat()
 }
 
-/// The largest offset in a header.
-fn described(header: &[u8]) -> Option<u64> {
-    let header: BTreeMap<String, Value> = serde_json::from_slice(header).ok()?;
-    let ends = header.values().filter_map(|entry| entry.get("data_offsets")?.get(1)?.as_u64());
-    Some(ends.max().unwrap_or(0))
+/// A header with offsets for all tensors, and the largest offset. It is the same text if it has them.
+fn laid_out(text: &[u8]) -> Option<(Cow<'_, [u8]>, Option<u64>)> {
+    let mut header: BTreeMap<String, Value> = serde_json::from_slice(text).ok()?;
+    let (mut end, mut changed) = (0, false);
+    for entry in header.values_mut().filter_map(Value::as_object_mut) {
+        if let Some(offsets) = entry.get("data_offsets") {
+            end = end.max(offsets.get(1).and_then(Value::as_u64).unwrap_or(0));
+        } else if let Some(bytes) = bytes(entry) {
+            let next = end.checked_add(bytes)?;
+            entry.insert("data_offsets".into(), vec![end, next].into());
+            (end, changed) = (next, true);
+        }
+    }
+    let text = if changed { serde_json::to_vec(&header).ok()?.into() } else { text.into() };
+    Some((text, Some(end)))
+}
+
+/// The bytes of a tensor.
+fn bytes(entry: &Map<String, Value>) -> Option<u64> {
+    let bits = match entry.get("dtype")?.as_str()? {
+        "F4" => 4,
+        "F6_E2M3" | "F6_E3M2" => 6,
+        "F16" | "BF16" | "I16" | "U16" => 16,
+        "F32" | "I32" | "U32" => 32,
+        "F64" | "I64" | "U64" | "C64" => 64,
+        _ => 8,
+    };
+    let sides = entry.get("shape")?.as_array()?.iter().map(Value::as_u64);
+    let bits = sides.into_iter().try_fold(bits, |bits: u64, side| bits.checked_mul(side?))?;
+    Some(bits.div_ceil(8))
 }
 
 pub(crate) fn open(file: Vec<u8>) -> Result<Shard> {
