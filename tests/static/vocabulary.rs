@@ -78,7 +78,7 @@ const REPLACED: &[(&str, &str)] = &[
     ("clang-format", "lines are broken by hand"),
 ];
 
-/// Folders with text of the project; recorded results and fixtures are data.
+/// Folders with text of the project; recorded results, fixtures and corpora are data.
 const FOLDERS: [&str; 11] = [".ci", ".github", "bench", "build", "docs", "examples", "fuzz", "kernels", "src", "tests", "tools"];
 
 /// The extensions of the files that the test reads; scripts have none.
@@ -92,8 +92,9 @@ fn texts(root: &Path) -> Vec<PathBuf> {
     }
     let top = std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path());
     found.extend(top.filter(|path| path.extension().is_some_and(|e| ["md", "rs", "toml"].iter().any(|own| e == *own))));
-    let is_data =
-        |path: &Path| path.components().any(|part| ["results", "fixtures"].iter().any(|data| part.as_os_str() == *data));
+    let is_data = |path: &Path| {
+        path.components().any(|part| ["results", "fixtures", "corpus"].iter().any(|data| part.as_os_str() == *data))
+    };
     // Words of prompts are data as well.
     let other = ["static/vocabulary.rs", "bench/LOG.md", "calibrate/prompts.txt", "train_builtin/tokenizer.py"];
     found.retain(|path| !is_data(path.strip_prefix(root).unwrap()) && !other.iter().any(|end| path.ends_with(end)));
