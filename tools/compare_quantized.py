@@ -8,8 +8,8 @@
 
 For NVFP4, `--format nvfp4 --encoder nvfp4` makes FOLDER/flux-2-klein-4b-nvfp4.safetensors and FOLDER/qwen_3_4b_nvfp4.safetensors. For
 FLUX.2 [dev], `--model dev --format fp8 --encoder fp8` makes FOLDER/flux2_dev_fp8mixed.safetensors and
-FOLDER/mistral_3_small_flux2_fp8.safetensors; --guidance and --padding are those of tools/compare_diffusers.py. Three programs run the
-transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
+FOLDER/mistral_3_small_flux2_fp8.safetensors; --guidance and --padding mean the same as in tools/compare_diffusers.py. Three programs
+run the transformer in every case of tools/compare_diffusers.py, from the same noise and the same prompt embeddings:
 
     wide    diffusers in fp32 with the weights decoded from codes and scales, and with plain inputs
     torch   FP8: ComfyUI's arithmetic. Inputs are clamped and rounded to e4m3 with the file's input_scale. The product of the codes

@@ -9,8 +9,8 @@ use std::sync::LazyLock;
 
 static TINY: LazyLock<LayerTargets> = LazyLock::new(|| Configs::TINY.layer_targets());
 
-/// An adapter for the tiny model, in a file made as those of [`safetensors`](crate::safetensors). The layers of an accepted one have the
-/// model's shapes, and what they add is finite. What `kiln lora` lists of any file agrees with that.
+/// An adapter for the tiny model, in a file that is made as [`safetensors`](crate::safetensors) makes its files. The layers of an accepted
+/// adapter have the model's shapes, and add finite values. `kiln lora` lists the same layers.
 pub fn adapter(data: &[u8]) {
     let file = file(data);
     let length = file.len() as isize;

@@ -20,7 +20,7 @@ pub fn png(data: &[u8]) {
     };
     let (image, reference) = (decode(&file), reference(&file));
     match (image, reference) {
-        (Ok(image), Some(reference)) => assert!(image == reference, "the pixels differ from those of the png crate"),
+        (Ok(image), Some(reference)) => assert!(image == reference, "the pixels differ from the png crate's"),
         (Ok(_), None) => panic!("the png crate refuses this"),
         (Err(error), reference) => {
             check_file_error(&error);

@@ -58,8 +58,8 @@ const fn taps(p: &abi::KlConv) -> u32 {
     if p.sampling == abi::KL_UP { 4 } else { 9 }
 }
 
-/// A filter tap: its index in the filter, the image plane that it reads, and its column and line in that plane's window in phase 0. Phases
-/// of right and of lower pixels begin one pixel later.
+/// A filter tap: its index in the filter, the image plane that it reads, and its column and line in that plane's window in phase 0.
+/// Phases for right or lower pixels begin one pixel later.
 struct Tap {
     filter: u32,
     plane: u32,

@@ -86,8 +86,8 @@ struct KernelFile {
     module: Cell<Option<Module>>,
 }
 
-/// The kernels of this GPU and the stream they run on. A file is loaded when the first of its kernels is needed: klein in bf16 needs half
-/// of the files.
+/// The kernels of this GPU and the stream they run on. A file is loaded when the first of its kernels is needed. klein in bf16 needs
+/// half the files.
 pub struct Kernels {
     /// Times the kernels, if a trace was being recorded when they were opened.
     timeline: Option<Timeline>,

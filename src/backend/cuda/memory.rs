@@ -86,8 +86,8 @@ pub struct Memory {
     adapters: Allocation,
     /// Memory for op scratch that does not fit into working memory.
     spare: Allocation,
-    /// Address and bytes of the current op's scratch. Weights that are expanded before their GEMM lie at its beginning, products `x down^T`
-    /// of LoRA branches at its end.
+    /// Address and bytes of the current op's scratch. It begins with weights that are expanded before their GEMM, and ends with the
+    /// products `x down^T` of LoRA branches.
     op_scratch: (u64, u64),
     /// Address at which working memory begins.
     base: u64,
