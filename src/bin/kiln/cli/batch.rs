@@ -367,12 +367,13 @@ impl Run<'_> {
             let mut tell = |text: &str| terminal.say(&format!("line {number}: {text}"));
             own_lora.as_ref().map(|lora| library.open(lora, &mut tell)).transpose()
         };
-        let name = match output {
-            Some(name) => name,
+        let (name, opened) = match output {
+            Some(name) => (name, None),
             None => {
-                let adapters = open_adapters()?.map_or_else(|| known.profile.adapters.clone(), |adapters| applied(&adapters));
+                let opened = open_adapters()?;
+                let adapters = opened.as_ref().map_or_else(|| known.profile.adapters.clone(), |adapters| applied(adapters));
                 let context = [model_id.clone(), line.digests(&adapters)?].concat();
-                content_name(&line.prompt, &line.id(&context), extension(format))
+                (content_name(&line.prompt, &line.id(&context), extension(format)), Some(opened))
             }
         };
         let (path, seed) = (folder.join(name), line.seed());
@@ -384,7 +385,9 @@ impl Run<'_> {
         if defaults.skip_existing && existing::is_image(&path, format) {
             return Ok(Some(Planned::Skipped { path, seed }));
         }
-        let request = ImageRequest { adapters: open_adapters()?, ..line.request(&known.profile.defaults)? };
+        // The image has the adapters that its name was made from, even if their files change meanwhile.
+        let adapters = opened.map_or_else(open_adapters, Ok)?;
+        let request = ImageRequest { adapters, ..line.request(&known.profile.defaults)? };
         match Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true) {
             // The file of another run may have appeared meanwhile.
             Err(Error::OutputExists { .. }) if defaults.skip_existing => {
