@@ -96,6 +96,10 @@ fn rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
     [y + 1.402 * cr, y - 0.344_136 * cb - 0.714_136 * cr, y + 1.772 * cb].map(|value| value.round().clamp(0.0, 255.0) as u8)
 }
 
+/// The largest step from a sample of chroma to the next in tiles that are compared. Subsampled chroma is interpolated, so where it left its
+/// range only steep steps show.
+const STEP: u8 = 48;
+
 /// The tiles of an image in which no sample is at the end of its range.
 struct Tame {
     across: usize,
@@ -107,8 +111,12 @@ impl Tame {
         let across = width.div_ceil(TILE);
         let rows = samples.len() / channels / width;
         let mut wild = vec![false; across * rows.div_ceil(TILE)];
+        let steep = |at: usize, before: usize| {
+            (1..channels).any(|c| samples[at * channels + c].abs_diff(samples[before * channels + c]) > STEP)
+        };
         for (at, pixel) in samples.chunks_exact(channels).enumerate() {
-            if pixel.iter().any(|sample| matches!(sample, 0..=1 | 254..=255)) {
+            let is_end = pixel.iter().any(|sample| matches!(sample, 0..=1 | 254..=255));
+            if is_end || at % width > 0 && steep(at, at - 1) || at >= width && steep(at, at - width) {
                 wild[at / width / TILE * across + at % width / TILE] = true;
             }
         }
