@@ -73,6 +73,13 @@ typedef struct {
   uint32_t unused;
 } KlEuler;
 
+/* Rows of `latents` stay where `keep` is zero, if there is one. `cols` are the columns of a row; the host may pass all rows as one. */
+typedef struct {
+  KlMat latents, init, noise, keep;
+  float sigma;
+  uint32_t cols;
+} KlRenoise;
+
 typedef struct {
   KlMat out, cond, uncond;
   float scale;

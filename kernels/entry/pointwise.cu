@@ -4,6 +4,7 @@
 //   kl_patchify           tokens[t, 4 c + p] = (pixels[4 t's pixel p, c] - mean) / sqrt(var + eps), 2x2 pixels to a token
 //   kl_unpatchify         its inverse
 //   kl_euler              latents += dt * velocity, in f32
+//   kl_renoise            latents = (1 - sigma) init + sigma noise, in f32, in the rows to keep
 //   kl_guidance           out = uncond + scale * (cond - uncond), classifier-free guidance
 //   kl_blend              into = (1 - t) from + t into, t rising from row to row or from pixel to pixel, over the overlap of two tiles
 //   kl_pixels             8-bit values of an image in -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
@@ -113,6 +114,37 @@ __device__ __forceinline__ void euler(const KlEuler& p) {
 
 KL_ENTRY(kl_euler, KlEuler, KL_POINTWISE_THREADS) {
   with_type(p.velocity.dtype, [&](auto t) { euler<typename decltype(t)::type>(p); });
+}
+
+// Products and sum are rounded one by one, as on the CPU.
+template <class X>
+__device__ __forceinline__ void renoise(const KlRenoise& p) {
+  const float rest = 1.0f - p.sigma;
+  const auto stays = [&](uint64_t row, uint64_t col) {
+    return p.keep.data != 0 && load<float>(p.keep, row + col / p.cols, 0) == 0.0f;
+  };
+  // A vector never has values of two rows.
+  if (p.cols % kVector == 0 && vectors_fit(p.latents) && vectors_fit(p.init) && vectors_fit(p.noise)) {
+    for_each_run(p.latents, kVector, [&](uint64_t row, uint64_t col) {
+      if (stays(row, col)) return;
+      float x[kVector], z[kVector];
+      load_vector(row_of<const X>(p.init, row) + col, x);
+      load_vector(row_of<const float>(p.noise, row) + col, z);
+#pragma unroll
+      for (int i = 0; i < kVector; i++) x[i] = multiply_add(p.sigma, z[i], __fmul_rn(rest, x[i]));
+      store_vector(row_of<float>(p.latents, row) + col, x);
+    });
+  } else {
+    for_each_run(p.latents, 1, [&](uint64_t row, uint64_t col) {
+      if (stays(row, col)) return;
+      const float old = __fmul_rn(rest, load<X>(p.init, row, col));
+      row_of<float>(p.latents, row)[col] = multiply_add(p.sigma, load<float>(p.noise, row, col), old);
+    });
+  }
+}
+
+KL_ENTRY(kl_renoise, KlRenoise, KL_POINTWISE_THREADS) {
+  with_type(p.init.dtype, [&](auto t) { renoise<typename decltype(t)::type>(p); });
 }
 
 template <class Out, class X>

@@ -334,6 +334,9 @@ impl Cpu {
                 image::unpatchify(write(out)?, read(x)?, read(stats.mean)?, read(stats.var)?, stats.eps, width);
             }
             Op::Euler { latents, velocity, dt } => kernels::euler(write(latents)?, read(velocity)?, dt),
+            Op::Renoise { latents, init, noise, keep, sigma } => {
+                kernels::renoise(write(latents)?, read(init)?, read(noise)?, read_opt(keep)?, sigma);
+            }
             Op::Guidance { out, cond, uncond, scale } => kernels::guidance(write(out)?, read(cond)?, read(uncond)?, scale),
             Op::Blend { into, from, seam } => image::blend(write(into)?, read(from)?, seam),
             Op::NonFinite { count, x } => kernels::non_finite(write(count)?, read(x)?),

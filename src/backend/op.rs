@@ -305,6 +305,20 @@ pub enum Op<'a> {
         /// Change of sigma, which is negative.
         dt: f32,
     },
+    /// An image at a noise level, `latents = (1 - sigma) init + sigma noise`, in f32. Editing starts from it, and keeps with it what is not
+    /// repainted.
+    Renoise {
+        /// f32, read and written.
+        latents: Tensor,
+        /// Same shape: the image without noise.
+        init: Tensor,
+        /// Same shape: pure noise.
+        noise: Tensor,
+        /// `[rows, 1]`, f32. Rows of `latents` stay where it is zero. Without it no row stays.
+        keep: Option<Tensor>,
+        /// The noise level, within 0..=1.
+        sigma: f32,
+    },
     /// Classifier-free guidance (CFG, Ho and Salimans 2022), `out = uncond + scale * (cond - uncond)`.
     Guidance {
         /// Same shape.
@@ -455,6 +469,11 @@ impl Op<'_> {
             | Self::LargestMagnitude { largest: to, x } => {
                 each(Update, &[to]);
                 each(Read, &[x]);
+            }
+            Self::Renoise { latents, init, noise, keep, .. } => {
+                each(Update, &[latents]);
+                each(Read, &[init, noise]);
+                each(Read, keep.as_slice());
             }
             Self::Guidance { out, cond, uncond, .. } => {
                 each(Write, &[out]);

@@ -139,6 +139,7 @@ impl RowBuilder {
             self.linear(canvas, PACKED, width),
             self.guidance(canvas, PACKED),
             self.euler(canvas, PACKED),
+            self.renoise(canvas, PACKED),
             self.blend(4 * side, 16 * side),
             self.non_finite(canvas, PACKED),
             self.largest_magnitude(all, width),
@@ -448,6 +449,14 @@ impl RowBuilder {
         Row::new(format!("{rows}x{cols}"), self.0, move |m| {
             let (latents, velocity) = (m.input(rows, cols, DType::F32)?, m.input(rows, cols, DType::F32)?);
             call(move |run| run(Op::Euler { latents, velocity, dt: -0.25 }))
+        })
+    }
+
+    fn renoise(&self, rows: usize, cols: usize) -> Result<Row> {
+        Row::new(format!("{rows}x{cols}"), self.0, move |m| {
+            let (latents, noise) = (m.input(rows, cols, DType::F32)?, m.input(rows, cols, DType::F32)?);
+            let init = m.activations(rows, cols)?;
+            call(move |run| run(Op::Renoise { latents, init, noise, keep: None, sigma: 0.5 }))
         })
     }
 

@@ -105,6 +105,23 @@ pub fn euler(latents: Out<'_>, velocity: In<'_>, dt: f32) {
     });
 }
 
+pub fn renoise(latents: Out<'_>, init: In<'_>, noise: In<'_>, keep: Option<In<'_>>, sigma: f32) {
+    for_rows(latents, 2 * init.cols, |r, buffer, out, local| {
+        let mut flag = [1.0];
+        if let Some(keep) = &keep {
+            keep.load(r, 0, &mut flag);
+        }
+        if flag[0] == 0.0 {
+            return;
+        }
+        let (x, z) = buffer.split_at_mut(init.cols);
+        init.load(r, 0, x);
+        noise.load(r, 0, z);
+        x.iter_mut().zip(z).for_each(|(x, z)| *x = (1.0 - sigma) * *x + sigma * *z);
+        out.store(local, 0, x);
+    });
+}
+
 pub fn guidance(out: Out<'_>, cond: In<'_>, uncond: In<'_>, scale: f32) {
     for_rows(out, 2 * cond.cols, |r, buffer, out, local| {
         let (c, u) = buffer.split_at_mut(cond.cols);

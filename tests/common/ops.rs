@@ -250,7 +250,12 @@ impl Rig<'_> {
 
     /// Activations in this dtype that the op updates in place.
     pub fn updated_as(&mut self, dtype: DType, rows: usize, cols: usize) -> Operand {
-        self.operand(rows, cols, dtype, PADDING, |v| 2.0 * v)
+        self.updated_with(dtype, rows, cols, |v| 2.0 * v)
+    }
+
+    /// Activations in this dtype that the op updates in place: `f` applied to values in -1..1.
+    pub fn updated_with(&mut self, dtype: DType, rows: usize, cols: usize, f: impl Fn(f32) -> f32) -> Operand {
+        self.operand(rows, cols, dtype, PADDING, f)
     }
 
     /// A result in the dtype of the case, NaN until written.

@@ -17,6 +17,7 @@ const EVERY_TIME: &[&str] = &[
     "patchify 3x7 tokens 4 channels bf16 whole",
     "unpatchify 3x7 tokens 4 channels bf16 whole",
     "euler 113x128 bf16 whole",
+    "renoise 113x128 to 0.6 in some rows bf16 whole",
     "guidance 113x128 bf16 whole",
     "blend 113x128 at the top bf16 whole",
     "blend 11x27 at the left, 3 channels bf16 whole",

@@ -107,6 +107,8 @@ layout!(KlMap: 88 bytes, aligned to 8; 0 => out: KlMat, 40 => x: KlMat, 80 => fu
 layout!(KlPatch: 168 bytes, aligned to 8; 0 => tokens: KlMat, 40 => pixels: KlMat, 80 => mean: KlMat, 120 => var: KlMat,
     160 => width: u32, 164 => eps: f32);
 layout!(KlEuler: 88 bytes, aligned to 8; 0 => latents: KlMat, 40 => velocity: KlMat, 80 => dt: f32, 84 => unused: u32);
+layout!(KlRenoise: 168 bytes, aligned to 8; 0 => latents: KlMat, 40 => init: KlMat, 80 => noise: KlMat, 120 => keep: KlMat,
+    160 => sigma: f32, 164 => cols: u32);
 layout!(KlGuidance: 128 bytes, aligned to 8; 0 => out: KlMat, 40 => cond: KlMat, 80 => uncond: KlMat, 120 => scale: f32,
     124 => unused: u32);
 layout!(KlBlend: 88 bytes, aligned to 8; 0 => into: KlMat, 40 => from: KlMat, 80 => channels: u32, 84 => steps: u32);

@@ -28,6 +28,7 @@ pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
         OpKind::Patchify => vec![Kernel::Patchify],
         OpKind::Unpatchify => vec![Kernel::Unpatchify],
         OpKind::Euler => vec![Kernel::Euler],
+        OpKind::Renoise => vec![Kernel::Renoise],
         OpKind::Guidance => vec![Kernel::Guidance],
         OpKind::Blend => vec![Kernel::Blend],
         OpKind::NonFinite => vec![Kernel::CountNonFinite],
@@ -112,6 +113,9 @@ pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
         Op::Patchify { out, x, stats, width } => pointwise::patchify(cx, Kernel::Patchify, mat(out)?, mat(x)?, stats, width),
         Op::Unpatchify { out, x, stats, width } => pointwise::patchify(cx, Kernel::Unpatchify, mat(x)?, mat(out)?, stats, width),
         Op::Euler { latents, velocity, dt } => pointwise::euler(cx, mat(latents)?, mat(velocity)?, dt),
+        Op::Renoise { latents, init, noise, keep, sigma } => {
+            pointwise::renoise(cx, [mat(latents)?, mat(init)?, mat(noise)?], keep.map(mat).transpose()?, sigma)
+        }
         Op::Guidance { out, cond, uncond, scale } => pointwise::guidance(cx, mat(out)?, mat(cond)?, mat(uncond)?, scale),
         Op::Blend { into, from, seam } => pointwise::blend(cx, mat(into)?, mat(from)?, seam),
         Op::NonFinite { count, x } => pointwise::non_finite(cx, mat(count)?, mat(x)?),

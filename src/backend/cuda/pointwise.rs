@@ -3,7 +3,7 @@
 use super::abi::{self, KlMat};
 use super::context::OpContext;
 use super::launch::Kernel;
-use super::params::{flatten, pointwise_grid};
+use super::params::{NONE, flatten, pointwise_grid};
 use crate::backend::{LatentStats, Seam};
 use crate::error::Result;
 
@@ -24,6 +24,14 @@ pub fn patchify(cx: &OpContext, kernel: Kernel, tokens: KlMat, pixels: KlMat, st
 pub fn euler(cx: &OpContext, latents: KlMat, velocity: KlMat, dt: f32) -> Result<()> {
     let [latents, velocity] = flatten([latents, velocity]);
     cx.kernels.launch(Kernel::Euler, pointwise_grid(&latents), &abi::KlEuler { latents, velocity, dt, unused: 0 })
+}
+
+/// An image at a noise level, in the rows to keep.
+pub fn renoise(cx: &OpContext, [latents, init, noise]: [KlMat; 3], keep: Option<KlMat>, sigma: f32) -> Result<()> {
+    let cols = latents.cols;
+    let [latents, init, noise] = flatten([latents, init, noise]);
+    let p = abi::KlRenoise { latents, init, noise, keep: keep.unwrap_or(NONE), sigma, cols };
+    cx.kernels.launch(Kernel::Renoise, pointwise_grid(&latents), &p)
 }
 
 /// Classifier-free guidance.

@@ -132,6 +132,11 @@ impl Op<'_> {
             Self::Euler { latents, velocity, .. } => {
                 fits(same(latents, velocity) && latents.dtype == DType::F32, "shapes")?;
             }
+            Self::Renoise { latents, init, noise, keep, sigma } => {
+                fits(same(latents, init) && same(latents, noise) && latents.dtype == DType::F32, "shapes")?;
+                fits(keep.is_none_or(|k| k.rows == latents.rows && k.cols == 1 && k.dtype == DType::F32), "rows to keep")?;
+                fits((0.0..=1.0).contains(&sigma), "noise level")?;
+            }
             Self::Guidance { out, cond, uncond, .. } => fits(same(out, cond) && same(out, uncond), "shapes")?,
             Self::Blend { into, from, seam } => {
                 fits(same(into, from), "shapes")?;

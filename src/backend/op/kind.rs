@@ -53,6 +53,7 @@ kinds! {
     Op::Patchify { .. } => Patchify "patchify",
     Op::Unpatchify { .. } => Unpatchify "unpatchify",
     Op::Euler { .. } => Euler "euler",
+    Op::Renoise { .. } => Renoise "renoise",
     Op::Guidance { .. } => Guidance "guidance",
     Op::Blend { .. } => Blend "blend",
     Op::NonFinite { .. } => NonFinite "non_finite",

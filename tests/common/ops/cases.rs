@@ -8,6 +8,7 @@ use super::{Case, Expected, Fit, Mat, PADDING, Rig, fp8_gemms, gemms, lora_gemms
 use kiln::internals::backend::{GroupNorm, LatentStats, Modulated, Op, RopeStyle, Sampling, Seam};
 use kiln::internals::tensor::DType::{self, Bf16, F16, F32, U8};
 use kiln::internals::tensor::Stored;
+use std::cell::Cell;
 
 pub const EPS: f32 = 1e-6;
 
@@ -139,6 +140,7 @@ fn row_wise(table: &mut Table) {
             let op = Op::Euler { latents: x.t, velocity: v.t, dt: -0.37 };
             rig.run(op, &[(x.t, want!(euler(&x.host, &v.host, -0.37)))]);
         });
+        renoise(table, rows, cols);
         for (seam, what) in [(Seam::Top, "top"), (Seam::Left { channels: 1 }, "left")] {
             blend(table, rows, cols, seam, what);
         }
@@ -181,6 +183,26 @@ fn row_wise(table: &mut Table) {
     non_finite(table, 3001, 3000);
     largest_magnitude(table, 3001, 3000, 0.0, "");
     table.variants = ALL;
+}
+
+/// An image at three noise levels. What the op must not read is NaN: the latents that it replaces, image and noise of the others.
+fn renoise(table: &mut Table, rows: usize, cols: usize) {
+    let but_nan = move |is_nan: Vec<bool>| {
+        let at = Cell::new(0);
+        move |v: f32| if is_nan[at.replace(at.get() + 1) / cols] { f32::NAN } else { v }
+    };
+    for (sigma, some) in [(1.0, false), (0.6, true), (0.0, true)] {
+        let what = if some { "in some rows" } else { "in all rows" };
+        table.add(format!("renoise {rows}x{cols} to {sigma} {what}"), move |rig| {
+            let keep = some.then(|| rig.input_as(F32, rows, 1, |v| f32::from(v > 0.0)));
+            let stays: Vec<bool> = (0..rows).map(|r| keep.as_ref().is_some_and(|k| k.host.at::<f32>(r, 0) == 0.0)).collect();
+            let init = rig.input(rows, cols, but_nan(stays.clone()));
+            let noise = rig.input_as(F32, rows, cols, but_nan(stays.clone()));
+            let x = rig.updated_with(F32, rows, cols, but_nan(stays.iter().map(|stays| !stays).collect()));
+            let op = Op::Renoise { latents: x.t, init: init.t, noise: noise.t, keep: keep.map(|keep| keep.t), sigma };
+            rig.run(op, &[(x.t, want!(renoise(&x.host, [&init.host, &noise.host], &stays, sigma)))]);
+        });
+    }
 }
 
 fn non_finite(table: &mut Table, rows: usize, cols: usize) {

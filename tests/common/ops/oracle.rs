@@ -407,6 +407,13 @@ pub fn euler<R: Real>(latents: &Mat, velocity: &Mat, dt: f32) -> Vec<R> {
     each(latents.rows, latents.cols, |r, c| latents.at::<R>(r, c) + R::of(dt) * velocity.at(r, c))
 }
 
+pub fn renoise<R: Real>(latents: &Mat, [init, noise]: [&Mat; 2], stays: &[bool], sigma: f32) -> Vec<R> {
+    each(latents.rows, latents.cols, |r, c| match stays[r] {
+        true => latents.at(r, c),
+        false => (one::<R>() - R::of(sigma)) * init.at(r, c) + R::of(sigma) * noise.at(r, c),
+    })
+}
+
 pub fn pixels<R: Real>(x: &Mat) -> Vec<R> {
     let half = R::of(0.5);
     let unit = |v: R| {
