@@ -18,7 +18,13 @@ pub struct Record {
     pub negative_prompt_embeds: Option<Vec<f32>>,
     /// Tokens of each reference image, one row of 128 values per token.
     pub references: Vec<Vec<f32>>,
-    /// The noise, then the latents after each step, one row of 128 values per token.
+    /// Tokens of the init image, if it is encoded.
+    pub init: Option<Vec<f32>>,
+    /// For each token of the canvas whether it keeps the init image, if some do.
+    pub keep: Option<Vec<bool>>,
+    /// The noise of the seed, one row of 128 values per token.
+    pub noise: Vec<f32>,
+    /// Where denoising starts, which is the noise unless there is an init image, then the latents after each step.
     pub latents: Vec<Vec<f32>>,
     /// The decoded image before it is rounded to bytes, `[3, height, width]`, nominally within -1..1.
     pub image: Vec<f32>,
@@ -29,8 +35,8 @@ pub struct Record {
 }
 
 impl Record {
-    /// Serializes the tensors `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.n` and `image`,
-    /// and if present `negative_prompt_embeds` and `reference.1.tokens` onwards.
+    /// Serializes the tensors `token_ids`, `prompt_embeds`, `noise`, `latents.0` (where denoising starts) to `latents.n` and `image`,
+    /// and if present `negative_prompt_embeds`, `reference.1.tokens` onwards, `init.tokens` and `mask.tokens` (1 is repainted).
     pub fn to_safetensors(&self) -> Result<Vec<u8>> {
         let bytes = |values: &[f32]| DType::F32.encoded(values);
         let ids: Vec<u8> = self.token_ids.iter().flat_map(|id| (*id as i32).to_le_bytes()).collect();
@@ -47,9 +53,14 @@ impl Record {
         for (j, tokens) in self.references.iter().enumerate() {
             tensors.push((format!("reference.{}.tokens", j + 1), Dtype::F32, shape(tokens), bytes(tokens)));
         }
-        if let Some(noise) = self.latents.first() {
-            tensors.push(("noise".into(), Dtype::F32, shape(noise), bytes(noise)));
+        if let Some(init) = &self.init {
+            tensors.push(("init.tokens".into(), Dtype::F32, shape(init), bytes(init)));
         }
+        if let Some(keep) = &self.keep {
+            let repainted = keep.iter().map(|keep| u8::from(!keep)).collect();
+            tensors.push(("mask.tokens".into(), Dtype::U8, vec![keep.len()], repainted));
+        }
+        tensors.push(("noise".into(), Dtype::F32, shape(&self.noise), bytes(&self.noise)));
         for (i, latents) in self.latents.iter().enumerate() {
             tensors.push((format!("latents.{i}"), Dtype::F32, shape(latents), bytes(latents)));
         }

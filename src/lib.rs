@@ -25,6 +25,7 @@ mod checkpoint;
 mod component;
 mod config;
 mod dump;
+pub mod edit;
 pub mod error;
 mod files;
 pub mod image;
@@ -64,7 +65,7 @@ pub use names::{LayerRole, Layout};
 pub use noise::{CHANNELS, NoiseKind};
 pub use pipeline::{
     AdapterUse, AttentionFormatCount, Engine, Estimate, EstimateRequest, Expansion, Formats, GeneratedImage, Job, KindFormat,
-    LoadOptions, Noise, OpenModel, ReferenceInput, estimate,
+    LoadOptions, Noise, OpenModel, ReferenceInput, Start, estimate,
 };
 pub use reference::{DecodedReference, PreparedReference};
 pub use sampler::Sigmas;
@@ -106,7 +107,7 @@ pub mod internals {
         ($($module:ident)*) => { $(pub mod $module { pub use crate::$module::*; })* };
     }
     open! {
-        adapter backend checkpoint component config dump files model names noise pipeline reference sampler sequence tensor tiny tokenizer
+        adapter backend checkpoint component config dump edit files model names noise pipeline reference sampler sequence tensor tiny tokenizer
         words
     }
 }

@@ -20,5 +20,5 @@ pub use branches::AdapterUse;
 pub use engine::Engine;
 pub use estimate::{Estimate, EstimateRequest, OpTime, estimate};
 pub use formats::{AttentionFormatCount, Expansion, Formats, KindFormat};
-pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput};
+pub use job::{GeneratedImage, Job, LoadOptions, Noise, ReferenceInput, Start};
 pub use open::OpenModel;

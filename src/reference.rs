@@ -22,14 +22,17 @@ mod jpeg_file;
 mod kind;
 mod orientation;
 mod png_file;
+mod webp_file;
 
 use crate::error::{Error, Result};
 use crate::files;
 use crate::image::Image;
 use crate::memory;
 use crate::sequence::{Grid, PATCH};
-pub use kiln_numerics::lanczos;
+pub use kiln_numerics::resample;
 use kind::Kind;
+use orientation::Orientation;
+use resample::Filter;
 use sha2::{Digest, Sha256};
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -64,24 +67,35 @@ pub struct DecodedReference {
 }
 
 impl DecodedReference {
-    /// Reads a PNG or JPEG file.
+    /// Reads a PNG, JPEG or WebP file.
     pub fn open(path: &Path) -> Result<Self> {
         Self::from_bytes(&read(path)?, path)
     }
 
-    /// The SHA-256 of a PNG or JPEG file, as hexadecimal digits. The file is not decoded.
+    /// The SHA-256 of an image file, as hexadecimal digits. The file is not decoded.
     pub fn sha256(path: &Path) -> Result<String> {
         Ok(Sha256::digest(read(path)?).iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
     /// Decodes a file in memory. `origin` is its display name.
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
-        decode(bytes, origin).map(|image| Self { origin: origin.into(), image }).map_err(|fault| fault.into_error(origin))
+        let decoded = decode(bytes, origin, Alpha::Dropped);
+        decoded.map(|(image, _)| Self { origin: origin.into(), image }).map_err(|fault| fault.into_error(origin))
+    }
+
+    /// An image that is already decoded.
+    pub(crate) fn from_image(image: Image) -> Self {
+        Self { origin: PathBuf::new(), image }
     }
 
     /// The decoded, upright image.
     pub fn image(&self) -> &Image {
         &self.image
+    }
+
+    /// The decoded, upright image.
+    pub(crate) fn into_image(self) -> Image {
+        self.image
     }
 
     /// Resizes the image for the model: downscales it to at most `area` pixels (`AREA_CAP` for klein), then crops it to the
@@ -91,15 +105,20 @@ impl DecodedReference {
         let original = (image.width, image.height);
         let resized = capped(original, area);
         let (width, height) = resized.unwrap_or(original);
-        let pixels = if resized.is_some() { lanczos::resize(&image.pixels, original, (width, height)) } else { image.pixels };
+        let pixels = if resized.is_some() { resample::resize::<3>(&image.pixels, original, (width, height), Filter::Lanczos) } else { image.pixels };
         let whole = (width - width % PATCH, height - height % PATCH);
-        let pixels = center(pixels, (width, height), whole);
+        let pixels = centered::<3>(pixels, (width, height), whole);
         PreparedReference { origin, width: whole.0, height: whole.1, pixels, original, resized }
     }
 }
 
+/// An image and the opacity of its pixels, if the file has one. `origin` is its display name.
+pub(crate) fn decoded_with_alpha(bytes: &[u8], origin: &Path) -> Result<(Image, Option<Vec<u8>>)> {
+    decode(bytes, origin, Alpha::Kept).map_err(|fault| fault.into_error(origin))
+}
+
 /// The bytes of a file.
-fn read(path: &Path) -> Result<Vec<u8>> {
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
     files::read(path, MAX_FILE).map_err(|error| match error.kind() {
         // The file is not an image, so there is no hint to convert it to another format.
         ErrorKind::InvalidInput => Error::bad_file(path, "cannot read image", error.to_string()),
@@ -133,14 +152,19 @@ impl PreparedReference {
 
     /// The pixels as the input of the VAE, within -1..1, in the order of [`PreparedReference::pixels`].
     pub fn values(&self) -> Vec<f32> {
-        // The reference implementation rounds twice: the division and the scaling are both in f32.
-        let table: [f32; 256] = std::array::from_fn(|v| 2.0 * (v as f32 / 255.0) - 1.0);
-        self.pixels.iter().map(|&v| table[usize::from(v)]).collect()
+        vae_input(&self.pixels)
     }
 }
 
+/// Pixels as the input of the VAE, within -1..1.
+pub(crate) fn vae_input(pixels: &[u8]) -> Vec<f32> {
+    // The reference implementation rounds twice: the division and the scaling are both in f32.
+    let table: [f32; 256] = std::array::from_fn(|v| 2.0 * (v as f32 / 255.0) - 1.0);
+    pixels.iter().map(|&v| table[usize::from(v)]).collect()
+}
+
 /// The size to which an image is downscaled, or `None` if its area does not exceed the cap.
-fn capped((width, height): (usize, usize), cap: usize) -> Option<(usize, usize)> {
+pub(crate) fn capped((width, height): (usize, usize), cap: usize) -> Option<(usize, usize)> {
     let area = width * height;
     // An area is at most MAX_PIXELS, so it is exact in f64. The steps match the reference implementation, including the truncation.
     let scale = (cap as f64 / area as f64).sqrt();
@@ -148,31 +172,50 @@ fn capped((width, height): (usize, usize), cap: usize) -> Option<(usize, usize)>
     (area > cap).then(|| (shrunk(width), shrunk(height)))
 }
 
-/// Crops the center of an image; if the margin is odd, the larger half is on the right and at the bottom.
-fn center(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<u8> {
+/// Crops the center of an image of `C` bytes per pixel; if the margin is odd, the larger half is on the right and at the bottom.
+pub(crate) fn centered<const C: usize>(mut pixels: Vec<u8>, from: (usize, usize), to: (usize, usize)) -> Vec<u8> {
     if from == to {
         return pixels;
     }
     let (left, top) = ((from.0 - to.0) / 2, (from.1 - to.1) / 2);
     for row in 0..to.1 {
-        let start = ((top + row) * from.0 + left) * 3;
+        let start = ((top + row) * from.0 + left) * C;
         // Rows only move toward the start, so no row is overwritten before it is copied.
-        pixels.copy_within(start..start + to.0 * 3, row * to.0 * 3);
+        pixels.copy_within(start..start + to.0 * C, row * to.0 * C);
     }
-    pixels.truncate(to.0 * to.1 * 3);
+    pixels.truncate(to.0 * to.1 * C);
     pixels
 }
 
-fn decode(bytes: &[u8], origin: &Path) -> Result<Image, Fault> {
+/// Whether transparency is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Alpha {
+    Dropped,
+    Kept,
+}
+
+/// An image as a decoder returns it.
+struct Decoded {
+    image: Image,
+    /// The opacity of each pixel, if it is kept and the file has one.
+    alpha: Option<Vec<u8>>,
+    orientation: Orientation,
+}
+
+/// Decodes an image and turns it upright. Also returns the opacity of its pixels, if it is kept and the file has one.
+fn decode(bytes: &[u8], origin: &Path, alpha: Alpha) -> Result<(Image, Option<Vec<u8>>), Fault> {
     if bytes.len() as u64 > MAX_FILE {
         return Err(Fault::too_long());
     }
     let kind = kind::of(bytes, origin)?;
-    let (image, orientation) = isolated(|| match kind {
-        Kind::Png => png_file::decode(bytes),
+    let Decoded { image: Image { width, height, pixels }, alpha: opacity, orientation } = isolated(|| match kind {
+        Kind::Png => png_file::decode(bytes, alpha),
         Kind::Jpeg => jpeg_file::decode(bytes),
+        Kind::WebP => webp_file::decode(bytes, alpha),
     })?;
-    orientation.apply(image)
+    let opacity = opacity.map(|opacity| orientation.apply::<1>((width, height), opacity)).transpose()?;
+    let ((width, height), pixels) = orientation.apply::<3>((width, height), pixels)?;
+    Ok((Image { width, height, pixels }, opacity.map(|(_, opacity)| opacity)))
 }
 
 /// Runs a decoder. All decoders are fuzzed. If one panics nevertheless, the panic becomes an error instead of ending the process.
@@ -209,6 +252,12 @@ fn buffer<T: Copy + Default>(count: usize) -> Result<Vec<T>, Fault> {
     reserved.map_err(|_| Fault::Memory((count * size_of::<T>()) as u64))?;
     buffer.resize(count, T::default());
     Ok(buffer)
+}
+
+/// Fails if there is no memory for this many bytes. A library that is about to allocate them could not report it.
+fn reservable(bytes: usize) -> Result<(), Fault> {
+    let reserved = memory::fallible(|| Vec::<u8>::new().try_reserve_exact(bytes));
+    reserved.map_err(|_| Fault::Memory(bytes as u64))
 }
 
 /// Converts gray samples to RGB.
@@ -257,7 +306,7 @@ impl Fault {
 
     fn into_error(self, origin: &Path) -> Error {
         match self {
-            Self::Unreadable(detail) => Error::bad_file(origin, "cannot read image", detail).with_hint("convert to PNG or JPEG"),
+            Self::Unreadable(detail) => Error::bad_file(origin, "cannot read image", detail).with_hint("convert to PNG, JPEG or WebP"),
             Self::Damaged(detail) => Error::bad_file(origin, "damaged image", detail),
             Self::TooLarge(detail) => Error::bad_file(origin, "image too large", detail),
             Self::TooSmall(detail) => Error::bad_file(origin, "image too small or too narrow", detail),
@@ -286,8 +335,8 @@ mod tests {
     fn the_center_is_cut_out() {
         // 3 x 3 pixels whose values are their indices, cropped to 2 x 1 and 1 x 2.
         let pixels: Vec<u8> = (0..9).flat_map(|i| [i; 3]).collect();
-        assert_eq!(center(pixels.clone(), (3, 3), (2, 1)), [[3; 3], [4; 3]].concat());
-        assert_eq!(center(pixels, (3, 3), (1, 2)), [[1; 3], [4; 3]].concat());
+        assert_eq!(centered::<3>(pixels.clone(), (3, 3), (2, 1)), [[3; 3], [4; 3]].concat());
+        assert_eq!(centered::<3>(pixels, (3, 3), (1, 2)), [[1; 3], [4; 3]].concat());
     }
 
     #[test]

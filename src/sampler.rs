@@ -85,27 +85,58 @@ impl fmt::Display for Sigmas {
 /// The sigmas of a run: the noise level before each step, and after the last one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schedule {
+    /// The levels of a whole run before they are shifted, one per step.
+    levels: Vec<f64>,
+    /// The parameter of the shift. It belongs to the steps of a whole run.
+    mu: f64,
     sigmas: Vec<f32>,
 }
 
 impl Schedule {
     /// The schedule for a canvas of `tokens` tokens. It starts at exactly 1 and ends at exactly 0.
     pub fn new(steps: usize, tokens: usize) -> Self {
-        Self::shifted(steps, tokens, (0..steps).map(|i| 1.0 - i as f64 / steps as f64))
+        Self::whole((0..steps).map(|i| 1.0 - i as f64 / steps as f64).collect(), tokens)
     }
 
     /// The schedule with these levels in place of evenly spaced ones.
     pub fn of(sigmas: &Sigmas, tokens: usize) -> Self {
-        Self::shifted(sigmas.steps(), tokens, sigmas.0.iter().copied())
+        Self::whole(sigmas.0.clone(), tokens)
     }
 
-    fn shifted(steps: usize, tokens: usize, levels: impl Iterator<Item = f64>) -> Self {
-        let shift = mu(steps, tokens).exp();
-        let shifted = levels.map(|level| (shift / (shift + (1.0 / level - 1.0))) as f32);
-        Self { sigmas: shifted.chain([0.0]).collect() }
+    fn whole(levels: Vec<f64>, tokens: usize) -> Self {
+        let mu = mu(levels.len(), tokens);
+        let sigmas = shifted(mu, &levels);
+        Self { levels, mu, sigmas }
     }
 
-    /// Number of steps.
+    /// The last `strength` of the run: it begins at a lower noise level and takes as many of the steps, rounded up. A strength is not rounded
+    /// to whole steps, because a run may have only four.
+    pub fn begin(mut self, strength: f64) -> Self {
+        let all = self.levels.len();
+        let part = all as f64 * strength;
+        let steps = ((part - Self::EXACT).ceil() as usize).clamp(1.min(all), all);
+        let level = |place: f64| {
+            let near = place.round();
+            if (place - near).abs() < Self::EXACT {
+                return self.levels[near as usize];
+            }
+            let (low, high) = (self.levels[place as usize], self.levels.get(place as usize + 1).copied().unwrap_or(0.0));
+            low + place.fract() * (high - low)
+        };
+        let levels: Vec<f64> = (0..steps).map(|i| level(all as f64 - part * (1.0 - i as f64 / steps as f64))).collect();
+        self.sigmas = shifted(self.mu, &levels);
+        self
+    }
+
+    /// How far from a whole number a number of steps is taken for one: 50 times 0.56 is 28.000000000000004.
+    const EXACT: f64 = 1e-9;
+
+    /// The parameter of the shift.
+    pub fn mu(&self) -> f64 {
+        self.mu
+    }
+
+    /// Number of steps that run.
     pub fn steps(&self) -> usize {
         self.sigmas.len() - 1
     }
@@ -125,6 +156,13 @@ impl Schedule {
     pub fn dt(&self, i: usize) -> f32 {
         self.sigmas[i + 1] - self.sigmas[i]
     }
+}
+
+/// Shifted levels, and zero after the last.
+fn shifted(mu: f64, levels: &[f64]) -> Vec<f32> {
+    let shift = mu.exp();
+    let shifted = levels.iter().map(|level| (shift / (shift + (1.0 / level - 1.0))) as f32);
+    shifted.chain([0.0]).collect()
 }
 
 /// The sinusoidal embedding of a timestep in `0..=1`: 128 cosines, then 128 sines, with frequencies from 1000 down to about 0.1
@@ -276,10 +314,44 @@ mod tests {
 
     #[test]
     fn extreme_numbers_of_steps() {
-        assert_eq!(Schedule::new(1, 4096), Schedule { sigmas: vec![1.0, 0.0] });
+        assert_eq!(Schedule::new(1, 4096).sigmas, [1.0, 0.0]);
         assert_eq!(Schedule::new(0, 4096).steps(), 0);
         let long = Schedule::new(1000, 4096);
         assert!((0..1000).all(|i| long.dt(i) < 0.0), "noise falls with every step");
+    }
+
+    #[test]
+    fn a_strength_begins_between_steps() {
+        let of = |strength| Schedule::new(4, 4096).begin(strength);
+        for (strength, steps, sigma) in [
+            (0.1, 1, 0.523),
+            (0.25, 1, 0.767),
+            (0.3, 2, 0.809),
+            (0.5, 2, 0.908),
+            (0.6, 3, 0.937),
+            (0.75, 3, 0.967),
+            (0.8, 4, 0.975),
+            (1.0, 4, 1.0),
+        ] {
+            let schedule = of(strength);
+            assert_eq!(schedule.steps(), steps, "{strength}");
+            close(schedule.sigma(0).into(), sigma, 5e-4, "the first sigma");
+            assert!((0..steps).all(|i| schedule.dt(i) < 0.0) && schedule.sigma(steps) == 0.0);
+        }
+        assert_eq!(of(1.0), Schedule::new(4, 4096));
+        // Whole steps are the tail of the whole run, to the bit; also where the product is just above a whole number.
+        let whole = Schedule::new(50, 4096);
+        for steps in 1..=50 {
+            let tail = whole.clone().begin(steps as f64 / 50.0);
+            assert_eq!(tail.sigmas, whole.sigmas[50 - steps..], "{steps}");
+            assert_eq!(tail.mu(), whole.mu());
+        }
+        let turbo = Schedule::of(&Sigmas::new(&Sigmas::TURBO).unwrap(), 4096);
+        assert_eq!(turbo.clone().begin(0.375).sigmas, turbo.sigmas[5..]);
+        // Eight tenths of the last listed level, below which there is only zero.
+        let last = turbo.begin(0.1);
+        assert_eq!(last.steps(), 1);
+        close(last.sigma(0).into(), 0.002390, 1e-6, "the last level");
     }
 
     #[test]

@@ -145,6 +145,11 @@ impl SequenceLayout {
         self.text..self.text + self.canvas.tokens()
     }
 
+    /// The sizes of the references.
+    pub fn references(&self) -> &[Grid] {
+        &self.references
+    }
+
     /// Length of the sequence in tokens.
     pub fn tokens(&self) -> usize {
         self.tokens

@@ -290,7 +290,7 @@ impl Engine {
     ) -> Result<()> {
         let Self { backend, stages, store, cache, .. } = self;
         let (be, job, precision) = (backend.as_mut(), inputs.job, store.options.precision);
-        if !job.references.is_empty() {
+        if !inputs.images().is_empty() {
             store.load_vae(be)?;
         }
         let load_vae = &mut |be: &mut dyn Backend| store.load_vae(be);
@@ -302,7 +302,12 @@ impl Engine {
             let (pixels, width, height) = (std::mem::take(&mut values.pixels), job.size.width(), job.size.height());
             let saturated = values.saturated;
             let record = job.record.then(|| values.into_record(&inputs.prompt, job.size));
-            sink(GeneratedImage { seed, image: Image { width, height, pixels }, record, saturated })
+            let image = Image { width, height, pixels };
+            let image = match job.start.as_ref().and_then(|start| start.paste.as_ref()) {
+                Some(paste) => paste.over(image),
+                None => image,
+            };
+            sink(GeneratedImage { seed, image, record, saturated })
         })
     }
 }

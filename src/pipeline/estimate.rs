@@ -13,7 +13,6 @@ use crate::component::PerComponent;
 use crate::config::{Configs, Variant};
 use crate::error::Result;
 use crate::progress::{Phase, Progress};
-use crate::sampler::mu;
 use crate::tokenizer::Tokens;
 use crate::trace;
 use std::cell::{Cell, RefCell};
@@ -30,7 +29,7 @@ pub struct Estimate {
     pub reference_tokens: Vec<usize>,
     /// The time shift of the schedule.
     pub mu: f64,
-    /// Noise levels (sigma), one per step.
+    /// Noise levels (sigma), one per step that runs.
     pub sigmas: Vec<f32>,
     /// Floating-point operations of each stage, in order.
     pub stages: Vec<(Phase, u64)>,
@@ -150,8 +149,8 @@ pub fn estimate(request: EstimateRequest<'_>, job: &Job) -> Result<Estimate> {
     Ok(Estimate {
         text_tokens: inputs.plan.text().len(),
         canvas_tokens,
-        reference_tokens: job.references.iter().map(|r| r.grid.tokens()).collect(),
-        mu: mu(inputs.schedule.steps(), canvas_tokens),
+        reference_tokens: inputs.plan.references().iter().map(|grid| grid.tokens()).collect(),
+        mu: inputs.schedule.mu(),
         sigmas: (0..inputs.schedule.steps()).map(|i| inputs.schedule.sigma(i)).collect(),
         seconds: stages.iter().filter(|_| is_timed).map(|&(phase, _, seconds)| (phase, seconds)).collect(),
         stages: stages.into_iter().map(|(phase, flops, _)| (phase, flops)).collect(),

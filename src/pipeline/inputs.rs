@@ -1,7 +1,7 @@
 //! The inputs of a job's stages, and the checks of their results.
 
 use super::branches::{Branches, Ranks};
-use super::job::Job;
+use super::job::{Job, ReferenceInput, Start};
 use crate::adapter::AdapterSet;
 use crate::backend::{Backend, Op, Reading};
 use crate::checkpoint::Weights;
@@ -46,21 +46,42 @@ impl<'a> Inputs<'a> {
         let guided = variant.uses_cfg(job.guidance);
         let negative = guided.then(|| tokenize("negative prompt", &job.negative)).transpose()?;
         let canvas = job.size.grid();
-        let references: Vec<Grid> = job.references.iter().map(|r| r.grid).collect();
+        let as_reference = job.start.iter().filter(|start| start.is_reference).map(|start| &start.init);
+        let references: Vec<Grid> = as_reference.chain(&job.references).map(|r| r.grid).collect();
         Ok(Self {
             job,
             cached: variant == Variant::Kv && !references.is_empty(),
             plan: SequenceLayout::new(prompt.ids.len(), canvas, &references)?,
-            schedule: match &job.sigmas {
-                Some(sigmas) => Schedule::of(sigmas, canvas.tokens()),
-                None => Schedule::new(job.steps, canvas.tokens()),
-            },
+            schedule: job.schedule(),
             prompt,
             negative,
             adapters: branches.set.clone(),
             ranks: branches.ranks.clone(),
             files,
         })
+    }
+
+    /// The init image, if it is encoded: as where denoising starts, or as a reference.
+    pub fn init(&self) -> Option<&'a ReferenceInput> {
+        self.job.start.as_ref().filter(|start| start.uses_init() || start.is_reference).map(|start| &start.init)
+    }
+
+    /// The images that are encoded: the init image first, then the references.
+    pub fn images(&self) -> Vec<&'a ReferenceInput> {
+        self.init().into_iter().chain(&self.job.references).collect()
+    }
+
+    /// The name of encoding one of these images, for messages.
+    pub fn stage_of_image(&self, index: usize) -> String {
+        match (self.init(), index) {
+            (Some(_), 0) => "encoding the init image".into(),
+            (init, _) => format!("encoding reference {}", index + 1 - usize::from(init.is_some())),
+        }
+    }
+
+    /// Where denoising starts, if it needs the init image.
+    pub fn start(&self) -> Option<&'a Start> {
+        self.job.start.as_ref().filter(|start| start.uses_init())
     }
 
     /// Refuses encoded prompts with values that are not finite. `counts` is how many the encoding has found.

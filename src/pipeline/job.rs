@@ -3,11 +3,12 @@
 use crate::adapter::{AdapterMode, Adapters};
 use crate::config::{ModelDefaults, Variant};
 use crate::dump::Record;
+use crate::edit::{Paste, Strength};
 use crate::error::Result;
 use crate::image::Image;
 use crate::model::{AttentionFormat, Nvfp4Math};
 use crate::noise::NoiseKind;
-use crate::sampler::Sigmas;
+use crate::sampler::{Schedule, Sigmas};
 use crate::sequence::{Grid, Pixels};
 use crate::tensor::{DType, Precision};
 use crate::tokenizer::Padding;
@@ -26,6 +27,8 @@ pub struct Job {
     pub sigmas: Option<Sigmas>,
     /// The negative prompt, which only classifier-free guidance uses.
     pub negative: String,
+    /// Where denoising starts, if not from pure noise.
+    pub start: Option<Start>,
     /// Reference images, in the order in which the prompt numbers them.
     pub references: Vec<ReferenceInput>,
     /// Where the prompt is padded, and with what.
@@ -52,6 +55,7 @@ impl Job {
             steps: defaults.steps(variant),
             sigmas: None,
             negative: String::new(),
+            start: None,
             references: Vec::new(),
             padding: variant.spec().padding,
             guidance: defaults.guide(variant, None).scale,
@@ -60,6 +64,49 @@ impl Job {
             record: false,
             adapters: None,
         })
+    }
+}
+
+impl Job {
+    /// The sigmas of the steps that run.
+    pub(crate) fn schedule(&self) -> Schedule {
+        let tokens = self.size.grid().tokens();
+        let whole = match &self.sigmas {
+            Some(sigmas) => Schedule::of(sigmas, tokens),
+            None => Schedule::new(self.steps, tokens),
+        };
+        match &self.start {
+            Some(start) => whole.begin(start.strength.share()),
+            None => whole,
+        }
+    }
+
+    /// The noise level (sigma) before each step that runs.
+    pub fn noise_levels(&self) -> Vec<f32> {
+        let schedule = self.schedule();
+        (0..schedule.steps()).map(|step| schedule.sigma(step)).collect()
+    }
+}
+
+/// An init image, and what of it is repainted. [`Edit`](crate::edit::Edit) makes it from files and flags.
+#[derive(Clone, Debug)]
+pub struct Start {
+    /// The init image on the canvas.
+    pub init: ReferenceInput,
+    /// The share of the schedule that runs.
+    pub strength: Strength,
+    /// For each token of the canvas whether it keeps the init image. Without it every token is repainted.
+    pub keep: Option<Vec<bool>>,
+    /// Whether the init image is also the first reference.
+    pub is_reference: bool,
+    /// What the image is laid over once it is decoded.
+    pub paste: Option<Arc<Paste>>,
+}
+
+impl Start {
+    /// Whether denoising needs the init image. Pure noise without anything to keep has nothing of it.
+    pub fn uses_init(&self) -> bool {
+        self.strength < Strength::WHOLE || self.keep.is_some()
     }
 }
 
@@ -93,7 +140,7 @@ pub struct ReferenceInput {
 pub struct LoadOptions {
     /// The precision of activations and weights.
     pub precision: Precision,
-    /// Whether to load the VAE's encoder, which reference images need.
+    /// Whether to load the VAE's encoder, which reference images and init images need.
     pub references: bool,
     /// Whether the transformer replaces the text encoder in memory once a prompt is encoded.
     pub low_memory: bool,

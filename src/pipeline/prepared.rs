@@ -25,6 +25,8 @@ struct Shape {
     /// Whether references are cached, and whether values are read back for a record.
     cached: bool,
     record: bool,
+    /// Whether the init image is encoded, whether denoising starts from it, and whether tokens of it are kept.
+    init: [bool; 3],
     /// The ranks of the LoRA branches.
     ranks: Ranks,
 }
@@ -85,6 +87,7 @@ impl ShapeCache {
             negative: inputs.negative.as_ref().map(|tokens| tokens.real),
             cached: inputs.cached,
             record: inputs.job.record,
+            init: [inputs.init().is_some(), inputs.start().is_some(), inputs.start().is_some_and(|start| start.keep.is_some())],
             ranks: inputs.ranks.clone(),
         };
         let kept = self.dry_runs.iter().position(|(of, _)| *of == shape);

@@ -4,7 +4,7 @@
 use super::branches::Branches;
 use super::formats::Formats;
 use super::inputs::{Checks, Inputs, download};
-use super::job::{LoadOptions, ReferenceInput};
+use super::job::{LoadOptions, ReferenceInput, Start};
 use super::prepared::Tables;
 use super::result_cache::{ResultCache, Source};
 use super::values::Values;
@@ -54,6 +54,15 @@ pub struct Encoded {
 pub struct Canvas {
     rope: Tensor,
     latents: Tensor,
+    /// The noise of an image. It is the latents themselves where denoising starts from pure noise.
+    noise: Tensor,
+}
+
+/// Where the images of a job start, on the device.
+#[derive(Clone, Copy)]
+struct StartTensors {
+    init: Tensor,
+    keep: Option<Tensor>,
 }
 
 /// The images of a job, and the inputs that the host prepares for them.
@@ -176,12 +185,16 @@ impl Stages {
     ) -> Result<Canvas> {
         let rope = ws.alloc(inputs.plan.tokens(), HEAD_DIM, DType::F32)?;
         let latents = ws.alloc(inputs.plan.canvas().len(), self.transformer_config.channels, DType::F32)?;
+        let pure = match inputs.start() {
+            Some(_) => ws.alloc(latents.rows, latents.cols, DType::F32)?,
+            None => latents,
+        };
         be.write(rope, &tables.rope)?;
-        be.write(latents, noise)?;
-        Ok(Canvas { rope, latents })
+        be.write(pure, noise)?;
+        Ok(Canvas { rope, latents, noise: pure })
     }
 
-    /// Third part of the stages: encodes the references, then denoises and decodes one image per seed.
+    /// Third part of the stages: encodes the init image and the references, then denoises and decodes one image per seed.
     #[allow(clippy::too_many_arguments)]
     pub fn denoise_and_decode(
         &self,
@@ -189,7 +202,7 @@ impl Stages {
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         Encoded { context, negative, values: mut shared }: Encoded,
-        Images { canvas: Canvas { rope, latents }, tables, seeds, first, noise_of, cache, load_vae, pixel_buffer }: Images<'_>,
+        Images { canvas: Canvas { rope, latents, noise: pure }, tables, seeds, first, noise_of, cache, load_vae, pixel_buffer }: Images<'_>,
         progress: &dyn Progress,
         sink: &mut dyn FnMut(u64, Values) -> Result<()>,
     ) -> Result<()> {
@@ -198,12 +211,23 @@ impl Stages {
         let table = self.image.transformer.modulations(be, ws, schedule.steps() + 1, &tables.times, job.guidance)?;
         let modulation = self.image.transformer.modulation_slot(ws)?;
 
-        let (mut tokens, mut key_values) = (Vec::new(), Vec::new());
-        if !job.references.is_empty() {
-            progress.begin(Phase::References, (job.references.len() + usize::from(inputs.cached)) as u64);
-            let source = |input: &ReferenceInput| Source::reference(input.grid, &input.pixels);
-            let sources: Vec<Source> = job.references.iter().filter(|_| cache.is_on()).map(source).collect();
-            tokens = self.encode_references(be, ws, inputs, cache, &sources, &mut shared.record.references, progress)?;
+        let (mut tokens, mut key_values, mut init) = (Vec::new(), Vec::new(), None);
+        let images = inputs.images();
+        if !images.is_empty() {
+            progress.begin(Phase::References, (images.len() + usize::from(inputs.cached)) as u64);
+            let source = |input: &&ReferenceInput| Source::reference(input.grid, &input.pixels);
+            let mut sources: Vec<Source> = images.iter().filter(|_| cache.is_on()).map(source).collect();
+            tokens = self.encode_images(be, ws, inputs, cache, (&images, &sources), &mut shared.record.references, progress)?;
+            if inputs.init().is_some() {
+                init = tokens.first().copied();
+                shared.record.init = shared.record.references.first().cloned();
+                // It is a reference only if asked for.
+                if !job.start.as_ref().is_some_and(|start| start.is_reference) {
+                    tokens.remove(0);
+                    sources.drain(..1.min(sources.len()));
+                    shared.record.references.drain(..1.min(shared.record.references.len()));
+                }
+            }
             if inputs.cached {
                 let rows = rope.rows(plan.canvas().end..plan.tokens());
                 key_values = self.image.transformer.reference_cache(ws, rows.rows)?;
@@ -218,6 +242,11 @@ impl Stages {
             }
             progress.end();
         }
+        shared.record.keep = inputs.start().and_then(|start| start.keep.clone());
+        let start = match (inputs.start(), init) {
+            (Some(start), Some(init)) => Some(place_start(be, ws, start, init)?),
+            _ => None,
+        };
         let references = if inputs.cached { ReferenceTokens::Cached(&key_values) } else { ReferenceTokens::InSequence(&tokens) };
         let [velocity, other] = {
             let mut alloc = || ws.alloc(latents.rows, latents.cols, latents.dtype);
@@ -233,12 +262,16 @@ impl Stages {
         for (index, &seed) in seeds.iter().enumerate() {
             let noise = drawn.take().unwrap_or_else(|| noise_of(seed));
             if index > 0 {
-                be.write(latents, &noise)?;
+                be.write(pure, &noise)?;
             }
             let one_image = || {
                 let mut values = shared.clone();
+                if let Some(StartTensors { init, .. }) = start {
+                    be.run(Op::Renoise { latents, init, noise: pure, keep: None, sigma: schedule.sigma(0) })?;
+                }
                 if job.record {
-                    values.record.latents.push(noise.into_owned());
+                    values.record.noise = noise.into_owned();
+                    values.record.latents.push(download(be, latents)?);
                 }
                 let (mut checks, mut buffer) = (Checks::new(inputs), None);
                 progress.begin(Phase::Denoise, schedule.steps() as u64);
@@ -256,6 +289,10 @@ impl Stages {
                         })?;
                     } else {
                         be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
+                    }
+                    if let Some(StartTensors { init, keep: Some(keep) }) = start {
+                        let sigma = schedule.sigma(i + 1);
+                        be.run(Op::Renoise { latents, init, noise: pure, keep: Some(keep), sigma })?;
                     }
                     load_vae(be)?;
                     // The VAE's weights are checked before they are used. The check is cheap, and a fault found later would waste
@@ -331,32 +368,31 @@ impl Stages {
         Ok((context, embeds))
     }
 
-    /// Encodes the reference images to tokens, and stores their values in `record` if the job asks for one. `sources` are the
-    /// cache keys of the references, if any.
+    /// Encodes images to tokens, and stores their values in `record` if the job asks for one. `sources` are the cache keys of the
+    /// images, if any.
     #[allow(clippy::too_many_arguments)]
-    fn encode_references(
+    fn encode_images(
         &self,
         be: &mut dyn Backend,
         ws: &mut Arena,
         inputs: &Inputs<'_>,
         cache: &mut ResultCache,
-        sources: &[Source],
+        (images, sources): (&[&ReferenceInput], &[Source]),
         record: &mut Vec<Vec<f32>>,
         progress: &dyn Progress,
     ) -> Result<Vec<Tensor>> {
-        let (references, act) = (&inputs.job.references, self.activations);
-        let (mut all, mut checks) = (Vec::with_capacity(references.len()), Checks::new(inputs));
-        let counts = ws.alloc(references.len(), 1, DType::F32)?;
-        for (j, ReferenceInput { grid, pixels }) in references.iter().enumerate() {
-            let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, act)?;
+        let (mut all, mut checks) = (Vec::with_capacity(images.len()), Checks::new(inputs));
+        let counts = ws.alloc(images.len(), 1, DType::F32)?;
+        for (j, ReferenceInput { grid, pixels }) in images.iter().enumerate() {
+            let tokens = ws.alloc(grid.tokens(), self.transformer_config.channels, self.activations)?;
             cache.copy_or(be, sources.get(j).cloned(), &[tokens], |be| {
                 scope(be, ws, |be, ws| {
-                    let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, act)?;
+                    let image = ws.alloc(PATCH * PATCH * grid.tokens(), 3, self.activations)?;
                     be.write(image, pixels)?;
                     self.image.vae.encode(be, ws, tokens, image, *grid)
                 })
             })?;
-            checks.begin(be, counts.rows(j..j + 1), tokens, &[Component::Vae], format!("encoding reference {}", j + 1))?;
+            checks.begin(be, counts.rows(j..j + 1), tokens, &[Component::Vae], inputs.stage_of_image(j))?;
             if inputs.job.record {
                 record.push(download(be, tokens)?);
             }
@@ -366,6 +402,17 @@ impl Stages {
         advance(progress, checks.settle(be, 0)?);
         Ok(all)
     }
+}
+
+/// Writes which tokens keep the init image.
+fn place_start(be: &mut dyn Backend, ws: &mut Arena, start: &Start, init: Tensor) -> Result<StartTensors> {
+    let mut keep = None;
+    if let Some(tokens) = &start.keep {
+        let flags = ws.alloc(init.rows, 1, DType::F32)?;
+        be.write(flags, &tokens.iter().map(|keep| f32::from(*keep)).collect::<Vec<_>>())?;
+        keep = Some(flags);
+    }
+    Ok(StartTensors { init, keep })
 }
 
 /// Reports progress if there is any: the device may still be busy with all the work.

@@ -5,17 +5,18 @@
 
 use super::jpeg::{self, Frame, Notes, Scan, Tables};
 use super::orientation::Orientation;
-use super::{Fault, ends_early};
+use super::{Decoded, Fault, ends_early};
 use crate::image::Image;
 
 /// Limit on the scans of a progressive image. Encoders write about ten, and each takes a pass over the whole image.
 const MAX_SCANS: usize = 100;
 
 /// Decodes the first image of the file.
-pub(super) fn decode(bytes: &[u8]) -> Result<(Image, Orientation), Fault> {
+pub(super) fn decode(bytes: &[u8]) -> Result<Decoded, Fault> {
     let Container { frame, notes, scans, exif, xmp } = Container::read(bytes)?;
     let pixels = jpeg::decode(&frame, &scans, notes)?;
-    Ok((Image { width: frame.width, height: frame.height, pixels }, Orientation::from_metadata(exif, xmp)))
+    let image = Image { width: frame.width, height: frame.height, pixels };
+    Ok(Decoded { image, alpha: None, orientation: Orientation::from_metadata(exif, xmp) })
 }
 
 /// The relevant parts of a file.

@@ -10,12 +10,12 @@ use std::path::Path;
 pub(super) enum Kind {
     Png,
     Jpeg,
+    WebP,
 }
 
 /// Formats that kiln only recognizes.
-const OTHERS: [Magic; 16] = [
+const OTHERS: [Magic; 15] = [
     (0, b"GIF8", "GIF"),
-    (8, b"WEBP", "WebP"),
     (0, b"II*\0", "TIFF"),
     (0, b"MM\0*", "TIFF"),
     (0, b"II+\0", "TIFF"),
@@ -40,6 +40,9 @@ pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     if bytes.starts_with(b"\xFF\xD8\xFF") {
         return Ok(Kind::Jpeg);
     }
+    if has_bytes(bytes, 0, b"RIFF") && has_bytes(bytes, 8, b"WEBP") {
+        return Ok(Kind::WebP);
+    }
     if bytes.is_empty() {
         return Err(Fault::Unreadable("the file is empty".into()));
     }
@@ -48,7 +51,8 @@ pub(super) fn of(bytes: &[u8], origin: &Path) -> Result<Kind, Fault> {
     let wanted = match extension.as_str() {
         "png" => "PNG",
         "jpg" | "jpeg" => "JPEG",
-        _ => "PNG or JPEG",
+        "webp" => "WebP",
+        _ => "PNG, JPEG or WebP",
     };
     Err(Fault::Unreadable(format!("content is {}, not {wanted}", name(bytes))))
 }
@@ -101,12 +105,12 @@ mod tests {
     fn content_decides_and_the_message_names_both() {
         assert_eq!(of(b"\x89PNG\r\n\x1A\n", Path::new("a.jpg")).unwrap(), Kind::Png);
         assert_eq!(of(b"\xFF\xD8\xFF\xE0", Path::new("a.png")).unwrap(), Kind::Jpeg);
-        let cases: [(&[u8], &str, &str); 16] = [
+        assert_eq!(of(b"RIFF\x10\0\0\0WEBPVP8 ", Path::new("a.jpg")).unwrap(), Kind::WebP);
+        let cases: [(&[u8], &str, &str); 15] = [
             (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic", "me.png", "content is HEIC, not PNG"),
             (b"\0\0\0\x1Cftypmif1\0\0\0\0mif1avif", "me.JPG", "content is AVIF, not JPEG"),
-            (b"\0\0\0\x14ftypisom\0\0\0\0mp41", "me", "content is a video, not PNG or JPEG"),
-            (b"\0\0\0\x02ftyp", "me", "content is a video, not PNG or JPEG"),
-            (b"RIFF\x10\0\0\0WEBPVP8 ", "me.jpeg", "content is WebP, not JPEG"),
+            (b"\0\0\0\x14ftypisom\0\0\0\0mp41", "me", "content is a video, not PNG, JPEG or WebP"),
+            (b"\0\0\0\x02ftyp", "me.webp", "content is a video, not WebP"),
             (b"%PDF-1.7", "me.png", "content is PDF, not PNG"),
             (b"GIF89a", "me.png", "content is GIF, not PNG"),
             (b"BM\x36\0\0\0\0\0\0\0", "me.png", "content is BMP, not PNG"),

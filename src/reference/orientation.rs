@@ -1,7 +1,6 @@
 //! The EXIF orientation of an image, and its application to the pixels.
 
 use super::{Fault, MAX_METADATA, buffer};
-use crate::image::Image;
 use rayon::prelude::*;
 
 /// The TIFF tag of the orientation.
@@ -42,19 +41,22 @@ impl Orientation {
         Self::from_tiff(exif.or_else(|| xmp.filter(small).and_then(from_xmp)).unwrap_or(1))
     }
 
-    /// Rotates and mirrors an image so that it is upright.
-    pub(super) fn apply(self, image: Image) -> Result<Image, Fault> {
+    /// Rotates and mirrors an image of `C` bytes per pixel so that it is upright. Also returns its size then.
+    pub(super) fn apply<const C: usize>(
+        self,
+        (width, height): (usize, usize),
+        pixels: Vec<u8>,
+    ) -> Result<((usize, usize), Vec<u8>), Fault> {
         if self == Self::from_tiff(1) {
-            return Ok(image);
+            return Ok(((width, height), pixels));
         }
-        let Image { width, height, pixels } = image;
         let size = if self.swap { (height, width) } else { (width, height) };
         let mut upright = buffer(pixels.len())?;
         // Copies one band of rows at a time, column by column. If rows and columns are swapped, the pixels of one column of the
         // band are adjacent in the source and share cache lines.
         const BAND: usize = 32;
-        upright.par_chunks_mut(BAND * size.0 * 3).enumerate().for_each(|(band, out)| {
-            let rows = out.len() / (size.0 * 3);
+        upright.par_chunks_mut(BAND * size.0 * C).enumerate().for_each(|(band, out)| {
+            let rows = out.len() / (size.0 * C);
             for (x, row) in (0..size.0).flat_map(|x| (0..rows).map(move |row| (x, row))) {
                 let y = band * BAND + row;
                 let (mut from_x, mut from_y) = if self.swap { (y, x) } else { (x, y) };
@@ -64,11 +66,11 @@ impl Orientation {
                 if self.mirror_y {
                     from_y = height - 1 - from_y;
                 }
-                let from = (from_y * width + from_x) * 3;
-                out[(row * size.0 + x) * 3..][..3].copy_from_slice(&pixels[from..from + 3]);
+                let from = (from_y * width + from_x) * C;
+                out[(row * size.0 + x) * C..][..C].copy_from_slice(&pixels[from..from + C]);
             }
         });
-        Ok(Image { width: size.0, height: size.1, pixels: upright })
+        Ok((size, upright))
     }
 }
 
@@ -194,9 +196,10 @@ mod tests {
         let pixels = |letters: &str| letters.bytes().flat_map(|letter| [letter, 0, letter]).collect::<Vec<_>>();
         for value in 1..=8 {
             let (width, letters) = stored(value);
-            let image = Image { width, height: 6 / width, pixels: pixels(letters) };
-            let upright = Orientation::from_tiff(value).apply(image).unwrap();
-            assert_eq!(upright, Image { width: 2, height: 3, pixels: pixels("abcdef") }, "orientation {value}");
+            let (size, orientation) = ((width, 6 / width), Orientation::from_tiff(value));
+            let upright = orientation.apply::<3>(size, pixels(letters)).unwrap();
+            assert_eq!(upright, ((2, 3), pixels("abcdef")), "orientation {value}");
+            assert_eq!(orientation.apply::<1>(size, letters.into()).unwrap(), ((2, 3), b"abcdef".into()), "orientation {value}");
         }
     }
 }

@@ -1,11 +1,11 @@
 //! PNG files: this module checks the chunks, and the `png` crate decodes the pixels.
 //!
 //! The library never sees the file itself. It gets a copy with only the chunks that pixels are decoded from. So profiles, texts
-//! and animation frames are neither parsed nor decompressed, whatever size they claim. Transparency chunks are left out as well:
-//! alpha is dropped, not blended.
+//! and animation frames are neither parsed nor decompressed, whatever size they claim. Without [`Alpha::Kept`], transparency chunks are
+//! left out as well: alpha is dropped, not blended.
 
 use super::orientation::Orientation;
-use super::{Fault, buffer, check_size, compact, ends_early, gray_to_rgb};
+use super::{Alpha, Decoded, Fault, buffer, check_size, compact, ends_early, gray_to_rgb};
 use crate::image::Image;
 use std::io::Cursor;
 
@@ -21,10 +21,10 @@ const MAX_RATIO: u64 = 1032;
 const LIBRARY_BYTES: usize = 4 << 20;
 
 /// Decodes the image, or the default image of an animation.
-pub(super) fn decode(bytes: &[u8]) -> Result<(Image, Orientation), Fault> {
-    let container = Container::read(bytes)?;
-    let image = pixels(&container)?;
-    Ok((image, Orientation::from_metadata(container.exif, container.xmp)))
+pub(super) fn decode(bytes: &[u8], alpha: Alpha) -> Result<Decoded, Fault> {
+    let container = Container::read(bytes, alpha)?;
+    let (image, opacity) = pixels(&container, alpha)?;
+    Ok(Decoded { image, alpha: opacity, orientation: Orientation::from_metadata(container.exif, container.xmp) })
 }
 
 /// The relevant parts of a file.
@@ -38,7 +38,7 @@ struct Container<'a> {
 
 impl<'a> Container<'a> {
     /// Walks the chunks from the signature to IEND. Every length and checksum must be correct.
-    fn read(bytes: &'a [u8]) -> Result<Self, Fault> {
+    fn read(bytes: &'a [u8], alpha: Alpha) -> Result<Self, Fault> {
         let mut rest = bytes.strip_prefix(SIGNATURE).ok_or_else(|| damaged("its signature was altered on the way"))?;
         let (first, after) = Chunk::split(rest, bytes.len())?;
         if &first.name != b"IHDR" {
@@ -66,7 +66,8 @@ impl<'a> Container<'a> {
                 [b'A'..=b'Z', ..] => return Err(damaged(format!("its chunk `{}` is unknown", chunk.printable_name()))),
                 _ => {}
             }
-            if chunk.name[0].is_ascii_uppercase() {
+            let is_opacity = &chunk.name == b"tRNS" && alpha == Alpha::Kept;
+            if chunk.name[0].is_ascii_uppercase() || is_opacity {
                 core.extend_from_slice(chunk.whole);
             }
             (last, rest) = (chunk.name, after);
@@ -143,7 +144,8 @@ impl Header {
     }
 }
 
-fn pixels(container: &Container<'_>) -> Result<Image, Fault> {
+/// The pixels, and the opacity if it is kept and there is one.
+fn pixels(container: &Container<'_>, alpha: Alpha) -> Result<(Image, Option<Vec<u8>>), Fault> {
     let mut options = png::DecodeOptions::default();
     options.set_ignore_adler32(false);
     // The walk has already verified the checksums.
@@ -157,21 +159,27 @@ fn pixels(container: &Container<'_>) -> Result<Image, Fault> {
     let found = reader.next_frame(&mut samples).map_err(library)?;
 
     let Header { width, height, .. } = container.header;
+    let every = |n: usize, samples: &[u8]| -> Option<Vec<u8>> {
+        (alpha == Alpha::Kept).then(|| samples.iter().skip(n - 1).step_by(n).copied().collect())
+    };
+    let mut opacity = None;
     let pixels = match (found.color_type, found.bit_depth) {
         (png::ColorType::Rgb, png::BitDepth::Eight) => samples,
         (png::ColorType::Rgba, png::BitDepth::Eight) => {
+            opacity = every(4, &samples);
             compact(&mut samples, |[r, g, b, _]| [r, g, b]);
             samples
         }
         (png::ColorType::Grayscale, png::BitDepth::Eight) => gray_to_rgb(&samples)?,
         (png::ColorType::GrayscaleAlpha, png::BitDepth::Eight) => {
+            opacity = every(2, &samples);
             let gray: Vec<u8> = samples.chunks_exact(2).map(|pixel| pixel[0]).collect();
             drop(samples);
             gray_to_rgb(&gray)?
         }
         other => return Err(damaged(format!("it decodes to {other:?}"))),
     };
-    Ok(Image { width, height, pixels })
+    Ok((Image { width, height, pixels }, opacity))
 }
 
 fn damaged(what: impl Into<String>) -> Fault {

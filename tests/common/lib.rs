@@ -4,6 +4,7 @@ pub mod adapter_files;
 pub mod alone;
 pub mod cost;
 pub mod dev;
+pub mod editing;
 pub mod english;
 pub mod fnv;
 pub mod goldens;
@@ -137,6 +138,10 @@ impl Goldens {
     pub fn f32(&self, name: &str) -> Vec<f32> {
         let bytes = self.0.bytes(name).unwrap_or_else(|| panic!("no golden `{name}`"));
         bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+
+    pub fn bytes(&self, name: &str) -> Vec<u8> {
+        self.0.bytes(name).unwrap().to_vec()
     }
 
     pub fn ids(&self, name: &str) -> Vec<u32> {

@@ -79,18 +79,27 @@ pub fn hashed(name: &str, index: usize) -> u8 {
     (splitmix(fnv1a(name.bytes()), index as u64) >> 56) as u8
 }
 
-/// Image `i`: blocks of 8x8 pixels of one color each, cropped around its center to multiples of 16.
+/// Image `i`, cropped around its center to multiples of 16.
 pub fn reference(i: usize, source: &Source) -> ReferenceInput {
     let (w, h) = (source.width, source.height);
-    let pixel = |y: usize, x: usize, c: usize| hashed(&format!("image.{i}"), ((y / 8) * w.div_ceil(8) + x / 8) * 3 + c);
     let all = (0..h).flat_map(|y| (0..w).flat_map(move |x| (0..3).map(move |c| (y, x, c))));
-    assert_eq!(format!("{:016x}", fnv1a(all.map(|(y, x, c)| pixel(y, x, c)))), source.fnv1a, "image {i}");
+    assert_eq!(format!("{:016x}", fnv1a(all.map(|(y, x, c)| test_pixel(i, w, y, x, c)))), source.fnv1a, "image {i}");
+    test_image(i, w, h)
+}
+
+/// A value of image `i`, which has blocks of 8x8 pixels of one color each.
+fn test_pixel(i: usize, width: usize, y: usize, x: usize, c: usize) -> u8 {
+    hashed(&format!("image.{i}"), ((y / 8) * width.div_ceil(8) + x / 8) * 3 + c)
+}
+
+/// Image `i` in this size, cropped around its center to multiples of 16.
+pub fn test_image(i: usize, w: usize, h: usize) -> ReferenceInput {
     let grid = Grid { width: w / 16, height: h / 16 };
     let (left, top) = ((w % 16) / 2, (h % 16) / 2);
     let mut pixels = Vec::new();
     for y in 0..16 * grid.height {
         for x in 0..16 * grid.width {
-            pixels.extend((0..3).map(|c| 2.0 * (f32::from(pixel(top + y, left + x, c)) / 255.0) - 1.0));
+            pixels.extend((0..3).map(|c| 2.0 * (f32::from(test_pixel(i, w, top + y, left + x, c)) / 255.0) - 1.0));
         }
     }
     ReferenceInput { grid, pixels }

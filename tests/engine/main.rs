@@ -6,6 +6,7 @@ mod backends;
 mod builtin;
 mod calibration;
 mod dev;
+mod editing;
 mod encode;
 mod formats;
 mod lora;

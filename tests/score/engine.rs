@@ -236,6 +236,7 @@ impl Model {
         let job = Job {
             prompt: prompt.into(),
             size,
+            start: None,
             steps,
             sigmas: None,
             padding: Padding::Right,

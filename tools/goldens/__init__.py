@@ -7,6 +7,7 @@
 
     klein            goldens.*              text to image, and models/tiny/tokenizer.json
     modes            modes.*                references, negative prompts, the KV model and the other modes
+    editing          editing.*              init images, masks, and Pillow's resizing and compositing
     lora             lora.*                 adapters: each spelling of LoRA and LoKr
     dev              dev.*, dev_turbo.*     FLUX.2 [dev]
     tiling           tiling.*               the VAE in tiles

@@ -107,7 +107,7 @@ class Run:
         if next(self.sinusoids) == "guidance":
             return (1000 * torch.tensor([self.pipe.guidance_scale], device=args[0].device),)
         scheduler = self.pipe.scheduler
-        return (scheduler.timesteps[scheduler.step_index or 0].reshape(1),)
+        return (scheduler.timesteps[scheduler.step_index or scheduler.begin_index or 0].reshape(1),)
 
     def on_scheduler_step(self, model_output, timestep, sample, **kwargs):
         if self.noise is None:

@@ -45,7 +45,7 @@ fn check_options(options: &ImageOptions) {
         let again: Sigmas = sigmas.to_string().parse().expect("they are printed as they are read");
         assert_eq!(again, *sigmas);
     }
-    if let Ok(size) = options.size((1024, 1024)) {
+    if let Ok(size) = options.size((1024, 1024), 1024 * 1024) {
         check_size(size);
     }
 }

@@ -9,6 +9,7 @@ pub mod bench;
 mod completions;
 mod device;
 mod doctor;
+mod edit;
 pub mod formats;
 pub mod generate;
 mod help;

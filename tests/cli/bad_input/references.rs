@@ -50,7 +50,7 @@ fn references_that_are_none() {
 
     let of = |file: &str, first: String, hint| row(&format!("x -q --reference {file}"), 3, first, hint);
     let unreadable =
-        |file: &str, detail: &str| of(file, format!("cannot read image ({file}): {detail}"), Is("convert to PNG or JPEG"));
+        |file: &str, detail: &str| of(file, format!("cannot read image ({file}): {detail}"), Is("convert to PNG, JPEG or WebP"));
     let ends = |file: &str, length: u64| {
         of(file, format!("damaged image ({file}): the file ends after {length} bytes, before the image does"), Nothing)
     };

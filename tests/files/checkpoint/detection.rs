@@ -113,6 +113,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
     let job = Job {
         prompt: "a fox".into(),
         size: Pixels::new(defaults.width, defaults.height).unwrap(),
+        start: None,
         steps: defaults.steps(model.variant),
         sigmas: None,
         padding: Padding::Right,

@@ -172,7 +172,7 @@ fn what_is_not_an_image_is_named() {
         std::fs::File::create(&path).unwrap().write_all(bytes).unwrap();
         let error = DecodedReference::open(&path).unwrap_err();
         assert_eq!(error.to_string(), format!("cannot read image ({}): {detail}", path.display()));
-        assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some("convert to PNG or JPEG")));
+        assert_eq!((error.exit_code(), error.hint().as_deref()), (3, Some("convert to PNG, JPEG or WebP")));
     }
     let error = DecodedReference::open(&folder).unwrap_err();
     // A folder cannot be converted, so there is no hint.

@@ -1,6 +1,7 @@
 //! The flags that several commands share. Only checks of a single flag are here;
 //! [`super::generate::GenerateRequest`] checks flags against each other.
 
+mod edit;
 mod file;
 mod image;
 mod lora;
@@ -9,6 +10,7 @@ mod quantized;
 mod trace;
 mod values;
 
+pub use edit::EditFlags;
 pub use file::FileArgs;
 pub use image::{ImageOptions, STEPS};
 pub use lora::{LoraArg, LoraArgs};

@@ -130,7 +130,10 @@ impl BatchRequest {
             path => Box::new(File::open(path).map_err(|error| Error::read(path, error))?),
         };
         let prompt = PromptArgs { prompt: Some(OsString::new()), rest: Vec::new(), prompt_file: None };
-        let args = GenerateArgs::without_files(prompt, model, lora, image.clone(), negative.clone(), run);
+        // Lines with an init image of their own take the other flags about edits.
+        let edit = Some(&image.edit).filter(|edit| edit.init.is_some()).cloned().unwrap_or_default();
+        let usual = ImageOptions { edit, ..image.clone() };
+        let args = GenerateArgs::without_files(prompt, model, lora, usual, negative.clone(), run);
         let (usual, mut setup) = ImageRequest::from_args(&args, environment.clone(), &mut io::empty(), 0)?;
         // Any line may have references.
         setup.options.references = true;
@@ -396,7 +399,7 @@ impl Run<'_> {
                     false => Err(existing::in_the_way(&path, format)),
                 };
             }
-            planned => drop(planned?),
+            planned => planned?.refuse_inputs(&request.files().collect::<Vec<_>>())?,
         }
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
         unknown_words_note(&request.prompt, &known.found, &known.profile.defaults)
@@ -405,6 +408,8 @@ impl Run<'_> {
         let settings = Settings::resolve(request, &known.profile);
         format.check_text(&image_text(&settings, seed))?;
         ignored_settings(&settings, field).iter().for_each(|warning| watch.warn(warning));
+        let edit = settings.edit.iter().flat_map(|edit| edit.notes(&settings.job));
+        edit.for_each(|note| terminal.say(&format!("line {number}: {note}")));
         let ticket = service.submit(settings.job.clone(), watch.clone());
         Ok(Some(Planned::Image(Box::new(Submitted { ticket, settings, path, format, watch }))))
     }

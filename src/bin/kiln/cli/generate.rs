@@ -53,8 +53,9 @@ pub struct GenerateArgs {
 
     /// Write intermediate values to a safetensors file
     ///
-    /// The tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (the noise again) to `latents.N`, and `image`, the image
-    /// before rounding. References add `reference.1.tokens` and so on, guidance adds `negative_prompt_embeds`.
+    /// The tensors are `token_ids`, `prompt_embeds`, `noise`, `latents.0` (where denoising starts) to `latents.N`, and `image`, the
+    /// decoded image before rounding. References add `reference.1.tokens` and so on, an init image adds `init.tokens`, a mask
+    /// `mask.tokens`, and guidance `negative_prompt_embeds`.
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub dump: Option<PathBuf>,
 
@@ -179,7 +180,8 @@ pub fn generate(
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     let shards = session.model.weights().values().flat_map(|weights| weights.shards()).map(|shard| shard.path());
     let adapters = session.model.adapters.0.iter().map(|(adapter, _)| adapter.path.as_path());
-    outputs.refuse_inputs(&shards.chain(adapters).collect::<Vec<_>>())?;
+    let images = settings.images.iter().map(PathBuf::as_path);
+    outputs.refuse_inputs(&shards.chain(adapters).chain(images).collect::<Vec<_>>())?;
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
     if outputs.dump().is_some() {
         let encoder = &session.model.configs.text_encoder;

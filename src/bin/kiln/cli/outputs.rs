@@ -2,6 +2,7 @@
 
 use super::adapters::metadata;
 use super::args::ImageFormatArg;
+use super::edit::Facts;
 use super::names::Target;
 use super::request::ImageRequest;
 use super::settings::Settings;
@@ -45,7 +46,8 @@ impl Outputs {
             refuse_same(dump, flag, trace, other)?;
         }
         let (width, height) = (request.size.width(), request.size.height());
-        let bytes = format.max_bytes(width, height) + request.prompt.len() as u64;
+        let finished = request.finished_size();
+        let bytes = format.max_bytes(finished.0, finished.1) + request.prompt.len() as u64;
         let mut images = Vec::with_capacity(request.seeds.len());
         for path in request.seeds.iter().enumerate().filter_map(|(i, &seed)| target.path(i, request.noise.seed(seed))) {
             check_name(&path)?;
@@ -113,6 +115,7 @@ pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)>
     }
     text.extend(settings.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
     text.extend(settings.negative.iter().filter(|_| settings.guided).map(|negative| ("negative", negative.clone())));
+    text.extend(settings.edit.iter().flat_map(Facts::text));
     if !settings.job.references.is_empty() {
         text.push(("references", settings.job.references.len().to_string()));
     }

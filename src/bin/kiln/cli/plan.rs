@@ -2,6 +2,7 @@
 
 use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
 use super::args::PlanArgs;
+use super::edit::Facts;
 use super::formats::{format_lines, heads_reason, input_reason, kind_name, words};
 use super::report::{flag, ignored_guidance, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::ImageRequest;
@@ -36,6 +37,14 @@ struct Report {
     width: usize,
     height: usize,
     steps: usize,
+    /// Steps that run: fewer with a strength below 1.
+    steps_run: usize,
+    strength: Option<f64>,
+    /// Tokens that are repainted, if there is a mask or a frame.
+    repainted: Option<usize>,
+    /// The edit as a line of the table.
+    #[serde(skip)]
+    init_line: Option<String>,
     guidance: Option<f32>,
     lora: Vec<AppliedAdapter>,
     /// The adapters as lines of the table.
@@ -142,6 +151,7 @@ impl Subcommand for PlanArgs {
 /// Writes the plan to `out`, and warnings about the model or the flags to the terminal.
 pub fn plan(args: PlanArgs, environment: Environment, terminal: &Terminal, out: &mut dyn Write) -> Result<()> {
     let model = PlannedModel::new(&args, environment)?;
+    args.image.check(flag)?;
     let request = ImageRequest::new(args.image, &model.defaults)?;
     let options = request.load_options(false, &args.quantized);
     let options = LoadOptions { adapters: args.lora.lora_mode.into(), ..options };
@@ -311,7 +321,7 @@ fn predicted_line(prediction: &Prediction) -> Option<String> {
 
 impl Report {
     fn new(settings: Settings, e: Estimate, gpu: PlannedGpu) -> Self {
-        let Settings { job, model, variant, precision, guidance, guided, adapters, .. } = settings;
+        let Settings { job, model, variant, precision, guidance, guided, adapters, edit, .. } = settings;
         let predicted_line = predicted_line(&Prediction::of(&e));
         let total = e.text_tokens + e.canvas_tokens + e.reference_tokens.iter().sum::<usize>();
         Self {
@@ -322,6 +332,10 @@ impl Report {
             width: job.size.width(),
             height: job.size.height(),
             steps: job.steps,
+            steps_run: e.sigmas.len(),
+            strength: edit.as_ref().map(|edit| edit.strength().share()),
+            repainted: edit.as_ref().filter(|edit| edit.is_masked()).map(Facts::tokens_repainted),
+            init_line: edit.as_ref().and_then(|edit| edit.notes(&job).into_iter().next()),
             guidance: guidance.chosen,
             lora: adapters,
             lora_lines: Vec::new(),
@@ -360,6 +374,9 @@ impl Report {
         }
         row("gpu", self.gpu.clone());
         row("image", format!("{}x{}, {} steps", self.width, self.height, self.steps));
+        if let Some(line) = &self.init_line {
+            row("init", line.clone());
+        }
         if let Some(guidance) = self.guidance {
             let passes = match self.guided {
                 true => "two passes per step",

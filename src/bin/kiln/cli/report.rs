@@ -125,6 +125,7 @@ pub fn announce_run(
         terminal.say(&format!("note: {} was trained on {width}x{height} images; other sizes may look wrong", settings.model));
     }
     terminal.say(&headline);
+    settings.edit.iter().flat_map(|edit| edit.notes(&settings.job)).for_each(|note| terminal.say(&note));
     details.iter().for_each(|line| terminal.detail(line));
 }
 

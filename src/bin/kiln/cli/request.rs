@@ -2,7 +2,9 @@
 
 use super::adapters::AdapterFiles;
 use super::args::{BackendArg, ImageOptions, NoiseArg, PromptArgs, QuantizedArgs};
+use super::edit::PreparedEdit;
 use super::generate::GenerateArgs;
+use super::report::flag;
 use super::stdout::DASH;
 use kiln::device::Fp8Accumulate;
 use kiln::error::{Error, Result};
@@ -26,6 +28,8 @@ pub struct ImageRequest {
     pub prompt: String,
     /// The negative prompt, if one was given.
     pub negative: Option<String>,
+    /// Where the images start, and what of that is repainted.
+    pub edit: Option<PreparedEdit>,
     /// The reference images, resized and cropped for the model.
     pub references: Vec<PreparedReference>,
     /// Size of the images.
@@ -70,23 +74,51 @@ pub struct Setup {
 }
 
 impl ImageRequest {
-    /// A request for one image with an empty prompt.
+    /// A request for one image with an empty prompt. The options are checked against each other.
     pub fn new(options: ImageOptions, defaults: &ModelDefaults) -> Result<Self> {
+        let edit = PreparedEdit::open(&options.edit, (options.width, options.height), defaults)?;
         let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(defaults.max_reference_pixels));
         let references: Vec<PreparedReference> = options.references.iter().map(prepare).collect::<Result<_>>()?;
         // The default is the size of the first reference, or without references the model's own size.
         let first = references.first().map(|reference| (reference.width, reference.height));
-        Ok(Self {
+        let size = match &edit {
+            Some(edit) => edit.edit.canvas,
+            None => options.size(first.unwrap_or((defaults.width, defaults.height)), defaults.width * defaults.height)?,
+        };
+        let request = Self {
             prompt: String::new(),
             negative: None,
+            edit,
             references,
-            size: options.size(first.unwrap_or((defaults.width, defaults.height)))?,
+            size,
             options,
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
             record: false,
             adapters: None,
-        })
+        };
+        let grids: Vec<Grid> = request.reference_grids().collect();
+        SequenceLayout::new(defaults.max_text_tokens, size.grid(), &grids)?;
+        Ok(request)
+    }
+
+    /// The sizes of all reference images, the init image among them if it is one.
+    fn reference_grids(&self) -> impl Iterator<Item = Grid> {
+        let edit = self.edit.iter().map(|edit| &edit.edit);
+        let init = edit.clone().filter(|edit| edit.start.is_reference).map(|edit| edit.start.init.grid);
+        let bare = edit.filter_map(|edit| edit.reference.as_ref()).map(|reference| reference.grid);
+        init.chain(bare).chain(self.references.iter().map(PreparedReference::grid))
+    }
+
+    /// The image files that are read. No output may replace them.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        let edit = self.edit.iter().flat_map(|edit| &edit.files);
+        edit.chain(&self.options.references).map(PathBuf::as_path)
+    }
+
+    /// The size of the finished images.
+    pub fn finished_size(&self) -> (usize, usize) {
+        self.edit.as_ref().map_or((self.size.width(), self.size.height()), |edit| edit.edit.summary.size)
     }
 
     /// Checks flags against each other, the environment and the file system, except for the output files. `stdin` is read if the
@@ -116,6 +148,7 @@ impl ImageRequest {
         if args.dump.as_deref() == Some(Path::new(DASH)) {
             return Err(Error::usage("--dump writes a file, not standard output", "name a file, such as run.safetensors"));
         }
+        args.image.check(flag)?;
         let kind = noise_kind(args)?;
         let prompt = prompt(&args.prompt, stdin)?;
         if let Some(negative) = &args.negative {
@@ -129,8 +162,6 @@ impl ImageRequest {
         let found = locate(&args.model.request(environment))?;
         let defaults = found.defaults()?;
         let shape = Self::new(args.image.clone(), &defaults)?;
-        let grids: Vec<Grid> = shape.references.iter().map(PreparedReference::grid).collect();
-        SequenceLayout::new(defaults.max_text_tokens, shape.size.grid(), &grids)?;
         let noise = match &args.noise {
             Some(path) => Noise::Given(read_noise(path, shape.size.grid().tokens())?),
             None => Noise::Drawn(kind),
@@ -159,7 +190,7 @@ impl ImageRequest {
     pub fn load_options(&self, low_memory: bool, quantized: &QuantizedArgs) -> LoadOptions {
         LoadOptions {
             precision: quantized.precision.into(),
-            references: !self.references.is_empty(),
+            references: self.edit.is_some() || !self.references.is_empty(),
             low_memory,
             attention: quantized.attention.into(),
             nvfp4_math: quantized.nvfp4_math.into(),

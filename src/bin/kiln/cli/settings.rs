@@ -2,11 +2,13 @@
 //! flags into a [`Job`], for `generate`, `bench` and `plan` alike.
 
 use super::adapters::{AppliedAdapter, applied};
+use super::edit::{Facts, PreparedEdit};
 use super::request::ImageRequest;
 use kiln::lora::AdapterMode;
 use kiln::{
     Formats, Guidance, Job, ModelDefaults, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
 };
+use std::path::{Path, PathBuf};
 
 /// The properties of a model that settings depend on.
 pub struct ModelProfile {
@@ -44,6 +46,10 @@ pub struct Settings {
     pub adapter_mode: AdapterMode,
     /// Whether the VAE works in tiles.
     pub vae_tiling: bool,
+    /// The edit, if there is one.
+    pub edit: Option<Facts>,
+    /// The image files that are read.
+    pub images: Vec<PathBuf>,
     /// A description of each reference image: its file, its sizes and its tokens.
     pub references: Vec<String>,
 }
@@ -51,6 +57,9 @@ pub struct Settings {
 impl Settings {
     /// Combines a request with the defaults of a model.
     pub fn resolve(request: ImageRequest, model: &ModelProfile) -> Self {
+        let images = request.files().map(Path::to_owned).collect();
+        let facts = request.edit.as_ref().map(PreparedEdit::facts);
+        let (start, bare) = request.edit.map_or((None, None), |edit| (Some(edit.edit.start), edit.edit.reference));
         let options = request.options;
         let guidance = model.defaults.guide(model.variant, options.guidance);
         let references = request.references.iter().map(describe_reference).collect();
@@ -64,7 +73,8 @@ impl Settings {
             sigmas: options.sigmas,
             padding: options.padding.map_or(model.variant.spec().padding, Into::into),
             negative: request.negative.clone().unwrap_or_default(),
-            references: request.references.iter().map(input).collect(),
+            start,
+            references: bare.into_iter().chain(request.references.iter().map(input)).collect(),
             guidance: guidance.scale,
             seeds: request.seeds,
             noise: request.noise,
@@ -84,6 +94,8 @@ impl Settings {
             adapters,
             adapter_mode: model.adapter_mode,
             vae_tiling: options.vae_tiling,
+            edit: facts,
+            images,
             references,
         }
     }
@@ -98,9 +110,10 @@ impl Settings {
         self.quantized_flags.iter().find(|(flag, _)| *flag == QUANTIZE).map(|(_, format)| format.as_str())
     }
 
-    /// Width and height, for display.
+    /// Width and height of the finished images, for display.
     pub fn size(&self) -> String {
-        format!("{}x{}", self.job.size.width(), self.job.size.height())
+        let (width, height) = self.edit.as_ref().map_or((self.job.size.width(), self.job.size.height()), Facts::size);
+        format!("{width}x{height}")
     }
 }
 

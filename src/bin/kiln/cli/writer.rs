@@ -2,6 +2,7 @@
 //! own while the next one is denoised.
 
 use super::adapters::AppliedAdapter;
+use super::edit::{EditReport, Facts};
 use super::outputs::image_text;
 use super::report::{warn_of_flat_image, warn_of_saturation};
 use super::settings::Settings;
@@ -28,6 +29,10 @@ pub struct ImageLine<'a> {
     width: usize,
     height: usize,
     steps: usize,
+    /// Steps that ran: fewer with a strength below 1.
+    steps_run: usize,
+    strength: Option<f64>,
+    init: Option<EditReport<'a>>,
     guidance: Option<f32>,
     padding: String,
     model: &'a str,
@@ -51,6 +56,9 @@ impl<'a> ImageLine<'a> {
             width: image.image.width,
             height: image.image.height,
             steps: settings.job.steps,
+            steps_run: settings.job.noise_levels().len(),
+            strength: settings.edit.as_ref().map(|edit| edit.strength().share()),
+            init: settings.edit.as_ref().map(Facts::report),
             guidance: settings.guidance.chosen,
             padding: settings.job.padding.to_string(),
             model: &settings.model,

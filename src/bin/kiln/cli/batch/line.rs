@@ -1,11 +1,12 @@
 //! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings.
 
 use super::super::adapters::AppliedAdapter;
-use super::super::args::{ImageOptions, LoraArg};
+use super::super::args::{EditFlags, ImageOptions, LoraArg};
+use super::super::report::field;
 use super::super::request::{ImageRequest, check_nul};
 use kiln::error::{Error, Result};
 use kiln::text::{misspelled, shown};
-use kiln::{DecodedReference, Grid, ModelDefaults, Noise, NoiseKind, PreparedReference, SequenceLayout, check_length};
+use kiln::{DecodedReference, ModelDefaults, Noise, NoiseKind, check_length};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -53,18 +54,19 @@ impl Line {
             let hint = hint.unwrap_or_else(|| FIELDS.into());
             return Err(Error::usage(format!("the line is not what was expected: unknown field `{}`", shown(name)), hint));
         }
-        let mut line = Self { options: read(text)?, ..read(text)? };
+        let options = ImageOptions { edit: read(text)?, ..read(text)? };
+        let mut line = Self { options, ..read(text)? };
         line.split_size()?;
-        line.options.check()?;
+        line.options.check_sampling(field)?;
         Ok(Some(line))
     }
 
     /// Replaces `size` by width and height.
     fn split_size(&mut self) -> Result<()> {
         let Some(size) = self.size.take() else { return Ok(()) };
-        let (width, height) = (&mut self.options.width, &mut self.options.height);
-        if width.is_some() || height.is_some() {
-            return Err(Error::usage("`size` is given together with `width` or `height`", "leave out one of them"));
+        let ImageOptions { width, height, aspect, megapixels, .. } = &mut self.options;
+        if width.is_some() || height.is_some() || aspect.is_some() || megapixels.is_some() {
+            return Err(Error::usage("`size` is given together with another size", "leave out one of them"));
         }
         let sides = size.split_once('x').and_then(|(width, height)| Some((width.parse().ok()?, height.parse().ok()?)));
         let sides = sides.ok_or_else(|| Error::usage(format!("`size` is \"{}\"", shown(&size)), "write \"1024x768\""))?;
@@ -111,8 +113,9 @@ impl Line {
     /// Digests of the files whose content decides the image, apart from the model: adapters and references.
     pub fn digests(&self, adapters: &[AppliedAdapter]) -> Result<String> {
         let adapters = adapters.iter().map(|adapter| Ok(adapter.sha256.clone()));
-        let references = self.options.references.iter().map(|path| DecodedReference::sha256(path));
-        adapters.chain(references).map(|digest| Ok(format!(" {}", digest?))).collect()
+        let EditFlags { init, mask, .. } = &self.options.edit;
+        let images = self.options.references.iter().chain(init).chain(mask).map(|path| DecodedReference::sha256(path));
+        adapters.chain(images).map(|digest| Ok(format!(" {}", digest?))).collect()
     }
 
     /// The request for its image. Reference images are read.
@@ -125,9 +128,8 @@ impl Line {
                 check_nul(text, what, None)?;
             }
         }
+        options.check(field)?;
         let request = ImageRequest::new(options, defaults)?;
-        let grids: Vec<Grid> = request.references.iter().map(PreparedReference::grid).collect();
-        SequenceLayout::new(defaults.max_text_tokens, request.size.grid(), &grids)?;
         Ok(ImageRequest { prompt, negative, seeds: vec![seed], noise: Noise::Drawn(NoiseKind::HOPPER), ..request })
     }
 }
@@ -143,7 +145,7 @@ fn read<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T> {
 
 /// The names of all fields.
 pub fn fields() -> Vec<String> {
-    let all = [serde_json::to_value(Line::default()), serde_json::to_value(ImageOptions::default())];
+    let all = [serde_json::to_value(Line::default()), serde_json::to_value(ImageOptions::default()), serde_json::to_value(EditFlags::default())];
     all.iter().flatten().filter_map(Value::as_object).flat_map(|fields| fields.keys().cloned()).collect()
 }
 

@@ -1,0 +1,95 @@
+//! Masks: which pixels of an init image are repainted.
+
+use crate::error::{Error, Result};
+use crate::reference::{DecodedReference, decoded_with_alpha, read};
+use std::path::{Path, PathBuf};
+
+/// The most that red, green and blue of a gray pixel differ. JPEG shifts them.
+const GRAY: u8 = 16;
+
+/// Values within this distance of black or white are black or white. JPEG rings.
+const RING: u8 = 8;
+
+/// A mask as its file shows it: 255 is repainted, 0 is kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mask {
+    origin: PathBuf,
+    width: usize,
+    height: usize,
+    values: Vec<u8>,
+}
+
+impl Mask {
+    /// Reads a PNG, JPEG or WebP file. If a pixel of it is not opaque, transparency is the mask: what is transparent is repainted.
+    /// Otherwise what is white is repainted.
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::from_bytes(&read(path)?, path)
+    }
+
+    /// Reads a mask in memory. `origin` is its display name.
+    pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
+        let (image, alpha) = decoded_with_alpha(bytes, origin)?;
+        let values: Vec<u8> = match alpha.filter(|alpha| alpha.iter().any(|value| *value < u8::MAX)) {
+            Some(alpha) => alpha.iter().map(|value| cleaned(u8::MAX - value)).collect(),
+            None => {
+                let pixels = image.pixels.as_chunks::<3>().0;
+                let is_gray = |[r, g, b]: &[u8; 3]| r.max(g).max(b) - r.min(g).min(b) <= GRAY;
+                if !pixels.iter().all(is_gray) {
+                    let error = Error::bad_file(origin, "cannot use the mask", "it has colors, so it is an image and no mask");
+                    return Err(error.with_hint(RULES));
+                }
+                // Green is the nearest to the lightness where JPEG shifted a channel.
+                pixels.iter().map(|[_, green, _]| cleaned(*green)).collect()
+            }
+        };
+        if values.iter().all(|value| *value == 0) {
+            let error = Error::bad_file(origin, "cannot use the mask", "nothing of it is white or transparent");
+            return Err(error.with_hint(RULES));
+        }
+        Ok(Self { origin: origin.into(), width: image.width, height: image.height, values })
+    }
+
+    /// The value of each pixel, row by row.
+    pub fn values(&self) -> &[u8] {
+        &self.values
+    }
+
+    /// The value of each pixel, row by row.
+    pub(super) fn into_values(self) -> Vec<u8> {
+        self.values
+    }
+
+    /// Refuses a mask of another size than its image's.
+    pub(super) fn matching(self, init: &DecodedReference) -> Result<Self> {
+        let image = init.image();
+        if (self.width, self.height) != (image.width, image.height) {
+            let (width, height) = (self.width, self.height);
+            let what = format!("it is {width}x{height}, the init image {}x{}", image.width, image.height);
+            let error = Error::bad_file(&self.origin, "cannot use the mask", what);
+            return Err(error.with_hint("both sizes count after EXIF rotation"));
+        }
+        Ok(self)
+    }
+}
+
+/// Both ways to say what is repainted.
+const RULES: &str = "paint white on black, or make transparent, what is to be repainted";
+
+/// A value without what compression adds to black and white.
+fn cleaned(value: u8) -> u8 {
+    match value {
+        ..RING => 0,
+        _ if value > u8::MAX - RING => u8::MAX,
+        _ => value,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rings_of_black_and_white_are_removed() {
+        assert_eq!([0, 7, 8, 128, 247, 248, 255].map(cleaned), [0, 0, 8, 128, 247, 255, 255]);
+    }
+}
