@@ -2,6 +2,7 @@
 //! exact first line of the error and the exact hint. No file may be written or changed.
 #![cfg(unix)]
 
+mod editing;
 mod models;
 mod outputs;
 mod prompts;
