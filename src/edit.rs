@@ -211,7 +211,8 @@ impl EditOptions {
             if !has_mask {
                 return Err(Error::usage(format!("{crop} crops around a mask, and there is none"), add_mask()));
             }
-            let changes = [("width", self.size.0.is_some()), ("height", self.size.1.is_some()), ("extend", self.extend.is_some())];
+            let changes =
+                [("width", self.size.0.is_some()), ("height", self.size.1.is_some()), ("extend", self.extend.is_some())];
             if let Some((name, _)) = changes.into_iter().find(|(_, given)| *given) {
                 let what = format!("{crop} keeps the size of the image, and {} changes it", spell(name));
                 return Err(Error::usage(what, "leave out one of them"));
@@ -250,7 +251,8 @@ impl Prepared {
         let fit = fit(from, options.size, defaults.max_reference_pixels);
         let mut size = fit.size;
         let mut pixels = centered::<3>(scaled::<3>(init.pixels, from, fit.scaled, Filter::Lanczos), fit.scaled, size);
-        let mut opacity = mask.map(|mask| centered::<1>(scaled::<1>(mask.into_values(), from, fit.scaled, Filter::Triangle), fit.scaled, size));
+        let mut opacity =
+            mask.map(|mask| centered::<1>(scaled::<1>(mask.into_values(), from, fit.scaled, Filter::Triangle), fit.scaled, size));
         let mut reference = None;
         if let Some(sides) = options.extend {
             if is_reference {

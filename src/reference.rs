@@ -105,7 +105,11 @@ impl DecodedReference {
         let original = (image.width, image.height);
         let resized = capped(original, area);
         let (width, height) = resized.unwrap_or(original);
-        let pixels = if resized.is_some() { resample::resize::<3>(&image.pixels, original, (width, height), Filter::Lanczos) } else { image.pixels };
+        let pixels = if resized.is_some() {
+            resample::resize::<3>(&image.pixels, original, (width, height), Filter::Lanczos)
+        } else {
+            image.pixels
+        };
         let whole = (width - width % PATCH, height - height % PATCH);
         let pixels = centered::<3>(pixels, (width, height), whole);
         PreparedReference { origin, width: whole.0, height: whole.1, pixels, original, resized }
@@ -306,7 +310,9 @@ impl Fault {
 
     fn into_error(self, origin: &Path) -> Error {
         match self {
-            Self::Unreadable(detail) => Error::bad_file(origin, "cannot read image", detail).with_hint("convert to PNG, JPEG or WebP"),
+            Self::Unreadable(detail) => {
+                Error::bad_file(origin, "cannot read image", detail).with_hint("convert to PNG, JPEG or WebP")
+            }
             Self::Damaged(detail) => Error::bad_file(origin, "damaged image", detail),
             Self::TooLarge(detail) => Error::bad_file(origin, "image too large", detail),
             Self::TooSmall(detail) => Error::bad_file(origin, "image too small or too narrow", detail),

@@ -39,7 +39,6 @@ pub fn fit(from: (usize, usize), asked: (Option<usize>, Option<usize>), area: us
     Fit { scaled, size }
 }
 
-
 /// Pixels that are added at each side, multiples of 16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sides {
@@ -216,7 +215,10 @@ mod tests {
         // Rounding never leaves a gap.
         for (width, height) in (64..200).map(|side| (side, 261 - side)) {
             let Fit { scaled, size } = fit((width, height), (Some(176), Some(96)), 1 << 20);
-            assert!(scaled.0 >= size.0 && scaled.1 >= size.1 && (scaled.0 == 176 || scaled.1 == 96), "{width}x{height}: {scaled:?}");
+            assert!(
+                scaled.0 >= size.0 && scaled.1 >= size.1 && (scaled.0 == 176 || scaled.1 == 96),
+                "{width}x{height}: {scaled:?}"
+            );
         }
     }
 

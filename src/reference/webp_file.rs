@@ -59,7 +59,8 @@ struct Container<'a> {
 impl<'a> Container<'a> {
     /// Walks the chunks to the end that the file's header states. Bytes behind it are ignored.
     fn read(bytes: &'a [u8]) -> Result<Self, Fault> {
-        let stated = bytes.get(4..HEADER).and_then(|length| length.first_chunk()).map(|length| u32::from_le_bytes(*length) as usize);
+        let stated =
+            bytes.get(4..HEADER).and_then(|length| length.first_chunk()).map(|length| u32::from_le_bytes(*length) as usize);
         let end = stated.and_then(|length| length.checked_add(HEADER));
         let mut rest = end.and_then(|end| bytes.get(12..end)).ok_or_else(|| ends_early(bytes.len()))?;
         let mut found = Self::default();

@@ -22,8 +22,7 @@ fn same_pixels(a: &[u8], b: &[u8]) -> Vec<bool> {
     a.chunks_exact(3).zip(b.chunks_exact(3)).map(|(a, b)| a == b).collect()
 }
 
-const EDIT: [&str; 11] =
-    ["x", "--seed", "3", "--steps", "2", "--precision", "f32", "--init", "init.png", "--mask", "mask.png"];
+const EDIT: [&str; 11] = ["x", "--seed", "3", "--steps", "2", "--precision", "f32", "--init", "init.png", "--mask", "mask.png"];
 
 /// Pixels farther from the mask than the feather reaches are the init image's, to the byte, and in the mask all is new.
 #[test]
@@ -43,7 +42,8 @@ fn what_is_not_repainted_stays_to_the_byte() {
             let far = (0..size.1).flat_map(|y| (0..size.0).map(move |x| (x, y))).zip(&same).filter(|((x, y), _)| !near(*x, *y));
             assert!(far.clone().count() > 500 && far.clone().all(|(_, same)| *same), "{size:?}, feather {feather}");
             let inside = |x: u32, y: u32| (left..right).contains(&x) && (top..bottom).contains(&y);
-            let changed = (0..size.1).flat_map(|y| (0..size.0).map(move |x| (x, y))).zip(&same).filter(|((x, y), _)| inside(*x, *y));
+            let changed =
+                (0..size.1).flat_map(|y| (0..size.0).map(move |x| (x, y))).zip(&same).filter(|((x, y), _)| inside(*x, *y));
             let (all, kept) = (changed.clone().count(), changed.filter(|(_, same)| **same).count());
             assert!(kept * 20 < all, "{kept} of {all} pixels did not change");
         }
@@ -96,7 +96,8 @@ fn masks_are_white_or_transparent() {
     let mut encoder = png::Encoder::new(fs::File::create(sandbox.path("shade.png")).unwrap(), 96, 64);
     encoder.set_color(png::ColorType::Grayscale);
     encoder.set_trns(vec![0, 9]);
-    let shade: Vec<u8> = (0..64).flat_map(|y| (0..96).map(move |x| pixel((x, y))[3])).map(|a| if a == 0 { 9 } else { 200 }).collect();
+    let shade: Vec<u8> =
+        (0..64).flat_map(|y| (0..96).map(move |x| pixel((x, y))[3])).map(|a| if a == 0 { 9 } else { 200 }).collect();
     encoder.write_header().unwrap().write_image_data(&shade).unwrap();
     assert_eq!(run("shade.png", "shade-out.png"), white);
     // WebP, as kiln itself writes it.
@@ -116,7 +117,21 @@ fn masks_are_white_or_transparent() {
 fn an_edit_is_reported() {
     let sandbox = Sandbox::new();
     write_files(&sandbox, (96, 64), [32, 16, 64, 48]);
-    let flags = ["--strength", "0.75", "--steps", "4", "--feather", "0", "--init-reference", "on", "-o", "a.png", "--json", "--dump", "a.st"];
+    let flags = [
+        "--strength",
+        "0.75",
+        "--steps",
+        "4",
+        "--feather",
+        "0",
+        "--init-reference",
+        "on",
+        "-o",
+        "a.png",
+        "--json",
+        "--dump",
+        "a.st",
+    ];
     let line: Vec<&str> = EDIT.iter().filter(|word| !["--steps", "2"].contains(word)).chain(&flags).copied().collect();
     let run = sandbox.run(&line).good();
     let note = "mask: 17 % of the image, 4 of 24 tokens; strength 0.75: noise 0.955, 3 of 4 steps\n";
@@ -135,13 +150,29 @@ fn an_edit_is_reported() {
     assert_eq!((&*png.text["strength"], &*png.text["feather"], &*png.text["init-reference"]), ("0.75", "0", "on"));
     assert!(!png.text.contains_key("mask-crop") && !png.text.contains_key("extend"));
     let dump = Shard::open(&sandbox.path("a.st")).unwrap();
-    for (name, shape) in [("init.tokens", &[24, 128][..]), ("mask.tokens", &[24]), ("latents.3", &[24, 128]), ("noise", &[24, 128])] {
+    for (name, shape) in
+        [("init.tokens", &[24, 128][..]), ("mask.tokens", &[24]), ("latents.3", &[24, 128]), ("noise", &[24, 128])]
+    {
         assert_eq!(dump.entry(name).unwrap().shape, shape, "{name}");
     }
     assert!(dump.entry("latents.4").is_none() && dump.entry("reference.1.tokens").is_some());
     assert_eq!(dump.bytes("mask.tokens").unwrap().iter().filter(|repainted| **repainted == 1).count(), 4);
     // A plan says the same without running.
-    let words = ["plan", "--init", "init.png", "--mask", "mask.png", "--strength", "0.75", "--feather", "0", "--init-reference", "on", "--steps", "4"];
+    let words = [
+        "plan",
+        "--init",
+        "init.png",
+        "--mask",
+        "mask.png",
+        "--strength",
+        "0.75",
+        "--feather",
+        "0",
+        "--init-reference",
+        "on",
+        "--steps",
+        "4",
+    ];
     let plan = sandbox.run(words).good();
     assert!(plan.text().contains(&format!("init                 {note}")), "{}", plan.text());
     assert!(plan.text().contains("24 reference 1"), "{}", plan.text());
@@ -156,19 +187,40 @@ fn an_edit_is_reported() {
 fn a_frame_widens_the_image() {
     let sandbox = Sandbox::new();
     write_files(&sandbox, (64, 64), [0, 0, 1, 1]);
-    let flags = ["x", "--seed", "1", "--steps", "1", "--precision", "f32", "--init", "init.png", "--extend", "left=32,bottom=16", "--feather", "0"];
+    let flags = [
+        "x",
+        "--seed",
+        "1",
+        "--steps",
+        "1",
+        "--precision",
+        "f32",
+        "--init",
+        "init.png",
+        "--extend",
+        "left=32,bottom=16",
+        "--feather",
+        "0",
+    ];
     let run = sandbox.run(flags.iter().chain(&["-o", "a.png", "--json"])).good();
-    assert!(run.stderr.contains("mask: 47 % of the image, 14 of 30 tokens; strength 1: noise 1.000, 1 of 1 steps\n"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("mask: 47 % of the image, 14 of 30 tokens; strength 1: noise 1.000, 1 of 1 steps\n"),
+        "{}",
+        run.stderr
+    );
     let [init, out] = ["init.png", "a.png"].map(|name| Png::read(&sandbox.path(name)));
     assert_eq!((out.width, out.height), (96, 80));
     for y in 0..64 {
         assert_eq!(out.pixels[3 * (96 * y + 32)..][..192], init.pixels[192 * y..][..192], "row {y}");
     }
     // The bare image is a reference unless that is turned off.
-    assert_eq!(run.json()[0]["init"], json!({
-        "sha256": run.json()[0]["init"]["sha256"], "mask_sha256": null, "tokens_repainted": 14, "pixels_repainted": 96 * 80 - 64 * 64,
-        "feather": 0, "crop": null, "extend": [32, 0, 0, 16], "reference": true,
-    }));
+    assert_eq!(
+        run.json()[0]["init"],
+        json!({
+            "sha256": run.json()[0]["init"]["sha256"], "mask_sha256": null, "tokens_repainted": 14, "pixels_repainted": 96 * 80 - 64 * 64,
+            "feather": 0, "crop": null, "extend": [32, 0, 0, 16], "reference": true,
+        })
+    );
     sandbox.run(flags.iter().chain(&["--init-reference", "off", "-o", "b.png"])).good();
     assert_ne!(Png::read(&sandbox.path("b.png")).pixels, out.pixels);
 }

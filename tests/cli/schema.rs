@@ -183,6 +183,15 @@ fn printed() -> Vec<(&'static str, Value)> {
     let base = ["--variant", "base", "--lora", "good"];
     let noise = ["x", "-o", "b.png", "--json", "--noise", "a.safetensors", "--quantize", "fp8"];
     add("image", tiny(&[&noise[..], &base].concat()));
+    sandbox.write_png("mask.png", 96, 64, |x, _| [if x < 20 { 255 } else { 0 }; 3]);
+    sandbox.write_png("init.png", 96, 64, |x, y| [x as u8, y as u8, 9]);
+    let edit = ["x", "--json", "--steps", "1", "--precision", "f32", "--init", "init.png"];
+    let crop = ["--mask", "mask.png", "--mask-crop", "16", "-o", "cropped.png"];
+    for more in [&["--extend", "left=16", "-o", "wide.png"][..], &crop] {
+        add("image", sandbox.run(edit.iter().chain(more)));
+    }
+    let words = ["plan", "--json", "--init", "init.png", "--mask", "mask.png", "--strength", "0.5"];
+    add("plan", sandbox.run(words));
     let lines = [r#"{"prompt": "x", "output": "c.png"}"#, r#"{"prompt": "x", "output": "a.png"}"#, r#"{"seed": 1}"#];
     fs::write(sandbox.path("lines"), lines.join("\n")).unwrap();
     add("answer", sandbox.run(["run", "lines", "--skip-existing"].iter().chain(&QUICK)));
@@ -315,12 +324,28 @@ fn lines_are_described_as_they_are_read() {
             json!(["none", [1], [{"scale": 1}], [{"file": 1}], [{"file": "none", "scale": null}], [{"file": "none", "more": 1}]]),
         ),
         ("output", json!(["none/x.png", null]), json!([1, ["x.png"]])),
+        ("aspect", json!(["16:9", null]), json!([1.5, [16, 9]])),
+        ("megapixels", json!([0.01, 1, 12.5, null]), json!([0, 13, "1"])),
+        ("init", json!(["none.png", null]), json!([1])),
+        ("strength", json!([0.5, 1, null]), json!([0, 1.5, -1, "0.5"])),
+        ("mask", json!(["none.png", null]), json!([1])),
+        ("feather", json!([0, 256, null]), json!([-1, 257, "8"])),
+        ("mask_crop", json!([16, 1024, null]), json!([15, 1025, "64"])),
+        (
+            "extend",
+            json!(["left=16", 16, {"left": 16, "top": 0}, {"right": 16, "bottom": 32}, null]),
+            json!([8, 0, 15, {"left": 8}, {"up": 16}]),
+        ),
+        ("init_reference", json!(["auto", "on", "off", null]), json!(["yes", true])),
         ("color", json!([]), json!(["red"])),
     ];
     // Each line that can be read fails later, at a folder or a reference that is not there, so that no image is generated.
     let line = |name: &str, value: Value, i: usize| {
         let mut line = match name {
             "output" => json!({"prompt": "x", "references": ["none.png"]}),
+            "feather" | "mask_crop" => json!({"prompt": "x", "init": "none.png", "mask": "none.png"}),
+            "init" => json!({"prompt": "x", "output": format!("none/{i}.png")}),
+            "strength" | "mask" | "extend" | "init_reference" => json!({"prompt": "x", "init": "none.png"}),
             _ => json!({"prompt": "x", "output": format!("none/{i}.png")}),
         };
         line[name] = value;

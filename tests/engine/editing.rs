@@ -32,7 +32,12 @@ fn whole_steps_have_the_sigmas_of_diffusers() {
             assert_eq!(schedule.steps(), steps);
             for (i, want) in recorded.sigmas[recorded.steps - steps..].iter().enumerate() {
                 let got = f64::from(schedule.sigma(i));
-                assert!((got - want).abs() <= 1.2e-7, "{} steps, {} tokens: {got} is not {want}", recorded.steps, recorded.tokens);
+                assert!(
+                    (got - want).abs() <= 1.2e-7,
+                    "{} steps, {} tokens: {got} is not {want}",
+                    recorded.steps,
+                    recorded.tokens
+                );
             }
             starts += 1;
         }

@@ -3,12 +3,12 @@
 Pillow and the image processor of the diffusers FLUX.2 [klein] pipeline define the right pixels.
 
 tests/fixtures/references/
-    Small PNG and JPEG files of many kinds.
+    Small PNG, JPEG and WebP files of many kinds.
 
 tests/fixtures/references.json
     lanczos   sizes before and after, and the FNV-1a 64 of the resized RGB bytes
     prepared  sizes, and the FNV-1a 64 of the pixels and f32 values that the VAE gets
-    images    the files above: upright size, and for PNG the FNV-1a 64 of the RGB bytes
+    images    the files above: upright size, and for PNG and WebP the FNV-1a 64 of the RGB bytes
 
 tests/fixtures/references.safetensors
     lanczos.<index>   U8 [height, width, 3]   the resized bytes of the first cases
@@ -190,7 +190,7 @@ def jpeg_files():
         "progressive_444": saved(rgb, "JPEG", quality=85, progressive=True, subsampling="4:4:4"),
         "restarts": saved(gray, "JPEG", quality=85, restart_marker_blocks=3),
         "rgb": saved(rgb, "JPEG", quality=85, keep_rgb=True),
-        "grey": saved(grey, "JPEG", quality=90),
+        "grey": saved(gray, "JPEG", quality=90),
         "cmyk": cmyk,
         # This data, declared as luma, chroma and black: odd colors, but a valid file.
         "ycck": cmyk[: adobe + 11] + b"\x02" + cmyk[adobe + 12 :],
@@ -207,10 +207,10 @@ def png_files():
     files = {
         "rgb": saved(rgb, "PNG"),
         "rgba": saved(Image.fromarray(eight_bit(4), "RGBA"), "PNG"),
-        "grey_1": saved(grey.convert("1"), "PNG"),
-        "grey_2": saved(grey.point(lambda v: v >> 6), "PNG", bits=2),
-        "grey_4": saved(grey.point(lambda v: v >> 4), "PNG", bits=4),
-        "grey_8": saved(grey, "PNG"),
+        "grey_1": saved(gray.convert("1"), "PNG"),
+        "grey_2": saved(gray.point(lambda v: v >> 6), "PNG", bits=2),
+        "grey_4": saved(gray.point(lambda v: v >> 4), "PNG", bits=4),
+        "grey_8": saved(gray, "PNG"),
         "grey_16": written_png(sixteen_bit(1), 0),
         "grey_alpha_8": saved(Image.fromarray(eight_bit(2), "LA"), "PNG"),
         "grey_alpha_16": written_png(sixteen_bit(2), 4),
@@ -221,7 +221,7 @@ def png_files():
         "rgba_16": written_png(sixteen_bit(4), 6),
         "rgb_transparent": saved(rgb, "PNG", transparency=(20, 30, 40)),
         "interlaced": written_png(eight_bit(3), 2, interlaced=True),
-        "interlaced_gray_16": written_png(sixteen_bit(1), 0, interlaced=True),
+        "interlaced_grey_16": written_png(sixteen_bit(1), 0, interlaced=True),
         "animated": saved(rgb, "PNG", save_all=True, append_images=[rgb.rotate(180)]),
         "orientation_6": saved(rgb, "PNG", exif=with_orientation(6)),
         "orientation_late": written_png(eight_bit(3), 2)[:-12],
@@ -236,8 +236,22 @@ def png_files():
     return {f"{name}.png": data for name, data in files.items()}
 
 
+def webp_files():
+    rgb, rgba = Image.fromarray(eight_bit(3)), Image.fromarray(eight_bit(4), "RGBA")
+    files = {
+        "lossless": saved(rgb, "WEBP", lossless=True),
+        "lossless_alpha": saved(rgba, "WEBP", lossless=True, exact=True),
+        "lossless_palette": saved(rgb.quantize(11).convert("RGB"), "WEBP", lossless=True),
+        "lossy": saved(rgb, "WEBP", quality=80),
+        "lossy_coarse": saved(rgb, "WEBP", quality=5, method=6),
+        "lossy_alpha": saved(rgba, "WEBP", quality=90),
+        "orientation_6": saved(rgb, "WEBP", lossless=True, exif=with_orientation(6)),
+    }
+    return {f"{name}.webp": data for name, data in files.items()}
+
+
 def image_cases():
-    cases, tensors, files = [], {}, {**jpeg_files(), **png_files()}
+    cases, tensors, files = [], {}, {**jpeg_files(), **png_files(), **webp_files()}
     with tempfile.TemporaryDirectory() as folder:
         for name, data in files.items():
             path = Path(folder) / name
@@ -246,7 +260,7 @@ def image_cases():
             if name.endswith("grey_16.png"):
                 pixels = np.repeat(eight_bit(1), 3, axis=-1)
             case = {"file": name, "size": [pixels.shape[1], pixels.shape[0]]}
-            if name.endswith(".png"):
+            if not name.endswith(".jpg"):
                 case["pixels"] = checksum(pixels.tobytes())
             else:
                 is_gray = (pixels[..., :1] == pixels).all()

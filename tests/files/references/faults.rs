@@ -163,7 +163,7 @@ fn what_is_not_an_image_is_named() {
     std::fs::create_dir_all(&folder).unwrap();
     let cases: [(&str, &[u8], &str); 4] = [
         ("me.png", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "content is HEIC, not PNG"),
-        ("me.jpg", b"RIFF\x10\0\0\0WEBPVP8 ", "content is WebP, not JPEG"),
+        ("me.jpg", b"GIF89a", "content is GIF, not JPEG"),
         ("me.jpeg", b"a note, saved under a wrong name", "content is text, not JPEG"),
         ("me", b"", "the file is empty"),
     ];

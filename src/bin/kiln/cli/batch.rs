@@ -359,6 +359,8 @@ impl Run<'_> {
         let Self { service, known, model_id, library, defaults, claimed, terminal, .. } = self;
         let Defaults { image, folder, image_file, trace, .. } = defaults;
         let mut line = line.with_defaults(image, defaults.negative.as_deref(), &defaults.lora);
+        // Before any of its files is read.
+        line.options.check(field)?;
         let output = line.output.take();
         if output.as_deref() == Some(Path::new(DASH)) {
             return Err(Error::usage("`output` is standard output, where the answers go", "name a file"));

@@ -2,8 +2,8 @@
 //! `kiln run`, and the limits.
 
 use super::super::report::Spell;
-use super::edit::EditFlags;
 use super::PaddingArg;
+use super::edit::EditFlags;
 use super::values::{a_number, a_whole_number, number, pixels, within};
 use clap::Args;
 use kiln::edit::Aspect;
@@ -22,8 +22,8 @@ pub const STEPS: RangeInclusive<usize> = 1..=1000;
 /// The range of `--guidance`.
 const GUIDANCE: RangeInclusive<f32> = 0.0..=100.0;
 
-/// The range of `--megapixels`. The largest image that fits the token limit has 13.
-const MEGAPIXELS: RangeInclusive<f32> = 0.01..=13.0;
+/// The range of `--megapixels`. A larger image does not fit the token limit with a prompt.
+const MEGAPIXELS: RangeInclusive<f32> = 0.01..=12.5;
 
 /// Pixels of a megapixel, as the models count them.
 const MEGAPIXEL: f64 = 1_048_576.0;
@@ -154,7 +154,8 @@ impl ImageOptions {
     pub fn or(self, flags: &Self) -> Self {
         let flags = flags.clone();
         // A size is one decision, and so is a schedule: a flag does not complete one side with the other.
-        let sized = [self.width.is_some(), self.height.is_some(), self.aspect.is_some(), self.megapixels.is_some()].contains(&true);
+        let sized =
+            [self.width.is_some(), self.height.is_some(), self.aspect.is_some(), self.megapixels.is_some()].contains(&true);
         let scheduled = self.steps.is_some() || self.sigmas.is_some();
         let sizes = |of: &Self| (of.width, of.height, of.aspect, of.megapixels);
         let (width, height, aspect, megapixels) = if sized { sizes(&self) } else { sizes(&flags) };

@@ -128,7 +128,6 @@ impl Line {
                 check_nul(text, what, None)?;
             }
         }
-        options.check(field)?;
         let request = ImageRequest::new(options, defaults)?;
         Ok(ImageRequest { prompt, negative, seeds: vec![seed], noise: Noise::Drawn(NoiseKind::HOPPER), ..request })
     }
@@ -145,7 +144,11 @@ fn read<'de, T: Deserialize<'de>>(text: &'de str) -> Result<T> {
 
 /// The names of all fields.
 pub fn fields() -> Vec<String> {
-    let all = [serde_json::to_value(Line::default()), serde_json::to_value(ImageOptions::default()), serde_json::to_value(EditFlags::default())];
+    let all = [
+        serde_json::to_value(Line::default()),
+        serde_json::to_value(ImageOptions::default()),
+        serde_json::to_value(EditFlags::default()),
+    ];
     all.iter().flatten().filter_map(Value::as_object).flat_map(|fields| fields.keys().cloned()).collect()
 }
 
