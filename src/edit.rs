@@ -201,7 +201,7 @@ impl Edit {
 impl EditOptions {
     /// Checks options that exclude each other. `spell` turns the name of an option, such as `mask-crop`, into what the user writes.
     pub fn check(&self, has_mask: bool, spell: fn(&str) -> String) -> Result<()> {
-        let add_mask = || format!("add {}", spell("mask"));
+        let add_mask = || format!("name one with {}", spell("mask"));
         if self.extend.is_some() && self.strength.is_some_and(|strength| strength != Strength::WHOLE) {
             let what = format!("{} needs a strength of 1: the new part holds nothing to start from", spell("extend"));
             return Err(Error::usage(what, format!("leave out {}", spell("strength"))));

@@ -23,7 +23,9 @@ mod emulated;
 mod large;
 
 use common::ops::tiles;
-use common::{Make, cases, cpu, dev, engine_on, goldens, merging, modes, ops, run, saving_memory_changes_nothing, tiling};
+use common::{
+    Make, cases, cpu, dev, editing, engine_on, goldens, merging, modes, ops, run, saving_memory_changes_nothing, tiling,
+};
 use kiln::error::Error;
 use kiln::internals::backend::cuda::{self, Arch, Cuda, Kernel, KernelChoice};
 use kiln::internals::backend::{Backend, Lockstep};
@@ -36,7 +38,7 @@ use kiln::progress::Silent;
 use kiln::quantize::calibrate::{Calibration, calibrate};
 use kiln::selftest::{self, Extent, Outcome};
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -174,10 +176,10 @@ impl Small {
         Some(Self { claims: Some(PathBuf::from(claims)), limit, portable })
     }
 
-    /// Whether this process is the first that wants to run something.
-    fn claim(&self, what: &str) -> bool {
+    /// Whether this process is the first that wants to run something. The file says which process runs what.
+    fn claim(&self, what: &str, name: &str) -> bool {
         self.claims.as_ref().is_none_or(|folder| match File::create_new(folder.join(what)) {
-            Ok(_) => true,
+            Ok(mut file) => writeln!(file, "{} {name}", std::process::id()).is_ok(),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
             Err(error) => panic!("{}: {error}", folder.display()),
         })
@@ -185,7 +187,7 @@ impl Small {
 
     fn check(&self) {
         self.cases();
-        if self.claim("image") {
+        if self.claim("image", "image") {
             let job = Job { size: Pixels::new(64, 64).unwrap(), steps: 3, record: false, ..cases()[0].job() };
             let mut cuda = unpoisoned();
             if self.portable {
@@ -200,7 +202,7 @@ impl Small {
         let mut cuda = unpoisoned();
         let only = std::env::var("KILN_TEST_CASE").unwrap_or_default();
         // The self-test is the longest of all cases under a sanitizer, so it comes first.
-        if only.is_empty() && self.claim("selftest") {
+        if only.is_empty() && self.claim("selftest", "selftest") {
             let lines = selftest::run(&mut cuda, &Extent::QUICK, &mut |_| Ok(())).unwrap();
             assert!(lines.iter().all(|line| !line.failed()), "{lines:?}");
         }
@@ -214,7 +216,8 @@ impl Small {
             cuda.set_choice(choice);
             let small = |name: &str| ops::is_within(self.limit, name) && name.contains(&only);
             let cases = ops::cases::all().into_iter().filter(|c| tiles::runs_with(choice, &c.name) && small(&c.name));
-            let claimed = cases.enumerate().filter(|(case, _)| self.claim(&format!("{turn}-{case}"))).map(|(_, case)| case);
+            let claimed =
+                cases.enumerate().filter(|case| self.claim(&format!("{turn}-{}", case.0), &case.1.name)).map(|(_, case)| case);
             let mut claimed = Timed::new(claimed).peekable();
             if claimed.peek().is_some() {
                 ops::check(&mut cuda, claimed);
@@ -284,6 +287,8 @@ fn every_golden(make: Make<'_>) {
     modes::every_mode_equals_diffusers(make);
     modes::every_mode_in_bf16_is_as_close_as_diffusers_in_bf16(make);
     modes::guidance_as_an_input_equals_diffusers(make);
+    editing::every_edit_equals_diffusers(make);
+    editing::every_edit_in_bf16_is_as_close_as_diffusers_in_bf16(make);
     tiling::tiles_equal_those_of_diffusers(make);
 }
 

@@ -17,14 +17,26 @@ fn edits_that_are_none() {
     check(
         &sandbox,
         &[
-            usage("--mask mask.png", "--mask says what of an init image is repainted, and there is none", "add --init"),
-            usage("--extend 64", "--extend widens an init image, and there is none", "add --init"),
-            usage("--strength 0.5", "--strength says how much of an init image changes, and there is none", "add --init"),
-            usage("--feather 8", "--feather fades out what is repainted of an init image, and there is none", "add --init"),
-            usage("--mask-crop 64", "--mask-crop crops an init image, and there is none", "add --init"),
-            usage("--init-reference on", "--init-reference is about an init image, and there is none", "add --init"),
-            usage("--init init.png --feather 8", "--feather fades out what is repainted, and there is no mask", "add --mask"),
-            usage("--init init.png --mask-crop 64", "--mask-crop crops around a mask, and there is none", "add --mask"),
+            usage("--mask mask.png", "--mask says what of an init image is repainted, and there is none", "name one with --init"),
+            usage("--extend 64", "--extend widens an init image, and there is none", "name one with --init"),
+            usage(
+                "--strength 0.5",
+                "--strength says how much of an init image changes, and there is none",
+                "name one with --init",
+            ),
+            usage(
+                "--feather 8",
+                "--feather fades out what is repainted of an init image, and there is none",
+                "name one with --init",
+            ),
+            usage("--mask-crop 64", "--mask-crop crops an init image, and there is none", "name one with --init"),
+            usage("--init-reference on", "--init-reference is about an init image, and there is none", "name one with --init"),
+            usage(
+                "--init init.png --feather 8",
+                "--feather fades out what is repainted, and there is no mask",
+                "name one with --mask",
+            ),
+            usage("--init init.png --mask-crop 64", "--mask-crop crops around a mask, and there is none", "name one with --mask"),
             usage(
                 "--init init.png --extend 64 --strength 0.9",
                 "--extend needs a strength of 1: the new part holds nothing to start from",

@@ -84,6 +84,11 @@ impl Facts {
         self.summary.is_masked
     }
 
+    /// Whether only a part of the image is worked on.
+    pub fn is_cropped(&self) -> bool {
+        self.summary.crop.is_some()
+    }
+
     /// What the edit does, in one line, then what the user may not have expected.
     pub fn notes(&self, job: &Job) -> Vec<String> {
         let Summary { size, is_masked, tokens_repainted, pixels_repainted, .. } = self.summary;
@@ -94,7 +99,10 @@ impl Facts {
             let share = 100.0 * pixels_repainted as f64 / (size.0 * size.1) as f64;
             let share = if share < 1.0 { "less than 1".into() } else { format!("{share:.0}") };
             let (some, all) = (grouped(tokens_repainted as u64), grouped(self.tokens as u64));
-            line = format!("mask: {share} % of the image, {some} of {all} tokens; {line}");
+            let crop = self.summary.crop.map_or(String::new(), |Area { width, height, .. }| {
+                format!("; {width}x{height} around it, drawn as {}x{}", job.size.width(), job.size.height())
+            });
+            line = format!("mask: {share} % of the image, {some} of {all} tokens{crop}; {line}");
         }
         let mut notes = vec![line];
         if is_masked && tokens_repainted == self.tokens {

@@ -121,7 +121,8 @@ pub fn announce_run(
     ignored_settings(settings, flag).iter().for_each(|warning| terminal.warn(warning));
     let ModelDefaults { width, height, .. } = model.defaults;
     let size = settings.job.size;
-    if matches!(found, Found::BuiltIn(_)) && (size.width(), size.height()) != (width, height) {
+    let is_whole = settings.edit.as_ref().is_none_or(|edit| !edit.is_cropped());
+    if matches!(found, Found::BuiltIn(_)) && is_whole && (size.width(), size.height()) != (width, height) {
         terminal.say(&format!("note: {} was trained on {width}x{height} images; other sizes may look wrong", settings.model));
     }
     terminal.say(&headline);

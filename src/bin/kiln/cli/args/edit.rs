@@ -102,9 +102,10 @@ impl EditFlags {
                 (self.init_reference.is_some(), "init-reference", "is about an init image"),
             ];
             return match needless.into_iter().find(|(given, ..)| *given) {
-                Some((_, name, what)) => {
-                    Err(Error::usage(format!("{} {what}, and there is none", spell(name)), format!("add {}", spell("init"))))
-                }
+                Some((_, name, what)) => Err(Error::usage(
+                    format!("{} {what}, and there is none", spell(name)),
+                    format!("name one with {}", spell("init")),
+                )),
                 None => Ok(()),
             };
         }
@@ -122,7 +123,8 @@ impl EditFlags {
         let parts = if self.init.is_some() { Self::default() } else { flags.clone() };
         Self {
             init: self.init.or(flags.init),
-            strength: self.strength.or(flags.strength),
+            // Of the flags, only a whole strength goes with a frame.
+            strength: self.strength.or(flags.strength.filter(|_| self.extend.is_none())),
             mask: self.mask.or(parts.mask),
             feather: self.feather.or(parts.feather),
             mask_crop: self.mask_crop.or(parts.mask_crop),
