@@ -18,11 +18,15 @@ const ANIMATED: u8 = 0x02;
 /// The flag of transparency in the extended header.
 const TRANSPARENT: u8 = 0x10;
 
+/// The most pixels that a byte of lossless and of lossy data holds. libwebp's densest files, which are flat images, have 26,000 and 560.
+const MAX_DENSITY: [usize; 2] = [1 << 15, 1 << 10];
+
 /// Decodes a still image.
 pub(super) fn decode(bytes: &[u8], alpha: Alpha) -> Result<Decoded, Fault> {
     let container = Container::read(bytes)?;
     let (width, height) = container.size()?;
     check_size(width, height)?;
+    container.check_density(width, height)?;
     let core = container.core(width, height, alpha);
     let mut decoder = WebPDecoder::new(Cursor::new(&core)).map_err(library)?;
     if decoder.dimensions() != (width as u32, height as u32) {
@@ -119,6 +123,18 @@ impl<'a> Container<'a> {
             Some(canvas) if canvas != size => Err(damaged("its headers disagree about its size")),
             _ => Ok(size),
         }
+    }
+
+    /// Rejects a size that the data cannot hold, before memory is allocated for it.
+    fn check_density(&self, width: usize, height: usize) -> Result<(), Fault> {
+        let [lossless, lossy] = MAX_DENSITY;
+        let (data, density) = self.lossy.map_or((self.lossless, lossless), |data| (Some(data), lossy));
+        let bytes = data.map_or(0, <[u8]>::len);
+        if width * height > bytes.saturating_mul(density) {
+            let what = format!("its header says {width}x{height} pixels, its {bytes} bytes of image data cannot hold them");
+            return Err(damaged(what));
+        }
+        Ok(())
     }
 
     /// A file with only the chunks that pixels are decoded from.

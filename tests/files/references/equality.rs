@@ -130,7 +130,7 @@ fn files_of_every_kind_decode_as_in_pillow() {
 
 #[test]
 fn the_name_of_a_file_does_not_matter_and_its_end_may_be_followed() {
-    for name in ["rgb.png", "baseline_420.jpg"] {
+    for name in ["rgb.png", "baseline_420.jpg", "lossless.webp", "lossy_alpha.webp"] {
         let bytes = fixture(name);
         let plain = decode(&bytes).unwrap();
         let longer = decode(&[&bytes[..], b"something after the end mark \xFF\xD9"].concat()).unwrap();

@@ -3,6 +3,7 @@
 use super::{Chunk, decode, fixture, fixtures, jpeg_claiming, layouts, png, png_header, refusal};
 use common::cost::allocated_by;
 use common::random::{Random, cases, long, one_in};
+use kiln::edit::Mask;
 use kiln::image::Image;
 use kiln::internals::reference::{AREA_CAP, DecodedReference};
 use std::io::Write;
@@ -13,7 +14,17 @@ use std::time::{Duration, Instant};
 #[test]
 fn a_file_cut_anywhere_is_refused() {
     let mut cuts = 0;
-    for name in ["baseline_420.jpg", "progressive_420.jpg", "restarts.jpg", "cmyk.jpg", "palette.png", "interlaced.png"] {
+    for name in [
+        "baseline_420.jpg",
+        "progressive_420.jpg",
+        "restarts.jpg",
+        "cmyk.jpg",
+        "palette.png",
+        "interlaced.png",
+        "lossless.webp",
+        "lossy.webp",
+        "lossy_alpha.webp",
+    ] {
         let whole = fixture(name);
         decode(&whole).unwrap_or_else(|error| panic!("{name} is whole: {error}"));
         for length in 0..whole.len() {
@@ -155,6 +166,79 @@ fn mutated_files_neither_panic_nor_take_long() {
     let (accepted, damaged) = (accepted.into_inner(), damaged.into_inner());
     let count = accepted + damaged;
     assert!(accepted > count / 50 && damaged > count / 5, "{accepted} accepted, {damaged} refused");
+}
+
+/// Behind the headers, whose sizes decide how much is allocated.
+#[test]
+fn mutated_webp_files_do_not_panic() {
+    const HEADERS: usize = 40;
+    let originals = ["lossless.webp", "lossless_alpha.webp", "lossy.webp", "lossy_coarse.webp", "lossy_alpha.webp"].map(fixture);
+    let refused = AtomicUsize::new(0);
+    cases("mutated WebP images", 600, 200_000, |random| {
+        let original = &originals[random.below(originals.len())];
+        let mut bytes = original.clone();
+        for _ in 0..1 + random.below(4) {
+            let at = HEADERS + random.below(bytes.len() - HEADERS);
+            bytes[at] ^= 1 << random.below(8);
+        }
+        let (outcomes, allocated) = allocated_by(|| (decode(&bytes), Mask::from_bytes(&bytes, Path::new("x"))));
+        // A few bits can stand for a code with a table of thousands of entries.
+        assert!(allocated <= 32 << 20, "{allocated} bytes");
+        if let Err(error) = outcomes.0 {
+            assert!(error.exit_code() == 3 && !error.to_string().contains("gave up"), "{error}");
+            refused.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    assert!(refused.into_inner() > 0);
+}
+
+#[test]
+fn webp_files_that_make_no_sense_are_named() {
+    let chunk = |name: &[u8; 4], data: &[u8]| [name, &(data.len() as u32).to_le_bytes()[..], data].concat();
+    let riff = |chunks: &[Vec<u8>]| {
+        let body = chunks.concat();
+        [b"RIFF", &(4 + body.len() as u32).to_le_bytes()[..], b"WEBP", &body].concat()
+    };
+    let lossless = |width: u32, height: u32, length: usize| {
+        let bits = (width - 1 | (height - 1) << 14).to_le_bytes();
+        chunk(b"VP8L", &[&[0x2F][..], &bits, &vec![0; length]].concat())
+    };
+    let lossy = |width: u16, height: u16| {
+        let [w, h] = [width, height].map(u16::to_le_bytes);
+        chunk(b"VP8 ", &[0x10, 0, 0, 0x9D, 0x01, 0x2A, w[0], w[1], h[0], h[1]])
+    };
+    let canvas = |flags: u8, width: u32, height: u32| {
+        let [w, h] = [width - 1, height - 1].map(u32::to_le_bytes);
+        chunk(b"VP8X", &[flags, 0, 0, 0, w[0], w[1], w[2], h[0], h[1], h[2]])
+    };
+    let moving = "content is an animated WebP, and only still images are read";
+    let cases: [(&str, Vec<u8>, &str); 12] = [
+        ("no image", riff(&[]), "it has no image data"),
+        ("only metadata", riff(&[chunk(b"EXIF", b"II*\0")]), "it has no image data"),
+        ("two images", riff(&[lossless(64, 64, 1), lossy(64, 64)]), "it has two images"),
+        ("animated", riff(&[canvas(2, 64, 64), lossless(64, 64, 9)]), moving),
+        ("frames", riff(&[chunk(b"ANMF", &[0; 24])]), moving),
+        ("sizes differ", riff(&[canvas(0, 64, 65), lossless(64, 64, 1)]), "its headers disagree about its size"),
+        (
+            "a bomb",
+            riff(&[lossless(9_000, 9_000, 100)]),
+            "its header says 9000x9000 pixels, its 105 bytes of image data cannot hold them",
+        ),
+        (
+            "a lossy bomb",
+            riff(&[lossy(9_000, 9_000)]),
+            "its header says 9000x9000 pixels, its 10 bytes of image data cannot hold them",
+        ),
+        ("too large", riff(&[lossless(16_384, 16_384, 100)]), "16384x16384 = 268 MP, limit 100 MP"),
+        ("nothing wide", riff(&[lossy(0, 64)]), "its header says 0x64 pixels"),
+        ("no signature", riff(&[chunk(b"VP8L", &[0; 9])]), "its lossless image data has no signature"),
+        ("a chunk beyond the end", riff(&[b"VP8L\xFF\xFF\xFF\xFF".to_vec()]), "a chunk ends early"),
+    ];
+    for (what, bytes, detail) in cases {
+        let (message, allocated) = allocated_by(|| refusal(&bytes));
+        assert!(message.contains(detail), "{what}: {message}");
+        assert!(allocated <= 1 << 20, "{what}: {allocated} bytes");
+    }
 }
 
 #[test]
