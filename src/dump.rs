@@ -74,6 +74,11 @@ impl Record {
     }
 }
 
+/// Whether a file is a dump.
+pub fn is_dump(path: &Path) -> bool {
+    Shard::open(path).is_ok_and(|shard| shard.entry("latents.0").is_some() && shard.entry("token_ids").is_some())
+}
+
 /// Reads the tensor `noise` of a file: F32, `[tokens, 128]`.
 pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
     let shard = Shard::open(path)?;

@@ -57,7 +57,7 @@ mod words;
 
 pub use component::{Component, PerComponent};
 pub use config::{Configs, Guidance, GuidedBy, MODELS, ModelDefaults, ModelSize, ModelSpec, Variant, VariantSpec, display_name};
-pub use dump::read_noise;
+pub use dump::{is_dump, read_noise};
 pub use error::{Error, Result};
 pub use files::read as read_file;
 pub use model::{AttentionFormat, Nvfp4Math, PlainHeads, PlainInput};

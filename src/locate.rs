@@ -96,6 +96,14 @@ impl Found {
         }
     }
 
+    /// The tokenizer file; `None` if the tokenizer is part of the program.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        match self {
+            Self::Files(files) => files.tokenizer.clone(),
+            _ => None,
+        }
+    }
+
     /// Finds a model that needs no files by name; `None` for any other name.
     fn named(name: &Path, environment: &Environment) -> Result<Option<Self>> {
         if !needs_no_files(name) {

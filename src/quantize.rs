@@ -19,7 +19,7 @@ mod source;
 pub use crate::checkpoint::Identity;
 pub use copies::{Copied, calibration_inputs, copies};
 #[cfg(feature = "internals")]
-pub use journal::{Entry, Journal};
+pub use journal::{Entry, Journal, line_of};
 pub use layout::WeightLayout;
 #[cfg(feature = "internals")]
 pub use layout::{Content, FileLayout, LayerSpec};

@@ -7,7 +7,10 @@
 use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
 use std::marker::PhantomData;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -205,6 +208,16 @@ impl Drop for Trace {
     }
 }
 
+/// The first bytes of every trace.
+const BEGINNING: &[u8] = b"{\"traceEvents\":[\n";
+
+/// Whether a file is a trace that kiln wrote, or empty. Other files are somebody's data.
+pub fn is_one(path: &Path) -> bool {
+    let mut start = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(BEGINNING.len() as u64).read_to_end(&mut start));
+    read.is_ok() && (start.is_empty() || start == BEGINNING)
+}
+
 /// An event in the trace format; times are in microseconds.
 #[derive(Serialize)]
 struct Event<'a> {
@@ -255,7 +268,7 @@ impl Recorder {
             dur: us(event.length),
             args: event.detail.as_ref().map(Args::Detail),
         });
-        let mut bytes = b"{\"traceEvents\":[\n".to_vec();
+        let mut bytes = BEGINNING.to_vec();
         for (i, line) in lines.into_iter().chain(events).enumerate() {
             if i > 0 {
                 bytes.extend_from_slice(b",\n");

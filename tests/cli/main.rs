@@ -11,6 +11,7 @@ mod edits;
 mod exit_codes;
 mod generate;
 mod guard;
+mod inputs;
 mod layer_formats;
 mod lora;
 mod output;

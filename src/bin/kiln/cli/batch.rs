@@ -155,16 +155,20 @@ struct Known {
     profile: ModelProfile,
     backend: &'static str,
     found: Found,
-    /// The identity of the model's weights.
+    /// The identity of the model's weights, and of its configuration.
     weights: String,
+    configs: String,
+    /// The files that every line reads.
+    files: Vec<PathBuf>,
 }
 
 impl Known {
     /// A text that identifies the model and its arithmetic.
     fn id(&self, vae_tiling: bool) -> String {
-        let ModelProfile { variant, precision, quantized_flags, .. } = &self.profile;
+        let ModelProfile { variant, precision, quantized_flags, adapter_mode, .. } = &self.profile;
         let nvfp4 = if let Found::Files(files) = &self.found { files.nvfp4_layout } else { None };
-        format!("{} {variant} {} {vae_tiling} {quantized_flags:?} {nvfp4:?}", self.weights, precision.name())
+        let (weights, configs) = (&self.weights, &self.configs);
+        format!("{weights} {configs} {variant} {} {vae_tiling} {quantized_flags:?} {nvfp4:?} {adapter_mode:?}", precision.name())
     }
 }
 
@@ -181,8 +185,10 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         let (samples, backend) = (ModelSamples::new(&found, &session.model)?, session.backend.name);
         let targets: LayerTargets = session.model.layer_targets();
         let on_gpu = session.backend.device.is_some();
+        let configs = short_digest(format!("{:?}", session.model.configs).as_bytes());
+        let files: Vec<PathBuf> = session.model_files().map(Path::to_owned).collect();
         let (engine, weights) = threads::join(|| session.load(&*own_terminal), || samples.id());
-        let (mut engine, known) = (engine?, Known { profile, backend, found, weights: weights? });
+        let (mut engine, known) = (engine?, Known { profile, backend, found, weights: weights?, configs, files });
         // On a CPU these would take memory from everything else.
         if on_gpu {
             let more = if known.profile.variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
@@ -356,7 +362,7 @@ impl Run<'_> {
     fn plan(&mut self, number: u64, bytes: Option<&[u8]>) -> Result<Option<Planned>> {
         let too_long = || Error::usage(format!("the line is longer than {MAX_LINE_BYTES} bytes"), "shorten it");
         let Some(line) = Line::parse(bytes.ok_or_else(too_long)?)? else { return Ok(None) };
-        let Self { service, known, model_id, library, defaults, claimed, terminal, .. } = self;
+        let Self { service, known, model_id, library, defaults, claimed, terminal, file, .. } = self;
         let Defaults { image, folder, image_file, trace, .. } = defaults;
         let mut line = line.with_defaults(image, defaults.negative.as_deref(), &defaults.lora);
         // Before any of its files is read.
@@ -377,7 +383,8 @@ impl Run<'_> {
             None => {
                 let opened = open_adapters()?;
                 let adapters = opened.as_ref().map_or_else(|| known.profile.adapters.clone(), |adapters| applied(adapters));
-                let context = [model_id.clone(), line.digests(&adapters)?].concat();
+                let quality = image_file.quality.map_or(String::new(), |quality| format!(" quality {quality}"));
+                let context = [model_id.clone(), line.digests(&adapters)?, quality].concat();
                 (content_name(&line.prompt, &line.id(&context), extension(format)), Some(opened))
             }
         };
@@ -401,7 +408,12 @@ impl Run<'_> {
                     false => Err(existing::in_the_way(&path, format)),
                 };
             }
-            planned => planned?.refuse_inputs(&request.files().collect::<Vec<_>>())?,
+            planned => {
+                let adapters =
+                    request.adapters.iter().flat_map(|adapters| &adapters.0).map(|(adapter, _)| adapter.path.as_path());
+                let shared = known.files.iter().chain([&*file]).map(PathBuf::as_path);
+                planned?.refuse_inputs(&shared.chain(adapters).chain(request.files()).collect::<Vec<_>>())?;
+            }
         }
         let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
         unknown_words_note(&request.prompt, &known.found, &known.profile.defaults)
@@ -496,6 +508,11 @@ impl Run<'_> {
 /// The error for a job that did not give exactly one image.
 fn missing(number: u64) -> Error {
     Error::Op { op: "run", what: format!("line {number} did not give exactly one image") }
+}
+
+/// The first digits of a digest.
+fn short_digest(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A digest of the path of a file that may not exist yet.

@@ -178,10 +178,7 @@ pub fn generate(
     // The largest seed makes the longest text.
     outputs.format.check_text(&image_text(&settings, u64::MAX))?;
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
-    let shards = session.model.weights().values().flat_map(|weights| weights.shards()).map(|shard| shard.path());
-    let adapters = session.model.adapters.0.iter().map(|(adapter, _)| adapter.path.as_path());
-    let images = settings.images.iter().map(PathBuf::as_path);
-    outputs.refuse_inputs(&shards.chain(adapters).chain(images).collect::<Vec<_>>())?;
+    outputs.refuse_inputs(&session.files(&settings))?;
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
     if outputs.dump().is_some() {
         let encoder = &session.model.configs.text_encoder;

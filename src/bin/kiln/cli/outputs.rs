@@ -11,7 +11,7 @@ use kiln::error::{Error, Result};
 use kiln::image::Format;
 use kiln::output::{PlannedFile, check_writable, refuse_replaced};
 use kiln::text::shown_path;
-use kiln::{CHANNELS, Variant};
+use kiln::{CHANNELS, Variant, is_dump};
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 
@@ -61,6 +61,10 @@ impl Outputs {
         }
         // A dump holds the noise twice, the latents after each step and the image before rounding.
         let latents = (request.options.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
+        if let Some(path) = dump.as_deref().filter(|path| force && path.is_file() && !is_dump(path)) {
+            let why = "this is not a dump, and --dump replaces nothing else; use another name";
+            return Err(Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) });
+        }
         let dump = dump.map(|path| PlannedFile { path, bytes: 4 * (latents + 3 * width * height) as u64 });
         let outputs = Self { images: images.into_iter(), dump, format, force, json };
         outputs.check(0)?;

@@ -212,7 +212,8 @@ impl Subcommand for QuantizeArgs {
         };
         let options = Options { format: self.to, layout: self.layout.into(), keep: self.keep.clone(), calibration };
         let shards = source.model.iter().flat_map(|(_, model)| model.weights().values()).flat_map(|weights| weights.shards());
-        let inputs = shards.map(|shard| shard.path().to_owned()).chain(self.prompts.clone()).collect();
+        let tokenizer = source.model.iter().filter_map(|(found, _)| found.tokenizer());
+        let inputs = shards.map(|shard| shard.path().to_owned()).chain(self.prompts.clone()).chain(tokenizer).collect();
         let plan = FilePlan::new(&source.parts, copied, &options)?.calibrated_by(read).protecting(inputs);
         source.model.iter().flat_map(|(_, model)| &model.warnings).for_each(|warning| terminal.warn(warning));
         let asked = self.prompts.is_some() || self.calibration_size.is_some() || self.calibration_steps.is_some();

@@ -30,6 +30,8 @@ pub struct ImageRequest {
     pub negative: Option<String>,
     /// Where the images start, and what of that is repainted.
     pub edit: Option<PreparedEdit>,
+    /// The files of the prompt and of the noise.
+    pub texts: Vec<PathBuf>,
     /// The reference images, resized and cropped for the model.
     pub references: Vec<PreparedReference>,
     /// Size of the images.
@@ -89,6 +91,7 @@ impl ImageRequest {
             prompt: String::new(),
             negative: None,
             edit,
+            texts: Vec::new(),
             references,
             size,
             options,
@@ -110,10 +113,10 @@ impl ImageRequest {
         init.chain(bare).chain(self.references.iter().map(PreparedReference::grid))
     }
 
-    /// The image files that are read. No output may replace them.
+    /// The files that are read, other than the model's. No output may replace them.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         let edit = self.edit.iter().flat_map(|edit| &edit.files);
-        edit.chain(&self.options.references).map(PathBuf::as_path)
+        edit.chain(&self.options.references).chain(&self.texts).map(PathBuf::as_path)
     }
 
     /// The size of the finished images.
@@ -166,7 +169,8 @@ impl ImageRequest {
             Some(path) => Noise::Given(read_noise(path, shape.size.grid().tokens())?),
             None => Noise::Drawn(kind),
         };
-        let request = Self { prompt, negative: args.negative.clone(), seeds, noise, record: args.dump.is_some(), ..shape };
+        let texts = args.prompt.prompt_file.iter().chain(&args.noise).cloned().collect();
+        let request = Self { texts, prompt, negative: args.negative.clone(), seeds, noise, record: args.dump.is_some(), ..shape };
         let setup = Setup {
             found,
             named,

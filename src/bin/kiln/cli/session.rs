@@ -5,13 +5,14 @@ use super::args::BackendArg;
 use super::device::{SelectedBackend, select_backend};
 use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_of_nvfp4_math};
 use super::request::Setup;
-use super::settings::{ModelProfile, quantized_flags};
+use super::settings::{ModelProfile, Settings, quantized_flags};
 use crate::terminal::Terminal;
 use kiln::device::{fp8_accumulate, has_driver};
 use kiln::error::Result;
 use kiln::locate::Found;
 use kiln::progress::Progress;
 use kiln::{Engine, Formats, Job, LoadOptions, OpenModel, threads, trace};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -70,6 +71,22 @@ impl Session {
             adapters: applied(&self.model.adapters),
             adapter_mode: self.options.adapters,
         }
+    }
+
+    /// The files that images with these settings are made from.
+    pub fn files<'a>(&'a self, settings: &'a Settings) -> Vec<&'a Path> {
+        self.model_files().chain(settings.inputs.iter().map(PathBuf::as_path)).collect()
+    }
+
+    /// The model's files, apart from small ones that no output is mistaken for.
+    pub fn model_files(&self) -> impl Iterator<Item = &Path> {
+        let shards = self.model.weights().values().flat_map(|weights| weights.shards()).map(|shard| shard.path());
+        let adapters = self.model.adapters.0.iter().map(|(adapter, _)| adapter.path.as_path());
+        let others = match &self.found {
+            Found::Files(files) => files.tokenizer.iter().chain(&files.defaults.path).map(PathBuf::as_path).collect(),
+            _ => Vec::new(),
+        };
+        shards.chain(adapters).chain(others)
     }
 
     /// Checks that a job fits into memory, and switches to low-memory mode if it fits only then.

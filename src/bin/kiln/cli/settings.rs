@@ -48,8 +48,8 @@ pub struct Settings {
     pub vae_tiling: bool,
     /// The edit, if there is one.
     pub edit: Option<Facts>,
-    /// The image files that are read.
-    pub images: Vec<PathBuf>,
+    /// The files that are read, other than the model's.
+    pub inputs: Vec<PathBuf>,
     /// A description of each reference image: its file, its sizes and its tokens.
     pub references: Vec<String>,
 }
@@ -57,7 +57,7 @@ pub struct Settings {
 impl Settings {
     /// Combines a request with the defaults of a model.
     pub fn resolve(request: ImageRequest, model: &ModelProfile) -> Self {
-        let images = request.files().map(Path::to_owned).collect();
+        let inputs = request.files().map(Path::to_owned).collect();
         let facts = request.edit.as_ref().map(PreparedEdit::facts);
         let (start, bare) = request.edit.map_or((None, None), |edit| (Some(edit.edit.start), edit.edit.reference));
         let options = request.options;
@@ -95,7 +95,7 @@ impl Settings {
             adapter_mode: model.adapter_mode,
             vae_tiling: options.vae_tiling,
             edit: facts,
-            images,
+            inputs,
             references,
         }
     }

@@ -8,8 +8,9 @@ use kiln::error::{Error, Result};
 use kiln::output::{PlannedFile, check_writable, save_new};
 use kiln::progress::Progress;
 use kiln::text::{grouped, shown_path};
-use kiln::trace::{Finished, Trace};
+use kiln::trace::{self, Finished, Trace};
 use std::path::{Path, PathBuf};
+use std::{fs, io};
 
 /// The trace of a command, from its flags to its end.
 pub struct TraceFile {
@@ -40,6 +41,7 @@ impl TraceFile {
             }
             let planned = PlannedFile { path: path.clone(), bytes: 0 };
             this.hinted(check_writable(&[planned], force.unwrap_or(false)))?;
+            refuse_others(path)?;
             let trace = Trace::start().ok_or(Error::Op { op: "trace", what: "this process is traced already".into() })?;
             this.open = Some((trace, path.clone()));
         }
@@ -50,7 +52,7 @@ impl TraceFile {
     fn end(mut self, ended: Result<()>) -> Result<()> {
         let Some((trace, path)) = self.open.take() else { return ended };
         let Finished { bytes, events, dropped, untimed } = trace.finish(self.command);
-        let saved = self.hinted(save_new(&path, &bytes, self.force.unwrap_or(false)));
+        let saved = refuse_others(&path).and_then(|()| self.hinted(save_new(&path, &bytes, self.force.unwrap_or(false))));
         let terminal = Terminal::new(self.verbosity);
         match &saved {
             Ok(()) => {
@@ -72,5 +74,16 @@ impl TraceFile {
 
     fn hinted(&self, result: Result<()>) -> Result<()> {
         if self.force.is_none() { result.map_err(without_force_hint) } else { result }
+    }
+}
+
+/// Refuses to replace a file that is not a trace: it may be a part of the model, and what a run reads is known only once it runs.
+fn refuse_others(path: &Path) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(there) if there.is_file() && !trace::is_one(path) => {
+            let why = "this is not a trace, and --trace replaces nothing else; use another name";
+            Err(Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) })
+        }
+        _ => Ok(()),
     }
 }
