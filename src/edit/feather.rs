@@ -55,7 +55,7 @@ fn grown(mask: &[u8], width: usize, r: usize) -> Vec<u8> {
         let at = (start + r - first) * width;
         window[at..at + (end - start) * width].copy_from_slice(&mask[start * width..end * width]);
         maxima(&mut window, width, 2 * r + 1);
-        // The same along each row.
+        // Rows take the same steps as columns.
         let mut line = vec![0; width + 2 * r];
         for (out, row) in out.chunks_exact_mut(width).zip(window.chunks_exact(width)) {
             line.fill(0);
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(feathered(&[0; 12], 4, 3, 16), [0; 12]);
     }
 
-    /// Pixels beside a straight edge, from two pixels inside on.
+    /// Pixels across a straight edge, from two pixels inside on.
     #[test]
     fn a_feather_falls_outwards_from_a_straight_edge() {
         let mask: Vec<u8> = (0..64 * 64).map(|i| if i % 64 < 32 { 255 } else { 0 }).collect();

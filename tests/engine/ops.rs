@@ -190,6 +190,9 @@ fn the_small_cases_name_every_op() {
             .collect();
         assert_eq!(variants.len(), 4, "{op}");
     }
+    let rank = "linear_gate_residual w4a16 67 rows of 640 to 264, rank 400, gate true bias true bf16 whole";
+    assert!(ops::is_within(ops::SMALL, rank) && !ops::is_within(130, rank) && !ops::is_within(60, rank));
+    assert!(ops::is_within(130, &rank.replace("400", "96")));
 }
 
 /// Shapes alone determine how work is partitioned, so the number of threads changes no bit of any result.

@@ -123,7 +123,7 @@ impl EditFlags {
         let parts = if self.init.is_some() { Self::default() } else { flags.clone() };
         Self {
             init: self.init.or(flags.init),
-            // Of the flags, only a whole strength goes with a frame.
+            // A frame goes with a whole strength only, which may not be what the flags say.
             strength: self.strength.or(flags.strength.filter(|_| self.extend.is_none())),
             mask: self.mask.or(parts.mask),
             feather: self.feather.or(parts.feather),
