@@ -12,7 +12,7 @@ use kiln::internals::backend::{Backend, Fp8Accumulate, GemmFormats};
 use kiln::internals::config::Variant;
 use kiln::internals::model::{AttentionFormat, Nvfp4Math};
 use kiln::internals::noise::NoiseKind;
-use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput};
+use kiln::internals::pipeline::{Engine, Job, LoadOptions, Noise, OpenModel, ReferenceInput, Start};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::{DType, Precision};
 use kiln::internals::tokenizer::Padding;
@@ -221,6 +221,12 @@ impl Model {
         self.run(prompt, references, seed, STEPS, Noise::Drawn(NoiseKind::HOPPER)).0
     }
 
+    /// The image of an edit.
+    pub fn edit(&mut self, prompt: &str, start: Start, seed: u64) -> Image {
+        let noise = Noise::Drawn(NoiseKind::HOPPER);
+        self.run_job(prompt, Some(start), &[], seed, STEPS, noise).0
+    }
+
     /// An image after a round trip through the VAE. A run of zero steps encodes its references and decodes its noise. Here the noise is
     /// the encoded image.
     pub fn round_trip(&mut self, image: &Image) -> Image {
@@ -231,12 +237,24 @@ impl Model {
 
     /// The image, and the tokens of the references.
     fn run(&mut self, prompt: &str, references: &[Image], seed: u64, steps: usize, noise: Noise) -> (Image, Vec<Vec<f32>>) {
+        self.run_job(prompt, None, references, seed, steps, noise)
+    }
+
+    fn run_job(
+        &mut self,
+        prompt: &str,
+        start: Option<Start>,
+        references: &[Image],
+        seed: u64,
+        steps: usize,
+        noise: Noise,
+    ) -> (Image, Vec<Vec<f32>>) {
         let size = Pixels::new(SIDE, SIDE).unwrap();
         let values = |p: &Image| p.bytes().iter().map(|v| f32::from(*v) / 127.5 - 1.0).collect();
         let job = Job {
             prompt: prompt.into(),
             size,
-            start: None,
+            start,
             steps,
             sigmas: None,
             padding: Padding::Right,

@@ -8,6 +8,7 @@ mod adapter;
 mod calibration;
 mod comparison;
 mod controls;
+mod editing;
 mod engine;
 mod fixture;
 mod full;

@@ -200,7 +200,7 @@ fn webp_files_that_make_no_sense_are_named() {
         [b"RIFF", &(4 + body.len() as u32).to_le_bytes()[..], b"WEBP", &body].concat()
     };
     let lossless = |width: u32, height: u32, length: usize| {
-        let bits = (width - 1 | (height - 1) << 14).to_le_bytes();
+        let bits = ((width - 1) | ((height - 1) << 14)).to_le_bytes();
         chunk(b"VP8L", &[&[0x2F][..], &bits, &vec![0; length]].concat())
     };
     let lossy = |width: u16, height: u16| {
