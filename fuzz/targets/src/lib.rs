@@ -13,6 +13,7 @@ mod journals;
 mod metadatas;
 mod pngs;
 mod tokenizers;
+mod webps;
 mod weights;
 
 pub use adapters::adapter;
@@ -25,6 +26,7 @@ pub use journals::journal;
 pub use metadatas::metadata;
 pub use pngs::png;
 pub use tokenizers::{tekken, tokenizer};
+pub use webps::webp;
 pub use weights::{quantization, safetensors};
 
 use kiln::error::Error;
@@ -35,7 +37,7 @@ use kiln_program::cli;
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 14] = [
+pub const TARGETS: [(&str, Target); 15] = [
     ("adapter", adapter),
     ("arguments", arguments),
     ("config", config),
@@ -50,6 +52,7 @@ pub const TARGETS: [(&str, Target); 14] = [
     ("tekken", tekken),
     ("tokenizer", tokenizer),
     ("values", values),
+    ("webp", webp),
 ];
 
 /// The longest input. What a parser does with a long file it does with a short one, and slower.

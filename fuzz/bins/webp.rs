@@ -1,0 +1,3 @@
+#![no_main]
+
+kiln_fuzz::program!(webp);
