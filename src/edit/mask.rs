@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::reference::{DecodedReference, decoded_with_alpha, read};
+use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 
 /// The most that red, green and blue of a gray pixel differ. JPEG shifts them.
@@ -30,16 +31,16 @@ impl Mask {
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
         let (image, alpha) = decoded_with_alpha(bytes, origin)?;
         let values: Vec<u8> = match alpha.filter(|alpha| alpha.iter().any(|value| *value < u8::MAX)) {
-            Some(alpha) => alpha.iter().map(|value| cleaned(u8::MAX - value)).collect(),
+            Some(alpha) => alpha.par_iter().map(|value| cleaned(u8::MAX - value)).collect(),
             None => {
                 let pixels = image.pixels.as_chunks::<3>().0;
                 let is_gray = |[r, g, b]: &[u8; 3]| r.max(g).max(b) - r.min(g).min(b) <= GRAY;
-                if !pixels.iter().all(is_gray) {
+                if !pixels.par_iter().all(is_gray) {
                     let error = Error::bad_file(origin, "cannot use the mask", "it has colors, so it is an image and no mask");
                     return Err(error.with_hint(RULES));
                 }
                 // Green is the nearest to the lightness where JPEG shifted a channel.
-                pixels.iter().map(|[_, green, _]| cleaned(*green)).collect()
+                pixels.par_iter().map(|[_, green, _]| cleaned(*green)).collect()
             }
         };
         if values.iter().all(|value| *value == 0) {

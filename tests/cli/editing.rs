@@ -92,6 +92,20 @@ fn masks_are_white_or_transparent() {
     let pixels: Vec<u8> = (0..64).flat_map(|y| (0..96).map(move |x| (x, y))).flat_map(pixel).collect();
     encoder.write_header().unwrap().write_image_data(&pixels).unwrap();
     assert_eq!(run("cut.png", "transparent.png"), white);
+    // As the init image, its colors count and its transparency does not.
+    let mut flags = EDIT;
+    (flags[8], flags[10]) = ("cut.png", "cut.png");
+    sandbox.run(flags.iter().chain(&["-o", "own.png"])).good();
+    assert_eq!(Png::read(&sandbox.path("own.png")).pixels, white);
+    // Turned by a quarter, with EXIF that turns it back.
+    let mut encoder = png::Encoder::new(fs::File::create(sandbox.path("turned.png")).unwrap(), 64, 96);
+    encoder.set_color(png::ColorType::Rgba);
+    let turned: Vec<u8> = (0..96).flat_map(|y| (0..64).map(move |x| (y, 63 - x))).flat_map(pixel).collect();
+    let mut writer = encoder.write_header().unwrap();
+    writer.write_chunk(png::chunk::eXIf, b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x08\0\0\0\0\0\0\0").unwrap();
+    writer.write_image_data(&turned).unwrap();
+    drop(writer);
+    assert_eq!(run("turned.png", "turned-out.png"), white);
     // A gray PNG with one transparent shade, which is black.
     let mut encoder = png::Encoder::new(fs::File::create(sandbox.path("shade.png")).unwrap(), 96, 64);
     encoder.set_color(png::ColorType::Grayscale);

@@ -110,3 +110,25 @@ fn images_of_a_job_do_not_depend_on_each_other() {
         assert_eq!(run(&mut engine, &alone).unwrap().image.pixels, *image, "seed {seed}");
     }
 }
+
+/// A job that finds its init image and its references in the cache gives the bytes of one that encodes them.
+#[test]
+fn cached_images_change_no_byte() {
+    let goldens = Goldens::named("editing.safetensors");
+    for name in ["inpaint", "inpaint_reference", "inpaint_kv", "img2img"] {
+        let case = editing().cases.into_iter().find(|case| case.name == name).unwrap();
+        let job = Job { record: false, ..case.job(&goldens) };
+        let mut engine = case.engine(Box::new(cpu()), Precision::Bf16);
+        let plain = run(&mut engine, &job).unwrap().image.pixels;
+        engine.cache_results(64 << 20, &job).unwrap();
+        for _ in 0..2 {
+            assert_eq!(run(&mut engine, &job).unwrap().image.pixels, plain, "{name}");
+        }
+        // The same image as a reference, and not as the start, is another job.
+        let start = job.start.clone().unwrap();
+        let other = Job { start: None, references: vec![start.init], ..job };
+        let got = run(&mut engine, &other).unwrap().image.pixels;
+        let mut fresh = case.engine(Box::new(cpu()), Precision::Bf16);
+        assert_eq!(got, run(&mut fresh, &other).unwrap().image.pixels, "{name}");
+    }
+}

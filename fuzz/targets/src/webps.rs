@@ -32,7 +32,8 @@ pub fn webp(data: &[u8]) {
         let channels = bytes / pixels;
         let same = samples.chunks_exact(channels).zip(image.pixels.chunks_exact(3)).all(|(a, b)| a[..3] == *b);
         // Orientations change the order of pixels.
-        let is_turned = reference.exif_metadata().is_ok_and(|exif| exif.is_some()) || reference.xmp_metadata().is_ok_and(|xmp| xmp.is_some());
+        let is_turned =
+            reference.exif_metadata().is_ok_and(|exif| exif.is_some()) || reference.xmp_metadata().is_ok_and(|xmp| xmp.is_some());
         assert!(same || is_turned, "the pixels differ from the image-webp crate's");
     }
     if let Err(error) = Mask::from_bytes(&file, Path::new("x")) {

@@ -229,6 +229,7 @@ mod tests {
             &["--kernels", "a fox"],
             &["--kernels", "--model", "tiny"],
             &["--kernels", "--width", "64"],
+            &["--kernels", "--init", "a.png"],
             &["--kernels", "--runs", "3"],
             &["--output", "a.png"],
             &["--count", "2"],

@@ -14,7 +14,7 @@ use super::trace::TraceFile;
 use super::{Process, Subcommand};
 use crate::terminal::{Terminal, Verbosity};
 use chart::Recorded;
-use clap::Args;
+use clap::{Args, Id};
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
 use kiln::output::{PlannedFile, check_writable, save_new};
@@ -65,6 +65,13 @@ Examples:
 
 Close other programs that use the GPU: they slow kiln down, and kiln counts their memory as well.";
 
+/// These arguments, and all options of an image. clap makes no group of arguments some of which are in a struct of their own.
+fn with_image_options(others: &[&'static str]) -> Vec<Id> {
+    let options = ImageOptions::augment_args(clap::Command::new(""));
+    let ids = options.get_arguments().map(|argument| argument.get_id().clone());
+    others.iter().map(|name| Id::from(*name)).chain(ids).collect()
+}
+
 /// Benchmark images stage by stage, or single kernels
 ///
 /// kiln loads the model, generates one cold image and several warm ones, and writes none of them. It prints the time of each
@@ -97,7 +104,7 @@ pub struct BenchArgs {
         num_args = 0..=1,
         require_equals = true,
         default_missing_value = "",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ImageOptions", "runs", "low_memory", "attention", "trace"],
+        conflicts_with_all = with_image_options(&["PromptArgs", "ModelArgs", "LoraArgs", "runs", "low_memory", "attention", "trace"]),
         help_heading = "Measuring"
     )]
     pub kernels: Option<String>,
@@ -142,7 +149,7 @@ pub struct BenchArgs {
         long,
         value_name = "FILE",
         requires = "svg",
-        conflicts_with_all = ["PromptArgs", "ModelArgs", "LoraArgs", "ImageOptions", "runs", "kernels", "json", "share", "trace"],
+        conflicts_with_all = with_image_options(&["PromptArgs", "ModelArgs", "LoraArgs", "runs", "kernels", "json", "share", "trace"]),
         help_heading = "Measuring"
     )]
     pub from: Option<PathBuf>,
