@@ -211,6 +211,7 @@ fn numbers_are_accepted_exactly_within_their_limits() {
         ("--device", "-1", "0", "1023", "1024"),
         ("--seed", "-1", "0", "18446744073709551615", "18446744073709551616"),
         ("--guidance", "-0.0001", "0", "100", "100.0001"),
+        ("--megapixels", "0.0099", "0.01", "12.5", "12.51"),
         ("--width", "63", "64", "16384", "16385"),
         ("--width", "48", "64", "16384", "16400"),
         ("--height", "63", "64", "16384", "16385"),
@@ -219,8 +220,8 @@ fn numbers_are_accepted_exactly_within_their_limits() {
     for (flag, below, least, most, above) in table {
         assert_eq!([least, most].map(|value| outcome(flag, value)), [None; 2], "{flag}");
         for value in whole.into_iter().chain([below, above, "-1", "18446744073709551616", "99999999999999999999999"]) {
-            // The guidance scale is the only number that may have a fraction or an exponent.
-            let scale = flag == "--guidance" && ["1e1", "1.0"].contains(&value);
+            // Only these numbers may have a fraction or an exponent.
+            let scale = ["--guidance", "--megapixels"].contains(&flag) && ["1e1", "1.0"].contains(&value);
             assert_eq!(outcome(flag, value), (!scale).then_some(2), "{flag} {value:?}");
         }
     }
@@ -233,5 +234,5 @@ fn numbers_are_accepted_exactly_within_their_limits() {
     for flag in &numeric {
         assert!(table.iter().any(|(listed, ..)| listed == flag), "{flag}");
     }
-    assert_eq!(numeric.len(), 11);
+    assert_eq!(numeric.len(), 12);
 }

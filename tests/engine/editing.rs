@@ -124,7 +124,7 @@ fn cached_images_change_no_byte() {
         for _ in 0..2 {
             assert_eq!(run(&mut engine, &job).unwrap().image.pixels, plain, "{name}");
         }
-        // The same image as a reference, and not as the start, is another job.
+        // A job with this image as a reference, and not as the start, is another one.
         let start = job.start.clone().unwrap();
         let other = Job { start: None, references: vec![start.init], ..job };
         let got = run(&mut engine, &other).unwrap().image.pixels;

@@ -89,7 +89,7 @@ fn edits_that_are_none() {
             ),
             parse(
                 "--mask mask.png --feather 257",
-                "invalid value '257' for '--feather <PIXELS>': expected a whole number from 0 to 256",
+                "invalid value '257' for '--feather <PX>': expected a whole number from 0 to 256",
             ),
             parse(
                 "--aspect 17:1",

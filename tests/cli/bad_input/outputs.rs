@@ -65,7 +65,7 @@ fn outputs_that_cannot_be_written() {
     let cannot = |name: &str, why: &str| format!("cannot write ({name}): {why}");
     let force = Is("use --force or another name");
     let link = "this is a symbolic link; name the file that it leads to";
-    let read = "this is one of the files that are read; use another name";
+    let other = "this is not a dump, and --dump replaces nothing else; use another name";
     let format = "kiln writes files named .png, .jpg, .jpeg or .webp";
     let mut rows = vec![
         row("x -q -o there.png", 5, exists("there.png"), force),
@@ -73,7 +73,7 @@ fn outputs_that_cannot_be_written() {
         row(
             "x -q --model model -o new.png --dump model/ae.safetensors --force",
             5,
-            cannot("model/ae.safetensors", read),
+            cannot("model/ae.safetensors", other),
             Nothing,
         ),
         row("x -q -o dangling.png", 5, cannot("dangling.png", link), Nothing),

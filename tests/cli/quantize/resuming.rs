@@ -12,7 +12,7 @@ use kiln::internals::tensor::DType::{self, E2m1 as Nvfp4, E4m3 as Fp8};
 use kiln::internals::tiny;
 use kiln::locate::{LocateRequest, locate};
 use kiln::output::Staged;
-use kiln::quantize::{ComponentSource, FilePlan, Options, Target, WeightLayout, calibration_inputs, copies};
+use kiln::quantize::{ComponentSource, FilePlan, Options, Target, WeightLayout, calibration_inputs, copies, line_of};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -482,7 +482,14 @@ fn a_journal_with_unusable_calibration_is_refused() {
     let (three, layer) = (3.0_f32.to_bits(), "double_blocks.0.img_attn.qkv");
     let entry = format!("\"{layer}.weight\":{three}");
     assert!(noted.contains(&entry), "{noted}");
+    // A journal with the right checksum of every line, which damage does not have.
+    let checked = |text: &str| -> String {
+        let lines = text.lines().map(|line| line.split('\t').next().unwrap_or_default().as_bytes().to_vec());
+        String::from_utf8(lines.flat_map(line_of).collect()).unwrap()
+    };
+    assert_eq!(checked(&noted), noted);
     let refused = |text: String, detail: &str| {
+        let text = checked(&text);
         fs::write(&journal, &text).unwrap();
         let error = run(&calibrated, At::Never, false).unwrap_err();
         assert_eq!((error.exit_code(), error.remedy()), (3, Some(Remedy::BeginAnew)), "{error}");
@@ -501,7 +508,7 @@ fn a_journal_with_unusable_calibration_is_refused() {
     fs::remove_file(&out).unwrap();
     assert!(matches!(run(&options(Fp8, &[]), At::Stop(60), false), Err(Error::Interrupted)));
     let noted = fs::read_to_string(&journal).unwrap() + &format!("{{\"calibration\":{{{entry}}}}}\n");
-    fs::write(&journal, noted).unwrap();
+    fs::write(&journal, checked(&noted)).unwrap();
     let error = run(&options(Fp8, &[]), At::Never, false).unwrap_err().to_string();
     assert!(error.ends_with("it has calibration results, but its request has no calibration"), "{error}");
 }

@@ -61,13 +61,13 @@ impl Outputs {
         }
         // A dump holds the noise twice, the latents after each step and the image before rounding.
         let latents = (request.options.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
-        if let Some(path) = dump.as_deref().filter(|path| force && path.is_file() && !is_dump(path)) {
-            let why = "this is not a dump, and --dump replaces nothing else; use another name";
-            return Err(Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) });
-        }
         let dump = dump.map(|path| PlannedFile { path, bytes: 4 * (latents + 3 * width * height) as u64 });
         let outputs = Self { images: images.into_iter(), dump, format, force, json };
         outputs.check(0)?;
+        if let Some(path) = outputs.dump().filter(|path| force && path.is_file() && !is_dump(path)) {
+            let why = "this is not a dump, and --dump replaces nothing else; use another name";
+            return Err(Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) });
+        }
         Ok(outputs)
     }
 

@@ -37,14 +37,14 @@ pub struct EditFlags {
     pub mask: Option<PathBuf>,
 
     /// Fade the repainted part out over this many pixels [default: 16]
-    #[arg(long, value_name = "PIXELS", value_parser = within(FEATHER), help_heading = "Input")]
+    #[arg(long, value_name = "PX", value_parser = within(FEATHER), help_heading = "Input")]
     pub feather: Option<usize>,
 
     /// Work on the mask and this many pixels around it, enlarged
     ///
     /// kiln scales that part to the model's size, repaints it, and puts it back into the untouched image, whose size stays. This is
     /// for small masks in large photos. 64 is a good value.
-    #[arg(long, value_name = "PIXELS", value_parser = within(MASK_CROP), help_heading = "Input")]
+    #[arg(long, value_name = "PX", value_parser = within(MASK_CROP), help_heading = "Input")]
     pub mask_crop: Option<usize>,
 
     /// Widen the init image: `256`, or left=256,right=256
