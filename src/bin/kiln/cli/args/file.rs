@@ -17,8 +17,8 @@ pub struct FileArgs {
 
     /// Overwrite existing files
     ///
-    /// Only regular files are overwritten, and they keep their permissions. Links, devices and folders are never replaced, nor are files
-    /// that the run reads. --trace replaces only a trace, and --dump only a dump.
+    /// Only regular files are overwritten, and they keep their permissions. Links, devices and folders are never replaced. Files that the
+    /// run reads are never replaced either. --trace overwrites only an earlier trace, and --dump only an earlier dump.
     #[arg(long, help_heading = "Output")]
     pub force: bool,
 }
