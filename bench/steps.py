@@ -90,7 +90,12 @@ def of_checkpoint(folder: pathlib.Path, program: str) -> list:
 def image(path: pathlib.Path, width: int, height: int) -> None:
     """Writes a PNG of smooth colors with some noise."""
     dice = random.Random(1)
-    row = lambda y: b"\0" + b"".join(bytes(((x * 255) // width, (y * 255) // height, dice.randrange(256))) for x in range(width))
+    png(path, width, height, lambda x, y: ((x * 255) // width, (y * 255) // height, dice.randrange(256)))
+
+
+def png(path: pathlib.Path, width: int, height: int, color) -> None:
+    """Writes a PNG from a function of column and row."""
+    row = lambda y: b"\0" + b"".join(bytes(color(x, y)) for x in range(width))
     chunk = lambda kind, body: struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     pixels = zlib.compress(b"".join(map(row, range(height))), 1)

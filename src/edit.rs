@@ -168,9 +168,9 @@ impl Edit {
             InitReference::On => true,
             InitReference::Off => false,
         };
-        let prepared = match (options.mask_crop, &mask) {
+        let prepared = match (options.mask_crop, mask) {
             (Some(margin), Some(mask)) => Prepared::of_crop(init.into_image(), mask, feather, margin, defaults)?,
-            _ => Prepared::of_whole(init.into_image(), mask, feather, options, defaults, is_reference)?,
+            (_, mask) => Prepared::of_whole(init.into_image(), mask, feather, options, defaults, is_reference)?,
         };
         let Prepared { canvas, init, opacity, paste, reference } = prepared;
         let keep = opacity.map(|opacity| kept_tokens(&opacity, canvas.grid()));
@@ -266,7 +266,7 @@ impl Prepared {
             size = sides.around(size);
         }
         let canvas = Pixels::new(size.0, size.1)?;
-        let opacity = opacity.map(|mask| feathered(&mask, size.0, size.1, feather));
+        let opacity = opacity.map(|mask| feathered(mask, size.0, size.1, feather));
         let paste = opacity.as_ref().map(|opacity| {
             let under = Image { width: size.0, height: size.1, pixels: pixels.clone() };
             Paste::new(under, Area { left: 0, top: 0, width: size.0, height: size.1 }, opacity.clone())
@@ -275,9 +275,9 @@ impl Prepared {
     }
 
     /// The part around the mask, scaled to the model's area.
-    fn of_crop(init: Image, mask: &Mask, feather: usize, margin: usize, defaults: &ModelDefaults) -> Result<Self> {
+    fn of_crop(init: Image, mask: Mask, feather: usize, margin: usize, defaults: &ModelDefaults) -> Result<Self> {
         let from = (init.width, init.height);
-        let opacity = feathered(mask.values(), from.0, from.1, feather);
+        let opacity = feathered(mask.into_values(), from.0, from.1, feather);
         let area = Area::around(&opacity, from.0).grown(margin, from);
         let size = canvas_of_area((area.width, area.height), defaults.width * defaults.height);
         let canvas = Pixels::new(size.0, size.1)?;

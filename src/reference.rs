@@ -32,6 +32,7 @@ use crate::sequence::{Grid, PATCH};
 pub use kiln_numerics::resample;
 use kind::Kind;
 use orientation::Orientation;
+use rayon::prelude::*;
 use resample::Filter;
 use sha2::{Digest, Sha256};
 use std::io::ErrorKind;
@@ -164,7 +165,7 @@ impl PreparedReference {
 pub(crate) fn vae_input(pixels: &[u8]) -> Vec<f32> {
     // The reference implementation rounds twice: the division and the scaling are both in f32.
     let table: [f32; 256] = std::array::from_fn(|v| 2.0 * (v as f32 / 255.0) - 1.0);
-    pixels.iter().map(|&v| table[usize::from(v)]).collect()
+    pixels.par_iter().with_min_len(1 << 14).map(|&v| table[usize::from(v)]).collect()
 }
 
 /// The size to which an image is downscaled, or `None` if its area does not exceed the cap.

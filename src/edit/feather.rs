@@ -9,14 +9,13 @@ const BAND: usize = 128;
 ///
 /// With `r` half the feather and a square of `2 r + 1` pixels around each pixel: the maximum of the mask, with zeros beyond the edge, then
 /// the mean of the maxima, with the edge repeated and halves rounded up; at least the mask.
-pub fn feathered(mask: &[u8], width: usize, height: usize, feather: usize) -> Vec<u8> {
+pub fn feathered(mut mask: Vec<u8>, width: usize, height: usize, feather: usize) -> Vec<u8> {
     let r = feather / 2;
-    let mut out = mask.to_vec();
     if r == 0 || width == 0 {
-        return out;
+        return mask;
     }
     // Farther away than the feather reaches everything is zero. Most masks are small.
-    let Some((rows, cols)) = extent(mask, width) else { return out };
+    let Some((rows, cols)) = extent(&mask, width) else { return mask };
     let around = |range: (usize, usize), end: usize| (range.0.saturating_sub(2 * r), (range.1 + 2 * r).min(end));
     let ((top, bottom), (left, right)) = (around(rows, height), around(cols, width));
     let (w, h) = (right - left, bottom - top);
@@ -25,22 +24,25 @@ pub fn feathered(mask: &[u8], width: usize, height: usize, feather: usize) -> Ve
     let grown = grown(&part, w, r);
     let smooth = smoothed(&grown, w, r);
     for (y, row) in smooth.chunks_exact(w).enumerate() {
-        let to = &mut out[(top + y) * width + left..][..w];
+        let to = &mut mask[(top + y) * width + left..][..w];
         to.iter_mut().zip(row).for_each(|(to, value)| *to = (*to).max(*value));
     }
-    out
+    mask
 }
 
 /// The rows and the columns with values above zero.
 pub fn extent(values: &[u8], width: usize) -> Option<((usize, usize), (usize, usize))> {
-    let (mut rows, mut cols): (Option<(usize, usize)>, _) = (None, (width, 0));
-    for (y, row) in values.chunks_exact(width).enumerate() {
-        let Some(first) = row.iter().position(|value| *value > 0) else { continue };
-        let last = row.iter().rposition(|value| *value > 0).map_or(first, |last| last);
-        rows = Some((rows.map_or(y, |(first, _)| first), y + 1));
-        cols = (cols.0.min(first), cols.1.max(last + 1));
-    }
-    rows.map(|rows| (rows, cols))
+    let of_row = |(y, row): (usize, &[u8])| {
+        // Most rows are empty. This sum is vectorized, a search is not.
+        if row.iter().fold(0, |all, value| all | value) == 0 {
+            return None;
+        }
+        let (first, last) = (row.iter().position(|value| *value > 0)?, row.iter().rposition(|value| *value > 0)?);
+        Some(((y, y + 1), (first, last + 1)))
+    };
+    let union = |a: (usize, usize), b: (usize, usize)| (a.0.min(b.0), a.1.max(b.1));
+    let found = values.par_chunks_exact(width).enumerate().filter_map(of_row);
+    found.reduce_with(|a, b| (union(a.0, b.0), union(a.1, b.1)))
 }
 
 /// The maximum of the square around each pixel, with zeros beyond the edge.
@@ -151,18 +153,18 @@ mod tests {
         ] {
             let mask: Vec<u8> = (0..width * height).map(|_| if next() % one_in == 0 { next() as u8 } else { 0 }).collect();
             for &feather in feathers {
-                let equal = feathered(&mask, width, height, feather) == plain(&mask, width, height, feather);
+                let equal = feathered(mask.clone(), width, height, feather) == plain(&mask, width, height, feather);
                 assert!(equal, "{width}x{height}, feather {feather}");
             }
         }
-        assert_eq!(feathered(&[0; 12], 4, 3, 16), [0; 12]);
+        assert_eq!(feathered(vec![0; 12], 4, 3, 16), [0; 12]);
     }
 
     /// Pixels across a straight edge, from two pixels inside on.
     #[test]
     fn a_feather_falls_outwards_from_a_straight_edge() {
         let mask: Vec<u8> = (0..64 * 64).map(|i| if i % 64 < 32 { 255 } else { 0 }).collect();
-        let of = |feather: usize, count: usize| feathered(&mask, 64, 64, feather)[32 * 64 + 30..][..count].to_vec();
+        let of = |feather: usize, count: usize| feathered(mask.clone(), 64, 64, feather)[32 * 64 + 30..][..count].to_vec();
         assert_eq!(of(8, 12), [255, 255, 227, 198, 170, 142, 113, 85, 57, 28, 0, 0]);
         let sixteen = [255, 255, 240, 225, 210, 195, 180, 165, 150, 135, 120, 105, 90, 75, 60, 45, 30, 15, 0, 0];
         assert_eq!(of(16, 20), sixteen);

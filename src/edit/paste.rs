@@ -34,8 +34,10 @@ impl Area {
 
     /// This part of an image of `C` bytes per pixel.
     pub(super) fn of<const C: usize>(self, pixels: &[u8], width: usize) -> Vec<u8> {
-        let rows = (self.top..self.top + self.height).map(|y| (y * width + self.left) * C);
-        rows.flat_map(|at| &pixels[at..at + self.width * C]).copied().collect()
+        let mut part = Vec::with_capacity(self.width * self.height * C);
+        let rows = pixels.chunks_exact(width * C).skip(self.top).take(self.height);
+        rows.for_each(|row| part.extend_from_slice(&row[self.left * C..][..self.width * C]));
+        part
     }
 }
 
@@ -73,7 +75,7 @@ impl Paste {
 
     /// The number of pixels that a generated image can change.
     pub fn changed(&self) -> usize {
-        self.opacity.iter().filter(|opacity| **opacity > 0).count()
+        self.opacity.par_iter().filter(|opacity| **opacity > 0).count()
     }
 
     /// Lays an image over the one below. Pixels without opacity stay, to the byte.
@@ -83,16 +85,20 @@ impl Paste {
             true => Cow::Owned(image.pixels),
             false => resize::<3>(&image.pixels, (image.width, image.height), (width, height), Filter::Lanczos).into(),
         };
-        let mut out = self.under.clone();
-        let rows = out.pixels.par_chunks_exact_mut(3 * self.under.width).skip(top).take(height);
-        let parts = over.par_chunks_exact(3 * width).zip(self.opacity.par_chunks_exact(width));
-        rows.zip(parts).for_each(|(row, (over, opacity))| {
+        let stride = 3 * self.under.width;
+        let mut pixels = vec![0; self.under.pixels.len()];
+        // Copying an image takes longer than mixing a part of it, so every row is copied here, too.
+        let rows = pixels.par_chunks_exact_mut(stride).zip(self.under.pixels.par_chunks_exact(stride)).enumerate();
+        rows.for_each(|(y, (row, below))| {
+            row.copy_from_slice(below);
+            let Some(y) = y.checked_sub(top).filter(|y| *y < height) else { return };
             let row = row[3 * left..3 * (left + width)].as_chunks_mut::<3>().0;
-            for ((below, above), opacity) in row.iter_mut().zip(over.as_chunks::<3>().0).zip(opacity) {
+            let over = over[3 * width * y..][..3 * width].as_chunks::<3>().0;
+            for ((below, above), opacity) in row.iter_mut().zip(over).zip(&self.opacity[width * y..]) {
                 below.iter_mut().zip(above).for_each(|(below, above)| *below = mixed(*below, *above, *opacity));
             }
         });
-        out
+        Image { pixels, ..self.under }
     }
 }
 

@@ -173,7 +173,7 @@ fn help_teaches() {
     let sandbox = Sandbox::new();
     let run = sandbox.run(["bench", "--help"]).good();
     for word in
-        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math --trace --svg --compare --from --on-request Examples:".split(' ')
+        "--runs --json --kernels --quick --model --width --steps --reference --backend --device --precision --quantize --attention --fp8-accumulate --nvfp4-math --trace --svg --compare --from --on-request --keep Examples:".split(' ')
     {
         assert!(run.text().contains(word), "{word}");
     }
@@ -414,6 +414,8 @@ fn images_are_timed_on_request() {
     assert!(lines.len() == 3 && lines[0]["kind"] == "images", "{lines:?}");
     check_times(&lines[0]["cold_s"], &["open", "load"], 1);
     lines[1..].iter().for_each(|times| check_times(times, &[], 1));
+    let kept = sandbox.run(["bench", "--keep", "--runs", "2", "--json", "-q"].iter().chain(&QUICK)).good();
+    assert_eq!(serde_json::from_str::<Value>(kept.text()).unwrap()["warm_s"].as_array().unwrap().len(), 2);
     for (request, message) in [(&b"a fox"[..], "does not begin with a seed"), (b"3", "has no prompt"), (b"3 \xff", "not UTF-8")] {
         let output = ask(request);
         let stderr = String::from_utf8_lossy(&output.stderr);

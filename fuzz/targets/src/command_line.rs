@@ -82,12 +82,12 @@ pub fn line(data: &[u8]) {
     assert!(line.size.is_none(), "a size is split into its sides");
     assert!(line.seed.is_some() || line.seed() < 1 << 32);
 
-    let (Ok(Value::Object(mut all)), Ok(Value::Object(options))) =
-        (serde_json::to_value(&line), serde_json::to_value(&line.options))
-    else {
-        panic!("a line cannot be written");
-    };
-    all.extend(options);
+    let parts = [serde_json::to_value(&line), serde_json::to_value(&line.options), serde_json::to_value(&line.options.edit)];
+    let mut all = serde_json::Map::new();
+    for part in parts {
+        let Ok(Value::Object(part)) = part else { panic!("a line cannot be written") };
+        all.extend(part);
+    }
     // As a text, because numbers of JSON are read less exactly.
     if let Some(sigmas) = &line.options.sigmas {
         all.insert("sigmas".into(), sigmas.to_string().into());
@@ -103,7 +103,9 @@ pub fn line(data: &[u8]) {
     check_options(&filled.options);
     assert_eq!(filled.negative.as_deref(), line.negative.as_deref().or(Some("n")));
     assert_eq!(filled.options.guidance, line.options.guidance);
-    if !filled.options.references.is_empty() || filled.output.is_some() {
+    let ImageOptions { references, edit, .. } = &filled.options;
+    // No file of this machine is read.
+    if !references.is_empty() || edit.init.is_some() || edit.mask.is_some() || filled.output.is_some() {
         return;
     }
     if let Err(error) = filled.request(&ModelDefaults::klein()) {

@@ -69,7 +69,7 @@ pub(crate) fn compare(file: &[u8], image: &Image) {
         PixelFormat::RGB24 => 3,
         _ => return,
     };
-    let tame = Tame::of(&samples, channels, image.width);
+    let tame = Tame::of(&samples, channels, image);
     let differs = |convert: fn([u8; 3]) -> [u8; 3]| {
         let pixels = samples.chunks_exact(channels).zip(image.pixels.as_chunks::<3>().0).enumerate();
         let mut far = pixels.filter(|(_, (stored, pixel))| {
@@ -100,22 +100,24 @@ fn rgb([y, cb, cr]: [u8; 3]) -> [u8; 3] {
 /// range only steep steps show.
 const STEP: u8 = 48;
 
-/// The tiles of an image in which no sample is at the end of its range.
+/// The tiles of an image in which no sample is at the end of its range, for either decoder. Where a coefficient overflows, one may wrap and
+/// the other clip.
 struct Tame {
     across: usize,
     wild: Vec<bool>,
 }
 
 impl Tame {
-    fn of(samples: &[u8], channels: usize, width: usize) -> Self {
+    fn of(samples: &[u8], channels: usize, image: &Image) -> Self {
+        let width = image.width;
         let across = width.div_ceil(TILE);
         let rows = samples.len() / channels / width;
         let mut wild = vec![false; across * rows.div_ceil(TILE)];
         let steep = |at: usize, before: usize| {
             (1..channels).any(|c| samples[at * channels + c].abs_diff(samples[before * channels + c]) > STEP)
         };
-        for (at, pixel) in samples.chunks_exact(channels).enumerate() {
-            let is_end = pixel.iter().any(|sample| matches!(sample, 0..=1 | 254..=255));
+        for (at, (pixel, own)) in samples.chunks_exact(channels).zip(image.pixels.as_chunks::<3>().0).enumerate() {
+            let is_end = pixel.iter().chain(own).any(|sample| matches!(sample, 0..=1 | 254..=255));
             if is_end || at % width > 0 && steep(at, at - 1) || at >= width && steep(at, at - width) {
                 wild[at / width / TILE * across + at % width / TILE] = true;
             }

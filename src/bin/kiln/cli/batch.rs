@@ -36,7 +36,7 @@ use kiln::output::save_new;
 use kiln::progress::{Phase, Progress};
 use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
-use kiln::{GeneratedImage, Variant, threads};
+use kiln::{GeneratedImage, threads};
 use library::Library;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
@@ -54,13 +54,6 @@ use std::time::Duration;
 
 /// How many lines are submitted before they are answered: one is denoised, and one waits.
 const AHEAD: usize = 2;
-
-/// The most GPU memory for encoded prompts and references that later lines may reuse. It holds 85 prompts of klein 4B, or 250
-/// references of 1024x1024.
-const KEPT_BYTES: u64 = 256 << 20;
-
-/// The most additional memory for models that cache keys and values. It holds three references of 1024x1024 with klein 4B.
-const KEPT_KEY_VALUES: u64 = 4 << 30;
 
 /// The longest delay until a signal is noticed while no line arrives.
 const PATIENCE: Duration = Duration::from_millis(50);
@@ -184,16 +177,12 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         session.fit(&job, &own_terminal)?;
         let (samples, backend) = (ModelSamples::new(&found, &session.model)?, session.backend.name);
         let targets: LayerTargets = session.model.layer_targets();
-        let on_gpu = session.backend.device.is_some();
+        let cache = session.result_cache();
         let configs = short_digest(format!("{:?}", session.model.configs).as_bytes());
         let files: Vec<PathBuf> = session.model_files().map(Path::to_owned).collect();
         let (engine, weights) = threads::join(|| session.load(&*own_terminal), || samples.id());
         let (mut engine, known) = (engine?, Known { profile, backend, found, weights: weights?, configs, files });
-        // On a CPU these would take memory from everything else.
-        if on_gpu {
-            let more = if known.profile.variant == Variant::Kv { KEPT_KEY_VALUES } else { 0 };
-            engine.cache_results(KEPT_BYTES + more, &job)?;
-        }
+        engine.cache_results(cache, &job)?;
         Ok((engine, (known, targets)))
     })?;
     terminal.say(&format!("{}, ready for lines", known.profile.name));

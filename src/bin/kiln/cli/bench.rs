@@ -8,7 +8,7 @@ mod share;
 use super::args::{ImageOptions, LoraArgs, ModelArgs, PromptArgs, RunArgs, within};
 use super::generate::GenerateArgs;
 use super::outputs::refuse_same;
-use super::request::{ImageRequest, Setup};
+use super::request::ImageRequest;
 use super::stdout::{DASH, json_line, line_of, print};
 use super::trace::TraceFile;
 use super::{Process, Subcommand};
@@ -165,6 +165,12 @@ pub struct BenchArgs {
     )]
     pub on_request: bool,
 
+    /// Keep encoded prompts and images on the GPU for later images, as `kiln run` does
+    ///
+    /// Without this flag, each image encodes its prompt, its references and its init image.
+    #[arg(long, conflicts_with_all = ["kernels", "from"], help_heading = "Measuring")]
+    pub keep: bool,
+
     /// Also print a block to paste into an issue
     ///
     /// The block has the card, driver, figures and predictions. It has no paths, no prompt, and no name of the machine or its user.
@@ -198,8 +204,6 @@ impl Subcommand for BenchArgs {
 /// What to measure.
 #[derive(Debug)]
 pub struct BenchRequest {
-    /// The start of the command, from which the time of the cold image counts.
-    started: Instant,
     subject: Subject,
     /// The file for JSON, if any; `-` is standard output, where JSON replaces the table.
     json: Option<PathBuf>,
@@ -214,9 +218,9 @@ pub struct BenchRequest {
 #[derive(Debug)]
 enum Subject {
     /// A cold image and `runs` warm ones; `share` adds a block to paste.
-    Images { request: Box<ImageRequest>, setup: Box<Setup>, runs: usize, share: bool },
+    Images { subject: Box<images::Measurement>, runs: usize, share: bool },
     /// A cold image, and one for each line of standard input.
-    OnRequest { request: Box<ImageRequest>, setup: Box<Setup> },
+    OnRequest(Box<images::Measurement>),
     /// Recorded results to draw.
     Recorded(Box<Recorded>),
     /// The ops whose names contain `filter`, on the backend that `run` selects.
@@ -228,8 +232,23 @@ impl BenchRequest {
     pub fn new(args: BenchArgs, environment: Environment, stdin: &mut dyn Read) -> Result<Self> {
         let started = Instant::now();
         let _span = trace::span("read the request");
-        let BenchArgs { mut prompt, model, lora, kernels, quick, runs, json, svg, compare, from, on_request, share, image, run } =
-            args;
+        let BenchArgs {
+            mut prompt,
+            model,
+            lora,
+            kernels,
+            quick,
+            runs,
+            json,
+            svg,
+            compare,
+            from,
+            on_request,
+            keep,
+            share,
+            image,
+            run,
+        } = args;
         let verbosity = run.verbosity();
         if share && json.as_deref() == Some(Path::new(DASH)) {
             let what = "--share adds a block to the table, and --json prints JSON in its place";
@@ -247,7 +266,7 @@ impl BenchRequest {
             ));
         }
         let compare: Vec<Recorded> = compare.iter().map(|path| Recorded::read(path)).collect::<Result<_>>()?;
-        let this = |subject| Self { started, subject, json, svg, compare, verbosity };
+        let this = |subject| Self { subject, json, svg, compare, verbosity };
         if let Some(path) = from {
             return Ok(this(Subject::Recorded(Box::new(Recorded::read(&path)?))));
         }
@@ -261,10 +280,10 @@ impl BenchRequest {
         }
         let args = GenerateArgs::without_files(prompt, model, lora, image, None, run);
         let (request, setup) = ImageRequest::from_args(&args, environment, stdin, 0)?;
-        let (request, setup) = (Box::new(request), Box::new(setup));
+        let subject = Box::new(images::Measurement { request, setup, started, keep });
         Ok(this(match on_request {
-            true => Subject::OnRequest { request, setup },
-            false => Subject::Images { request, setup, runs, share },
+            true => Subject::OnRequest(subject),
+            false => Subject::Images { subject, runs, share },
         }))
     }
 }
@@ -290,15 +309,15 @@ pub fn bench(
     requests: &mut dyn BufRead,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let BenchRequest { started, subject, json, svg, compare, .. } = request;
+    let BenchRequest { subject, json, svg, compare, .. } = request;
     let files = (json.as_deref(), svg.as_deref().map(|path| (path, compare)));
     match subject {
-        Subject::Images { request, setup, runs, share } => {
-            let report = images::measure(*request, *setup, started, runs, stop, terminal)?;
+        Subject::Images { subject, runs, share } => {
+            let report = images::measure(*subject, runs, stop, terminal)?;
             let block = if share { format!("\n{}", report.share_block()) } else { String::new() };
             publish(&report, report.table() + &block, files, out)
         }
-        Subject::OnRequest { request, setup } => images::serve(*request, *setup, started, stop, terminal, requests, out),
+        Subject::OnRequest(subject) => images::serve(*subject, stop, terminal, requests, out),
         Subject::Recorded(recorded) => {
             let (_, Some((path, compare))) = files else { return Ok(()) };
             save_chart(path, &chart::draw_recorded(*recorded, compare)?)?;

@@ -11,10 +11,17 @@ use kiln::device::{fp8_accumulate, has_driver};
 use kiln::error::Result;
 use kiln::locate::Found;
 use kiln::progress::Progress;
-use kiln::{Engine, Formats, Job, LoadOptions, OpenModel, threads, trace};
+use kiln::{Engine, Formats, Job, LoadOptions, OpenModel, Variant, threads, trace};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+
+/// The most GPU memory for encoded prompts and images that later jobs may reuse. It holds 85 prompts of klein 4B, or 250 images of
+/// 1024x1024.
+const KEPT_BYTES: u64 = 256 << 20;
+
+/// The most additional memory for models that cache keys and values. It holds three references of 1024x1024 with klein 4B.
+const KEPT_KEY_VALUES: u64 = 4 << 30;
 
 /// An open device and an open model.
 pub struct Session {
@@ -100,6 +107,15 @@ impl Session {
         }
         self.options = options;
         Ok(())
+    }
+
+    /// The most bytes for results that several jobs share. A CPU keeps none: they would take memory from everything else.
+    pub fn result_cache(&self) -> u64 {
+        match (&self.backend.device, self.model.variant) {
+            (None, _) => 0,
+            (Some(_), Variant::Kv) => KEPT_BYTES + KEPT_KEY_VALUES,
+            (Some(_), _) => KEPT_BYTES,
+        }
     }
 
     /// Loads the model.

@@ -217,6 +217,17 @@ impl Progress for Watch<'_> {
     }
 }
 
+/// What images are measured, and how.
+#[derive(Debug)]
+pub struct Measurement {
+    pub request: ImageRequest,
+    pub setup: Setup,
+    /// The start of the command, from which the time of the cold image counts.
+    pub started: Instant,
+    /// Whether images share what they can, as in `kiln run`.
+    pub keep: bool,
+}
+
 /// An engine that has generated its first image.
 struct Started<'a> {
     engine: Engine,
@@ -228,16 +239,9 @@ struct Started<'a> {
     report: Report,
 }
 
-/// Generates a cold image and `runs` warm ones. The time of the cold one counts from `started`.
-pub fn measure(
-    request: ImageRequest,
-    setup: Setup,
-    started: Instant,
-    runs: usize,
-    stop: &Arc<AtomicBool>,
-    terminal: &Terminal,
-) -> Result<Report> {
-    let Started { mut engine, settings, watch, before, mut report } = start(request, setup, started, stop, terminal)?;
+/// Generates a cold image and `runs` warm ones.
+pub fn measure(measurement: Measurement, runs: usize, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
+    let Started { mut engine, settings, watch, before, mut report } = start(measurement, stop, terminal)?;
     // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
     let mut after = engine.backend().available()?;
     for run in 1..=runs {
@@ -255,15 +259,13 @@ pub fn measure(
 
 /// Generates a cold image and then one for each line of `requests`, a seed and a prompt, and writes a line of JSON for each.
 pub fn serve(
-    request: ImageRequest,
-    setup: Setup,
-    started: Instant,
+    measurement: Measurement,
     stop: &Arc<AtomicBool>,
     terminal: &Terminal,
     requests: &mut dyn BufRead,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let Started { mut engine, mut settings, watch, report, .. } = start(request, setup, started, stop, terminal)?;
+    let Started { mut engine, mut settings, watch, report, .. } = start(measurement, stop, terminal)?;
     print(out, &json_line(&report)?)?;
     let mut line = Vec::new();
     loop {
@@ -297,14 +299,9 @@ fn warm_image(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop:
     Ok(Times::default().finish(&watch.spans.take(), png, start.elapsed().as_secs_f64()))
 }
 
-/// Opens device and model and generates the cold image, whose time counts from `started`.
-fn start<'a>(
-    request: ImageRequest,
-    setup: Setup,
-    started: Instant,
-    stop: &Arc<AtomicBool>,
-    terminal: &'a Terminal,
-) -> Result<Started<'a>> {
+/// Opens device and model and generates the cold image.
+fn start<'a>(measurement: Measurement, stop: &Arc<AtomicBool>, terminal: &'a Terminal) -> Result<Started<'a>> {
+    let Measurement { request, setup, started, keep } = measurement;
     let mut session = Session::open(setup, stop, terminal)?;
     let mut cold = Times { open: Some(started.elapsed().as_secs_f64()), ..Times::default() };
     let settings = Settings::resolve(request, &session.profile());
@@ -324,7 +321,11 @@ fn start<'a>(
     let device = session.backend.device.clone();
     let (backend, machine, formats) = (session.backend.name, session.backend.machine.clone(), format_lines(&session.formats));
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
+    let cache = if keep { session.result_cache() } else { 0 };
     let mut engine = session.load(&watch)?;
+    if keep {
+        engine.cache_results(cache, &settings.job)?;
+    }
 
     let (png, saturated) = generate_once(&mut engine, &settings, &watch, stop)?;
     warn_of_saturation(saturated, &settings, terminal);
