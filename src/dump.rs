@@ -2,6 +2,7 @@
 
 use crate::checkpoint::Shard;
 use crate::error::{Error, Remedy, Result};
+use crate::files::sha256_of;
 use crate::noise::CHANNELS;
 use crate::tensor::DType;
 use safetensors::tensor::{Dtype, TensorView};
@@ -79,8 +80,17 @@ pub fn is_dump(path: &Path) -> bool {
     Shard::open(path).is_ok_and(|shard| shard.entry("latents.0").is_some() && shard.entry("token_ids").is_some())
 }
 
+/// Noise from a file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NoiseFile {
+    /// One row of 128 values for each token.
+    pub values: Vec<f32>,
+    /// The SHA-256 of the file, as hexadecimal digits.
+    pub sha256: String,
+}
+
 /// Reads the tensor `noise` of a file: F32, `[tokens, 128]`.
-pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
+pub fn read_noise(path: &Path, tokens: usize) -> Result<NoiseFile> {
     let shard = Shard::open(path)?;
     let wrong = |detail: String| Error::bad_file(path, "wrong noise", detail);
     let missing = || wrong("there is no tensor `noise`".into());
@@ -93,10 +103,10 @@ pub fn read_noise(path: &Path, tokens: usize) -> Result<Vec<f32>> {
         return Err(wrong(format!("tensor `noise` is {}, it must be F32", entry.dtype.name)));
     }
     let bytes = shard.bytes("noise").ok_or_else(missing)?;
-    let noise = DType::F32.decoded(&bytes);
+    let (values, sha256) = (DType::F32.decoded(&bytes), sha256_of(shard.contents()));
     shard.verify()?;
-    match noise.iter().filter(|v| !v.is_finite()).count() {
-        0 => Ok(noise),
+    match values.iter().filter(|v| !v.is_finite()).count() {
+        0 => Ok(NoiseFile { values, sha256 }),
         count => Err(wrong(format!("{count} of its values are not finite"))),
     }
 }

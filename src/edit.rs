@@ -306,3 +306,65 @@ fn kept_tokens(opacity: &[u8], grid: Grid) -> Vec<bool> {
     }
     keep
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An edit of a gray image with a white box as its mask, and the opacity of what is repainted.
+    fn boxed(size: (usize, usize), area: Area, feather: usize) -> (Edit, Vec<u8>) {
+        let inside = |x: usize, y: usize| {
+            (area.left..area.left + area.width).contains(&x) && (area.top..area.top + area.height).contains(&y)
+        };
+        let image = |value: &dyn Fn(usize, usize) -> u8| {
+            let pixels = (0..size.0 * size.1).flat_map(|i| [value(i % size.0, i / size.0); 3]).collect();
+            Image { width: size.0, height: size.1, pixels }
+        };
+        let mask = image(&|x, y| if inside(x, y) { 255 } else { 0 });
+        let mask = Mask::of_image(&mask, None, "mask".as_ref()).unwrap();
+        let init = DecodedReference::from_image(image(&|_, _| GRAY));
+        let options = EditOptions { feather: Some(feather), ..EditOptions::default() };
+        let edit = Edit::new(init, Some(mask), &options, &ModelDefaults::klein()).unwrap();
+        // Where white laid over the gray shows.
+        let (width, height) = (edit.canvas.width(), edit.canvas.height());
+        let white = Image { width, height, pixels: vec![255; 3 * width * height] };
+        let over = edit.start.paste.as_ref().unwrap().over(white);
+        let opacity = over.pixels.chunks_exact(3).map(|pixel| 2 * (pixel[0] - GRAY)).collect();
+        (edit, opacity)
+    }
+
+    #[test]
+    fn pixels_fade_out_over_the_feather() {
+        let area = Area { left: 20, top: 24, width: 16, height: 8 };
+        let (edit, opacity) = boxed((64, 64), area, 8);
+        let ((top, bottom), (left, right)) = feather::extent(&opacity, 64).unwrap();
+        assert_eq!((top, bottom, left, right), (24 - 8, 32 + 8, 20 - 8, 36 + 8));
+        assert_eq!(edit.summary.pixels_repainted, (16 + 16) * (8 + 16));
+    }
+
+    /// A mask is scaled without the overshoot of Lanczos, which would repaint pixels beyond its edge.
+    #[test]
+    fn a_scaled_mask_ends_at_its_edge() {
+        let area = Area { left: 800, top: 300, width: 400, height: 400 };
+        let (edit, opacity) = boxed((2048, 1024), area, 0);
+        let (width, height) = (edit.canvas.width(), edit.canvas.height());
+        assert!(width < 2048 && height < 1024, "{width}x{height}");
+        let scale = width as f64 / 2048.0;
+        let ((top, bottom), (left, right)) = feather::extent(&opacity, width).unwrap();
+        for (edge, original) in [(left, 800), (right, 1200), (top, 300), (bottom, 700)] {
+            assert!((edge as f64 - f64::from(original) * scale).abs() <= 2.0, "{edge} for {original}");
+        }
+    }
+
+    #[test]
+    fn one_pixel_repaints_its_token() {
+        let grid = Grid { width: 3, height: 2 };
+        let (width, height) = (grid.width * PATCH, grid.height * PATCH);
+        for (x, y) in [(0, 0), (PATCH - 1, 0), (PATCH, PATCH - 1), (2 * PATCH + 5, PATCH), (width - 1, height - 1)] {
+            let mut opacity = vec![0; width * height];
+            opacity[y * width + x] = 1;
+            let repainted: Vec<usize> = (0..grid.tokens()).filter(|token| !kept_tokens(&opacity, grid)[*token]).collect();
+            assert_eq!(repainted, [y / PATCH * grid.width + x / PATCH], "{x},{y}");
+        }
+    }
+}

@@ -3,6 +3,7 @@
 //! Opening a pipe without a writer would block, a device may be endless, and reading a folder fails with an obscure message. One
 //! check rejects all of them. It runs after opening, so that the file cannot be replaced in between.
 
+use sha2::{Digest, Sha256};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
@@ -24,6 +25,11 @@ pub fn has_bytes(file: &[u8], offset: usize, bytes: &[u8]) -> bool {
 /// The name of the first format whose magic number the file has.
 pub fn format_name(formats: &[Magic], file: &[u8]) -> Option<&'static str> {
     formats.iter().find(|(offset, bytes, _)| has_bytes(file, *offset, bytes)).map(|(.., name)| *name)
+}
+
+/// The SHA-256 of some bytes, as hexadecimal digits.
+pub fn sha256_of(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Opens a regular file for reading.

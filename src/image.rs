@@ -1,6 +1,7 @@
 //! Generated images and their encoding as PNG, JPEG and WebP.
 
 mod deflate;
+mod exif;
 mod filter;
 mod huffman;
 mod jpeg;
@@ -130,7 +131,8 @@ impl Image {
         self.encode(Format::Png, text, Threads::All)
     }
 
-    /// Encodes the image. `text` is stored as iTXt chunks in a PNG and as XMP in a JPEG or WebP. Keys have to begin with an ASCII
+    /// Encodes the image. `text` is stored as iTXt chunks in a PNG and as XMP in a JPEG or WebP, except `parameters`, which is the user
+    /// comment of Exif there. Keys have to begin with an ASCII
     /// letter, after which there may be digits and hyphens; values can be any Unicode text without NUL.
     pub fn encode(&self, format: Format, text: &[(&str, String)], threads: Threads) -> Result<Vec<u8>> {
         let _span = trace::span("encode the image file");

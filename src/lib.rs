@@ -33,6 +33,7 @@ pub mod inspect;
 mod json;
 pub mod locate;
 pub mod memory;
+pub mod metadata;
 pub mod microbench;
 mod model;
 mod names;
@@ -57,7 +58,7 @@ mod words;
 
 pub use component::{Component, PerComponent};
 pub use config::{Configs, Guidance, GuidedBy, MODELS, ModelDefaults, ModelSize, ModelSpec, Variant, VariantSpec, display_name};
-pub use dump::{is_dump, read_noise};
+pub use dump::{NoiseFile, is_dump, read_noise};
 pub use error::{Error, Result};
 pub use files::read as read_file;
 pub use model::{AttentionFormat, Nvfp4Math, PlainHeads, PlainInput};
@@ -84,6 +85,7 @@ pub mod device {
         kernels_of,
     };
     pub use crate::backend::{Backend, Fp8Accumulate, GemmFormats, OpKind};
+    pub use kiln_numerics::math::instruction_set;
 }
 
 /// Adapters: LoRA and LoKr files, and the layers they belong to.

@@ -25,7 +25,7 @@ mod png_file;
 mod webp_file;
 
 use crate::error::{Error, Result};
-use crate::files;
+use crate::files::{self, sha256_of};
 use crate::image::Image;
 use crate::memory;
 use crate::sequence::{Grid, PATCH};
@@ -34,7 +34,6 @@ use kind::Kind;
 use orientation::Orientation;
 use rayon::prelude::*;
 use resample::Filter;
-use sha2::{Digest, Sha256};
 use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -65,6 +64,7 @@ pub const AREA_CAP: usize = 1024 * 1024;
 pub struct DecodedReference {
     origin: PathBuf,
     image: Image,
+    sha256: String,
 }
 
 impl DecodedReference {
@@ -74,19 +74,25 @@ impl DecodedReference {
     }
 
     /// The SHA-256 of an image file, as hexadecimal digits. The file is not decoded.
-    pub fn sha256(path: &Path) -> Result<String> {
-        Ok(Sha256::digest(read(path)?).iter().map(|byte| format!("{byte:02x}")).collect())
+    pub fn digest_of(path: &Path) -> Result<String> {
+        Ok(sha256_of(&read(path)?))
+    }
+
+    /// The SHA-256 of the bytes that were decoded, as hexadecimal digits.
+    pub fn digest(&self) -> &str {
+        &self.sha256
     }
 
     /// Decodes a file in memory. `origin` is its display name.
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
-        let decoded = decode(bytes, origin, Alpha::Dropped);
-        decoded.map(|(image, _)| Self { origin: origin.into(), image }).map_err(|fault| fault.into_error(origin))
+        let (decoded, sha256) = rayon::join(|| decode(bytes, origin, Alpha::Dropped), || sha256_of(bytes));
+        let (image, _) = decoded.map_err(|fault| fault.into_error(origin))?;
+        Ok(Self { origin: origin.into(), image, sha256 })
     }
 
     /// An image that is already decoded.
     pub(crate) fn from_image(image: Image) -> Self {
-        Self { origin: PathBuf::new(), image }
+        Self { origin: PathBuf::new(), image, sha256: String::new() }
     }
 
     /// The decoded, upright image.
@@ -102,7 +108,7 @@ impl DecodedReference {
     /// Resizes the image for the model: downscales it to at most `area` pixels (`AREA_CAP` for klein), then crops it to the
     /// largest centered part of whole patches. It never enlarges an image.
     pub fn prepare(self, area: usize) -> PreparedReference {
-        let Self { origin, image } = self;
+        let Self { origin, image, sha256 } = self;
         let original = (image.width, image.height);
         let resized = capped(original, area);
         let (width, height) = resized.unwrap_or(original);
@@ -113,7 +119,7 @@ impl DecodedReference {
         };
         let whole = (width - width % PATCH, height - height % PATCH);
         let pixels = centered::<3>(pixels, (width, height), whole);
-        PreparedReference { origin, width: whole.0, height: whole.1, pixels, original, resized }
+        PreparedReference { origin, sha256, width: whole.0, height: whole.1, pixels, original, resized }
     }
 }
 
@@ -137,6 +143,8 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>> {
 pub struct PreparedReference {
     /// The file that the image came from, for display.
     pub origin: PathBuf,
+    /// The SHA-256 of the file, as hexadecimal digits.
+    pub sha256: String,
     /// Width in pixels, a multiple of `PATCH`.
     pub width: usize,
     /// Height in pixels, a multiple of `PATCH`.

@@ -1,6 +1,7 @@
 //! Masks: which pixels of an init image are repainted.
 
 use crate::error::{Error, Result};
+use crate::files::sha256_of;
 use crate::image::Image;
 use crate::reference::{DecodedReference, decoded_with_alpha, read};
 use rayon::prelude::*;
@@ -22,6 +23,7 @@ pub struct Mask {
     width: usize,
     height: usize,
     values: Vec<u8>,
+    sha256: String,
 }
 
 impl Mask {
@@ -33,8 +35,14 @@ impl Mask {
 
     /// Reads a mask in memory. `origin` is its display name.
     pub fn from_bytes(bytes: &[u8], origin: &Path) -> Result<Self> {
-        let (image, alpha) = decoded_with_alpha(bytes, origin)?;
-        Self::of_image(&image, alpha, origin)
+        let (decoded, sha256) = rayon::join(|| decoded_with_alpha(bytes, origin), || sha256_of(bytes));
+        let (image, alpha) = decoded?;
+        Ok(Self { sha256, ..Self::of_image(&image, alpha, origin)? })
+    }
+
+    /// The SHA-256 of the file, as hexadecimal digits; empty for a mask without a file.
+    pub fn digest(&self) -> &str {
+        &self.sha256
     }
 
     /// The mask that a decoded image shows, with the opacity of its pixels if it has one. `origin` is its display name.
@@ -56,7 +64,7 @@ impl Mask {
             let error = Error::bad_file(origin, "cannot use the mask", "nothing of it is white or transparent");
             return Err(error.with_hint(RULES));
         }
-        Ok(Self { origin: origin.into(), width: image.width, height: image.height, values })
+        Ok(Self { origin: origin.into(), width: image.width, height: image.height, values, sha256: String::new() })
     }
 
     /// The value of each pixel, row by row.

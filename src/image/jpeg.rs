@@ -4,7 +4,7 @@
 //! the number of threads.
 
 use super::huffman::{canonical_codes, code_lengths};
-use super::{Image, Threads, xmp};
+use super::{Image, Threads, exif, xmp};
 use crate::error::{Error, Result};
 use crate::text::grouped;
 
@@ -50,6 +50,9 @@ const COSINES: [f32; 9] =
 /// The identifier at the start of an XMP segment.
 const XMP_NAME: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
 
+/// What begins a segment with Exif.
+const EXIF_NAME: &[u8] = b"Exif\0\0";
+
 /// The most bytes of a segment, including the two of its length.
 const MAX_SEGMENT: usize = 65_535;
 
@@ -59,13 +62,21 @@ const ZEROS: u8 = 0xF0;
 /// The symbol for a block whose remaining coefficients are zero.
 const END_OF_BLOCK: u8 = 0;
 
-/// Refuses text that is too long for the single XMP segment of a JPEG.
+/// Refuses text that is too long for the XMP segment or the Exif segment of a JPEG. There is one of each.
 pub(super) fn check_text(text: &[(&str, String)]) -> Result<()> {
-    let (bytes, limit) = (xmp::packet(text).len(), MAX_SEGMENT - 2 - XMP_NAME.len());
-    if bytes > limit {
-        let (bytes, limit) = (grouped(bytes as u64), grouped(limit as u64));
-        let what = format!("the prompts are too long for the metadata of a JPEG: {bytes} bytes as XMP, the limit is {limit}");
-        return Err(Error::usage(what, "shorten them, or write a PNG or WebP"));
+    let (text, comment) = exif::split(text);
+    let segments = [
+        ("XMP", xmp::packet(&text).len(), XMP_NAME.len()),
+        ("Exif", comment.map_or(0, |comment| exif::user_comment(comment).len()), EXIF_NAME.len()),
+    ];
+    for (name, bytes, more) in segments {
+        let limit = MAX_SEGMENT - 2 - more;
+        if bytes > limit {
+            let (bytes, limit) = (grouped(bytes as u64), grouped(limit as u64));
+            let what =
+                format!("the prompts are too long for the metadata of a JPEG: {bytes} bytes as {name}, the limit is {limit}");
+            return Err(Error::usage(what, "shorten them, write a PNG or WebP, or store less with --metadata"));
+        }
     }
     Ok(())
 }
@@ -95,7 +106,12 @@ pub(super) fn encode(image: &Image, quality: u8, text: &[(&str, String)], thread
     // JFIF 1.1 with square pixels and no thumbnail.
     segment(&mut file, 0xE0, b"JFIF\0\x01\x01\0\0\x01\0\x01\0\0");
     if !text.is_empty() {
-        segment(&mut file, 0xE1, &[XMP_NAME, xmp::packet(text).as_bytes()].concat());
+        let (text, comment) = exif::split(text);
+        // Exif comes first: some readers look no further than the first segment of its kind.
+        if let Some(comment) = comment {
+            segment(&mut file, 0xE1, &[EXIF_NAME, &exif::user_comment(comment)[..]].concat());
+        }
+        segment(&mut file, 0xE1, &[XMP_NAME, xmp::packet(&text).as_bytes()].concat());
     }
     for (table, steps) in (0u8..).zip(&steps) {
         segment(&mut file, 0xDB, &[&[table][..], &ZIGZAG.map(|i| steps[usize::from(i)] as u8)].concat());

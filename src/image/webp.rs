@@ -1,7 +1,7 @@
 //! Lossless WebP files, by the pure-Rust encoder of image-rs. It favors speed: on photo-like images its files are 1.0 to 1.2
 //! times as large as our PNGs. Files from libwebp are 0.75 to 1.0 times as large.
 
-use super::{Image, bug, xmp};
+use super::{Image, bug, exif, xmp};
 use crate::error::Result;
 use image_webp::{ColorType, WebPEncoder};
 
@@ -10,7 +10,11 @@ pub(super) fn encode(image: &Image, text: &[(&str, String)]) -> Result<Vec<u8>> 
     let mut file = Vec::new();
     let mut encoder = WebPEncoder::new(&mut file);
     if !text.is_empty() {
-        encoder.set_xmp_metadata(xmp::packet(text).into_bytes());
+        let (text, comment) = exif::split(text);
+        encoder.set_xmp_metadata(xmp::packet(&text).into_bytes());
+        if let Some(comment) = comment {
+            encoder.set_exif_metadata(exif::user_comment(comment));
+        }
     }
     // Sides were checked to fit into 14 bits.
     let (width, height) = (image.width as u32, image.height as u32);

@@ -23,11 +23,6 @@ pub struct FileDigest {
     pub sha256: String,
 }
 
-/// The digest of some bytes as hexadecimal digits.
-pub fn hex(bytes: &[u8]) -> String {
-    digits(Sha256::new_with_prefix(bytes))
-}
-
 /// Hashes the files of a model, several at a time if there are several. Fails if a file changes meanwhile, or if `stop` is set.
 pub fn digests(weights: &PerComponent<Weights>, stop: &AtomicBool, progress: &dyn Progress) -> Result<Vec<FileDigest>> {
     let mut states: Vec<(Component, &Shard, Sha256)> =
@@ -61,7 +56,7 @@ mod tests {
 
     #[test]
     fn digests_are_those_of_the_standard() {
-        assert_eq!(hex(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!(crate::files::sha256_of(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     }
 
     #[test]

@@ -4,10 +4,10 @@
 //! from the architecture and from the layers that a file leaves in BF16; a test compares them with each published fingerprint. Files that
 //! differ only in values look alike, such as a distilled and a base model in BF16.
 
-use super::digest::hex;
 use crate::checkpoint::Weights;
 use crate::component::Component;
 use crate::config::{Configs, Variant};
+use crate::files::sha256_of;
 use crate::model::{text_file_manifest, vae_manifest};
 use crate::names::{self, Layout, TensorRole, TensorSpec};
 use crate::quantize::{FileLayout, LayerSpec, Policy, WeightLayout};
@@ -202,7 +202,7 @@ pub fn fingerprint(tensors: &Tensors) -> String {
         shape => format!("({})", shape.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")),
     };
     let lines = tensors.iter().map(|(name, (dtype, shape))| format!("{name}:('{dtype}', {})", tuple(shape)));
-    hex(lines.collect::<Vec<_>>().join("\n").as_bytes())
+    sha256_of(lines.collect::<Vec<_>>().join("\n").as_bytes())
 }
 
 /// How the files of a part compare with the published ones.

@@ -62,6 +62,21 @@ pub fn maximum(values: &[f32], start: f32) -> f32 {
     parts.into_iter().fold(start, larger)
 }
 
+/// The instruction set that GEMMs on this processor use, in the words of compilers. Sums have another order with another one.
+pub fn instruction_set() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use pulp::Arch;
+        match Arch::new() {
+            Arch::V4(_) => "x86-64-v4",
+            Arch::V3(_) => "x86-64-v3",
+            _ => "x86-64",
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    std::env::consts::ARCH
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,6 +5,7 @@ use common::sandbox::{QUICK, Run, Sandbox};
 use common::stand_in::StandIn;
 use kiln::internals::backend::cuda::Cuda;
 use kiln::internals::tensor::DType;
+use kiln::metadata::{ARITHMETIC, AdapterMetadata, ImageMetadata, InitMetadata, NoiseMetadata};
 use kiln::selftest::{Extent, Records, Size};
 use kiln_program::cli::selftest::{SelftestArgs, test as selftest};
 use serde_json::{Value, json};
@@ -298,8 +299,55 @@ fn what_the_program_prints_is_described() {
         validator.check(&definition(name), &output).unwrap_or_else(|error| panic!("{name}: {error}\n{output}"));
         check_changes(name, &output);
     }
+    let metadata = serde_json::to_value(complete_metadata()).unwrap();
+    validator.check(&definition("metadata"), &metadata).unwrap();
+    for key in metadata.as_object().unwrap().keys() {
+        let mut less = metadata.clone();
+        less.as_object_mut().unwrap().remove(key);
+        let is_read = serde_json::from_value::<ImageMetadata>(less.clone()).is_ok();
+        assert_eq!(Validator::new(&SCHEMA).check(&definition("metadata"), &less).is_ok(), is_read, "without {key}");
+    }
     let expected: Vec<&str> = UNSEEN.iter().map(|(place, _)| *place).collect();
     assert_eq!(unseen(&validator, |name| name != "line"), expected);
+}
+
+/// Metadata with every member.
+fn complete_metadata() -> ImageMetadata {
+    let digest = || "0a".repeat(32);
+    ImageMetadata {
+        prompt: "x".into(),
+        seed: Some(u64::MAX),
+        model: "klein 4B".into(),
+        model_id: "k1:0123456789abcdef".into(),
+        variant: "base".into(),
+        steps: 50,
+        size: [1024, 768],
+        precision: "bf16".into(),
+        sigmas: Some("1,0.5".into()),
+        padding: Some("left".into()),
+        quantized: vec![("quantize".into(), "fp8".into())],
+        lora: vec![AdapterMetadata { file: "a.safetensors".into(), sha256: digest(), scale: 0.5 }],
+        lora_mode: Some("merge".into()),
+        vae_tiling: true,
+        guidance: Some(4.0),
+        negative: Some("y".into()),
+        init: Some(InitMetadata {
+            sha256: digest(),
+            strength: 0.5,
+            mask_sha256: Some(digest()),
+            feather: Some(16),
+            mask_crop: Some(64),
+            crop: Some([0, 1, 2, 3]),
+            extend: Some("left=16".into()),
+            reference: false,
+        }),
+        references: vec![digest()],
+        noise: NoiseMetadata { kind: "torch-cuda".into(), sms: Some(132), threads: Some(2048), sha256: Some(digest()) },
+        device: "cuda sm_90".into(),
+        quality: Some(95),
+        arithmetic: ARITHMETIC,
+        version: "kiln 0.1.0".into(),
+    }
 }
 
 /// The program and the schema agree about values of each field. Rules between fields are only in the program.

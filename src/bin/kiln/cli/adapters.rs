@@ -5,10 +5,10 @@ use crate::terminal::Terminal;
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
 use kiln::lora::{Adapter, AdapterMode, Adapters, LayerTargets, Product};
+use kiln::metadata::AdapterMetadata;
 use kiln::progress::Progress;
 use kiln::text::shown;
 use kiln::{AdapterUse, Formats};
-use serde::Serialize;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -44,18 +44,9 @@ pub fn open_adapter(path: &Path, partial: bool, targets: &LayerTargets) -> Resul
     if partial { Adapter::open(path, targets) } else { Adapter::open_whole(path, targets) }
 }
 
-/// An adapter as described in images and JSON.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct AppliedAdapter {
-    /// The name of the file.
-    file: String,
-    pub sha256: String,
-    scale: f32,
-}
-
 /// Describes adapters in the order in which they are applied.
-pub fn applied(adapters: &Adapters) -> Vec<AppliedAdapter> {
-    let tell = |(adapter, scale): &(Adapter, f32)| AppliedAdapter {
+pub fn applied(adapters: &Adapters) -> Vec<AdapterMetadata> {
+    let tell = |(adapter, scale): &(Adapter, f32)| AdapterMetadata {
         file: file_name(&adapter.path),
         sha256: adapter.digest.clone(),
         scale: *scale,
@@ -63,23 +54,13 @@ pub fn applied(adapters: &Adapters) -> Vec<AppliedAdapter> {
     adapters.0.iter().map(tell).collect()
 }
 
-/// The metadata of an image for its adapters: flags and their values, and the digests of the files, in the same order.
-pub fn metadata(adapters: &[AppliedAdapter], mode: AdapterMode) -> Vec<(&'static str, String)> {
-    if adapters.is_empty() {
-        return Vec::new();
-    }
-    let list = |of: &dyn Fn(&AppliedAdapter) -> String| adapters.iter().map(of).collect::<Vec<_>>().join(", ");
-    let mut text = vec![
-        ("lora", list(&|adapter| format!("{}:{}", adapter.file, adapter.scale))),
-        ("lora-sha256", list(&|adapter| adapter.sha256.clone())),
-    ];
-    // Both ways give the same image but for rounding.
-    text.extend(match mode {
+/// How adapters are applied, where it is not left to kiln. Both ways give the same image but for rounding.
+pub fn mode_name(mode: AdapterMode) -> Option<&'static str> {
+    match mode {
         AdapterMode::Auto => None,
-        AdapterMode::Merge => Some(("lora-mode", "merge".into())),
-        AdapterMode::Branch => Some(("lora-mode", "branch".into())),
-    });
-    text
+        AdapterMode::Merge => Some("merge"),
+        AdapterMode::Branch => Some("branch"),
+    }
 }
 
 /// Prints a line for each adapter and, with `--verbose`, its layers.
@@ -154,7 +135,7 @@ mod tests {
 
     #[test]
     fn metadata_has_flags_and_digests_in_order() {
-        let adapter = |file: &str, sha256: &str, scale| AppliedAdapter { file: file.into(), sha256: sha256.into(), scale };
+        let adapter = |file: &str, sha256: &str, scale| AdapterMetadata { file: file.into(), sha256: sha256.into(), scale };
         let two = [adapter("a.safetensors", "00ff", 0.8), adapter("b:2", "11", 1.0)];
         let own = |text: &[(&'static str, &str)]| text.iter().map(|(key, value)| (*key, (*value).to_owned())).collect::<Vec<_>>();
         let both = [("lora", "a.safetensors:0.8, b:2:1"), ("lora-sha256", "00ff, 11")];

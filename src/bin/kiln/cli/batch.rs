@@ -17,7 +17,7 @@ use super::args::{FileArgs, ImageOptions, LoraArg, PromptArgs};
 use super::generate::GenerateArgs;
 use super::hint::{hint_of_line, message_of_line};
 use super::names::{Target, content_name};
-use super::outputs::{Outputs, extension, file_format, image_text};
+use super::outputs::{Origin, Outputs, extension, file_format};
 use super::report::{field, ignored_settings, unknown_words_note, warn_of_flat_image, warn_of_saturation};
 use super::request::{ImageRequest, Setup};
 use super::session::Session;
@@ -29,7 +29,6 @@ use super::{Process, Subcommand};
 use crate::terminal::{Seconds, Terminal, Verbosity};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
-use kiln::inspect::ModelSamples;
 use kiln::locate::{Environment, Found};
 use kiln::lora::{AdapterMode, LayerTargets};
 use kiln::output::save_new;
@@ -148,8 +147,9 @@ struct Known {
     profile: ModelProfile,
     backend: &'static str,
     found: Found,
-    /// The identity of the model's weights, and of its configuration.
-    weights: String,
+    /// The identity of the model's weights, and the device.
+    origin: Origin,
+    /// A digest of the model's configuration.
     configs: String,
     /// The files that every line reads.
     files: Vec<PathBuf>,
@@ -160,7 +160,7 @@ impl Known {
     fn id(&self, vae_tiling: bool) -> String {
         let ModelProfile { variant, precision, quantized_flags, adapter_mode, .. } = &self.profile;
         let nvfp4 = if let Found::Files(files) = &self.found { files.nvfp4_layout } else { None };
-        let (weights, configs) = (&self.weights, &self.configs);
+        let (weights, configs) = (&self.origin.model_id, &self.configs);
         format!("{weights} {configs} {variant} {} {vae_tiling} {quantized_flags:?} {nvfp4:?} {adapter_mode:?}", precision.name())
     }
 }
@@ -168,20 +168,21 @@ impl Known {
 /// Reads lines until they end and answers each. Errors of a line do not end the run, but make it fail at its end.
 pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Terminal>, out: &mut dyn Write) -> Result<()> {
     let BatchRequest { source, file, setup, usual, defaults, environment, lora_partial, .. } = request;
-    let (own_stop, own_terminal) = (stop.clone(), terminal.clone());
+    let (own_stop, own_terminal, detail) = (stop.clone(), terminal.clone(), defaults.image_file.metadata.into());
     let (service, (known, targets)) = Service::start(move || {
         let found = setup.found.clone();
         let mut session = Session::open(setup, &own_stop, &own_terminal)?;
         let profile = session.profile();
         let job = Settings::resolve(usual, &profile).job;
         session.fit(&job, &own_terminal)?;
-        let (samples, backend) = (ModelSamples::new(&found, &session.model)?, session.backend.name);
+        let (samples, backend, device) = (session.samples()?, session.backend.name, session.device());
         let targets: LayerTargets = session.model.layer_targets();
         let cache = session.result_cache();
         let configs = short_digest(format!("{:?}", session.model.configs).as_bytes());
         let files: Vec<PathBuf> = session.model_files().map(Path::to_owned).collect();
         let (engine, weights) = threads::join(|| session.load(&*own_terminal), || samples.id());
-        let (mut engine, known) = (engine?, Known { profile, backend, found, weights: weights?, configs, files });
+        let (mut engine, origin) = (engine?, Origin { model_id: weights?, device, detail });
+        let known = Known { profile, backend, found, origin, configs, files };
         engine.cache_results(cache, &job)?;
         Ok((engine, (known, targets)))
     })?;
@@ -389,7 +390,7 @@ impl Run<'_> {
         // The image has the adapters that its name was made from, even if their files change meanwhile.
         let adapters = opened.map_or_else(open_adapters, Ok)?;
         let request = ImageRequest { adapters, ..line.request(&known.profile.defaults)? };
-        match Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), image_file.force, true) {
+        match Outputs::plan(&request, &Target::One(path.clone()), format, None, trace.as_deref(), *image_file, true) {
             // The file of another run may have appeared meanwhile.
             Err(Error::OutputExists { .. }) if defaults.skip_existing => {
                 return match existing::is_image(&path, format) {
@@ -409,7 +410,7 @@ impl Run<'_> {
             .iter()
             .for_each(|note| terminal.say(&format!("line {number}: {note}")));
         let settings = Settings::resolve(request, &known.profile);
-        format.check_text(&image_text(&settings, seed))?;
+        format.check_text(&known.origin.text(&settings, seed, format))?;
         ignored_settings(&settings, field).iter().for_each(|warning| watch.warn(warning));
         let edit = settings.edit.iter().flat_map(|edit| edit.notes(&settings.job));
         edit.for_each(|note| terminal.say(&format!("line {number}: {note}")));
@@ -466,7 +467,7 @@ impl Run<'_> {
         format: Format,
         seconds: Seconds,
     ) -> Result<Vec<u8>> {
-        let bytes = image.image.encode(format, &image_text(settings, image.seed), Threads::All)?;
+        let bytes = image.image.encode(format, &self.known.origin.text(settings, image.seed, format), Threads::All)?;
         self.check_stop()?;
         match save_new(path, &bytes, self.defaults.image_file.force) {
             // Another run in the same folder was faster.

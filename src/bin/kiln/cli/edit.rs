@@ -3,6 +3,7 @@
 use super::args::EditFlags;
 use kiln::edit::{Area, Edit, Mask, Sides, Strength, Summary};
 use kiln::error::Result;
+use kiln::metadata::InitMetadata;
 use kiln::text::grouped;
 use kiln::{DecodedReference, Job, ModelDefaults};
 use serde::Serialize;
@@ -22,6 +23,8 @@ pub struct PreparedEdit {
 pub struct Facts {
     sha256: String,
     mask_sha256: Option<String>,
+    /// Pixels around the mask that are worked on.
+    mask_crop: Option<usize>,
     summary: Summary,
     strength: Strength,
     tokens: usize,
@@ -45,10 +48,14 @@ impl PreparedEdit {
     pub fn open(flags: &EditFlags, size: (Option<usize>, Option<usize>), defaults: &ModelDefaults) -> Result<Option<Self>> {
         let Some(init) = &flags.init else { return Ok(None) };
         let mask = flags.mask.as_deref().map(Mask::open).transpose()?;
-        let edit = Edit::new(DecodedReference::open(init)?, mask, &flags.options(size), defaults)?;
+        let init = DecodedReference::open(init)?;
+        let (sha256, mask_sha256) = (init.digest().to_owned(), mask.as_ref().map(|mask| mask.digest().to_owned()));
+        let options = flags.options(size);
+        let edit = Edit::new(init, mask, &options, defaults)?;
         let facts = Facts {
-            sha256: DecodedReference::sha256(init)?,
-            mask_sha256: flags.mask.as_deref().map(DecodedReference::sha256).transpose()?,
+            sha256,
+            mask_sha256,
+            mask_crop: options.mask_crop,
             summary: edit.summary.clone(),
             strength: edit.start.strength,
             tokens: edit.canvas.grid().tokens(),
@@ -115,15 +122,18 @@ impl Facts {
     }
 
     /// The metadata of the edit.
-    pub fn text(&self) -> Vec<(&'static str, String)> {
+    pub fn metadata(&self) -> InitMetadata {
         let Summary { feather, crop, extend, reference, is_masked, .. } = &self.summary;
-        let mut text = vec![("init-sha256", short(&self.sha256)), ("strength", self.strength.to_string())];
-        text.extend(self.mask_sha256.iter().map(|digest| ("mask-sha256", short(digest))));
-        text.extend(is_masked.then(|| ("feather", feather.to_string())));
-        text.extend(crop.map(|crop| ("mask-crop", area(crop).map(|side| side.to_string()).join(","))));
-        text.extend(extend.map(|sides| ("extend", sides.to_string())));
-        text.extend(reference.then(|| ("init-reference", "on".into())));
-        text
+        InitMetadata {
+            sha256: self.sha256.clone(),
+            strength: self.strength.share(),
+            mask_sha256: self.mask_sha256.clone(),
+            feather: is_masked.then_some(*feather),
+            mask_crop: self.mask_crop,
+            crop: crop.map(area),
+            extend: extend.map(|sides| sides.to_string()),
+            reference: *reference,
+        }
     }
 
     /// The JSON of the edit.
@@ -144,9 +154,4 @@ impl Facts {
 
 fn area(Area { left, top, width, height }: Area) -> [usize; 4] {
     [left, top, width, height]
-}
-
-/// The first digits of a digest, which tell files apart.
-fn short(digest: &str) -> String {
-    digest.chars().take(16).collect()
 }

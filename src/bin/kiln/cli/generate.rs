@@ -3,7 +3,7 @@
 use super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, NoiseArg, PromptArgs, RunArgs, within};
 use super::help::{EXAMPLE, EXAMPLES};
 use super::names::Target;
-use super::outputs::{Outputs, extension, file_format, image_text};
+use super::outputs::{LaterOrigin, Outputs, extension, file_format};
 use super::report::{announce_run, list_kernels, unknown_words_note};
 use super::request::{ImageRequest, Setup, random_seed};
 use super::session::Session;
@@ -15,7 +15,7 @@ use crate::terminal::{Terminal, Verbosity};
 use clap::{Args, Parser};
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
-use kiln::trace;
+use kiln::{threads, trace};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -157,7 +157,7 @@ impl GenerateRequest {
         let format = file_format(args.file.format, args.file.quality, args.output.as_deref())?;
         let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
         let trace = args.run.trace.trace.as_deref();
-        let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.file.force, args.json)?;
+        let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.file, args.json)?;
         setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.defaults));
         Ok(Self { images, setup, outputs, verbosity: args.run.verbosity() })
     }
@@ -175,8 +175,9 @@ pub fn generate(
 ) -> Result<()> {
     let mut session = Session::open(setup, stop, terminal)?;
     let settings = Settings::resolve(request, &session.profile());
+    let origin = LaterOrigin::new(&session, outputs.detail)?;
     // The largest seed makes the longest text.
-    outputs.format.check_text(&image_text(&settings, u64::MAX))?;
+    outputs.format.check_text(&origin.expected().text(&settings, u64::MAX, outputs.format))?;
     announce_run(&settings, &session.found, &session.model, &session.backend, &session.formats, terminal);
     outputs.refuse_inputs(&session.files(&settings))?;
     // A dump holds the prompt embeddings, whose width is known only now that the model is open.
@@ -189,8 +190,13 @@ pub fn generate(
     let mut engine = session.load(terminal)?;
     let Outputs { format, force, json, .. } = outputs;
     let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
-    let sink = ImageSink { settings, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
+    let sink = ImageSink { settings, origin, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
     thread::scope(|scope| {
+        if threads::affordable(1) == 1 {
+            // If the system refuses a thread, the first image that is written asks for the origin.
+            let thread = thread::Builder::new().name("identify".into()).stack_size(threads::STACK);
+            let _ = thread.spawn_scoped(scope, || sink.origin.get());
+        }
         let mut writer = Writer::start(scope, &sink, settings.job.seeds.len());
         let generated = engine.generate(&settings.job, terminal, &mut |image| {
             if stop.load(Ordering::Relaxed) {

@@ -1,19 +1,23 @@
 //! The files of a run, planned and checked before any work, and the metadata of images.
 
-use super::adapters::metadata;
-use super::args::ImageFormatArg;
+use super::adapters::mode_name;
+use super::args::{FileArgs, ImageFormatArg};
 use super::edit::Facts;
 use super::names::Target;
 use super::request::ImageRequest;
+use super::session::Session;
 use super::settings::Settings;
 use super::stdout::{DASH, STDOUT};
 use kiln::error::{Error, Result};
 use kiln::image::Format;
+use kiln::inspect::ModelSamples;
+use kiln::metadata::{ARITHMETIC, Detail, ImageMetadata, quality};
 use kiln::output::{PlannedFile, check_writable, refuse_replaced};
 use kiln::text::shown_path;
 use kiln::{CHANNELS, Variant, is_dump};
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// The files of a run.
 #[derive(Debug)]
@@ -28,6 +32,8 @@ pub struct Outputs {
     pub force: bool,
     /// Whether standard output gets JSON objects instead of paths.
     pub json: bool,
+    /// How much metadata images have.
+    pub detail: Detail,
 }
 
 impl Outputs {
@@ -38,9 +44,10 @@ impl Outputs {
         format: Format,
         dump: Option<PathBuf>,
         trace: Option<&Path>,
-        force: bool,
+        file: FileArgs,
         json: bool,
     ) -> Result<Self> {
+        let force = file.force;
         let others = [(dump.as_deref(), "--dump"), (trace, "--trace")];
         if let [(Some(dump), flag), (Some(trace), other)] = others {
             refuse_same(dump, flag, trace, other)?;
@@ -62,7 +69,7 @@ impl Outputs {
         // A dump holds the noise twice, the latents after each step and the image before rounding.
         let latents = (request.options.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
         let dump = dump.map(|path| PlannedFile { path, bytes: 4 * (latents + 3 * width * height) as u64 });
-        let outputs = Self { images: images.into_iter(), dump, format, force, json };
+        let outputs = Self { images: images.into_iter(), dump, format, force, json, detail: file.metadata.into() };
         outputs.check(0)?;
         if let Some(path) = outputs.dump().filter(|path| force && path.is_file() && !is_dump(path)) {
             let why = "this is not a dump, and --dump replaces nothing else; use another name";
@@ -96,36 +103,91 @@ impl Outputs {
     }
 }
 
+/// What of an image's metadata its settings do not hold.
+#[derive(Clone, Debug)]
+pub struct Origin {
+    /// The identity of the weights.
+    pub model_id: String,
+    /// The kind of device.
+    pub device: String,
+    /// How much is stored.
+    pub detail: Detail,
+}
+
+impl Origin {
+    /// An origin that takes as much room as the one that is known once the model is loaded.
+    pub fn expected(device: String, detail: Detail) -> Self {
+        Self { model_id: "k1:0000000000000000".into(), device, detail }
+    }
+
+    /// The metadata of an image in a format, as keys and values.
+    pub fn text(&self, settings: &Settings, seed: u64, format: Format) -> Vec<(&'static str, String)> {
+        image_metadata(settings, seed, format, self).text(self.detail)
+    }
+}
+
+/// An origin that is known only while the first image is made. Samples of the weights are read once the weights are loaded: before, they
+/// would be in the way of the loader on a cold disk.
+pub struct LaterOrigin {
+    samples: Option<ModelSamples>,
+    origin: Mutex<Option<Origin>>,
+    expected: Origin,
+}
+
+impl LaterOrigin {
+    /// The origin of images of an open model.
+    pub fn new(session: &Session, detail: Detail) -> Result<Self> {
+        let samples = if detail == Detail::Full { Some(session.samples()?) } else { None };
+        Ok(Self { samples, origin: Mutex::new(None), expected: Origin::expected(session.device(), detail) })
+    }
+
+    /// An origin that takes as much room as this one.
+    pub fn expected(&self) -> &Origin {
+        &self.expected
+    }
+
+    /// The origin; the first caller computes it.
+    pub fn get(&self) -> Result<Origin> {
+        let mut origin = self.origin.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(origin) = &*origin {
+            return Ok(origin.clone());
+        }
+        let model_id = self.samples.as_ref().map_or_else(|| Ok(String::new()), ModelSamples::id)?;
+        Ok(origin.insert(Origin { model_id, ..self.expected.clone() }).clone())
+    }
+}
+
 /// The metadata of an image: enough to generate the image again, and nothing that would differ between two such runs.
-pub fn image_text(settings: &Settings, seed: u64) -> Vec<(&'static str, String)> {
-    let mut text = vec![("prompt", settings.job.prompt.clone())];
-    text.extend(settings.job.noise.seed(seed).map(|seed| ("seed", seed.to_string())));
-    text.extend([
-        ("model", settings.model.clone()),
-        ("variant", settings.variant.to_string()),
-        ("steps", settings.job.steps.to_string()),
-        ("size", settings.size()),
-        ("precision", settings.precision.name().into()),
-    ]);
-    text.extend(settings.job.sigmas.iter().map(|sigmas| ("sigmas", sigmas.to_string())));
+fn image_metadata(settings: &Settings, seed: u64, format: Format, origin: &Origin) -> ImageMetadata {
+    let (job, variant) = (&settings.job, settings.variant);
+    let (width, height) = settings.size();
     // Engines pad [dev] prompts differently.
-    if settings.variant == Variant::Dev || settings.job.padding != settings.variant.spec().padding {
-        text.push(("padding", settings.job.padding.to_string()));
+    let padding = (variant == Variant::Dev || job.padding != variant.spec().padding).then(|| job.padding.to_string());
+    ImageMetadata {
+        prompt: job.prompt.clone(),
+        seed: job.noise.seed(seed),
+        model: settings.model.clone(),
+        model_id: origin.model_id.clone(),
+        variant: variant.to_string(),
+        steps: job.steps,
+        size: [width, height],
+        precision: settings.precision.name().into(),
+        sigmas: job.sigmas.as_ref().map(ToString::to_string),
+        padding,
+        quantized: settings.quantized_flags.iter().map(|(flag, value)| ((*flag).to_owned(), value.clone())).collect(),
+        lora: settings.adapters.clone(),
+        lora_mode: mode_name(settings.adapter_mode).filter(|_| !settings.adapters.is_empty()).map(String::from),
+        vae_tiling: settings.vae_tiling,
+        guidance: settings.guidance.chosen,
+        negative: settings.negative.clone().filter(|_| settings.guided),
+        init: settings.edit.as_ref().map(Facts::metadata),
+        references: settings.reference_digests.clone(),
+        noise: settings.noise.clone(),
+        device: origin.device.clone(),
+        quality: quality(format),
+        arithmetic: ARITHMETIC,
+        version: concat!("kiln ", env!("CARGO_PKG_VERSION")).into(),
     }
-    text.extend(settings.quantized_flags.iter().cloned());
-    text.extend(metadata(&settings.adapters, settings.adapter_mode));
-    if settings.vae_tiling {
-        text.push(("vae-tiling", "on".into()));
-    }
-    text.extend(settings.guidance.chosen.map(|scale| ("guidance", scale.to_string())));
-    text.extend(settings.negative.iter().filter(|_| settings.guided).map(|negative| ("negative", negative.clone())));
-    text.extend(settings.edit.iter().flat_map(Facts::text));
-    if !settings.job.references.is_empty() {
-        text.push(("references", settings.job.references.len().to_string()));
-    }
-    text.extend(settings.noise_flags.iter().cloned());
-    text.push(("version", concat!("kiln ", env!("CARGO_PKG_VERSION")).into()));
-    text
 }
 
 /// The image format that flags and the file name agree on.

@@ -1,6 +1,6 @@
 //! `kiln plan`: what an image would cost, estimated without reading weights.
 
-use super::adapters::{AdapterFiles, AppliedAdapter, applied, descriptions};
+use super::adapters::{AdapterFiles, applied, descriptions};
 use super::args::PlanArgs;
 use super::edit::Facts;
 use super::formats::{format_lines, heads_reason, input_reason, kind_name, words};
@@ -14,6 +14,7 @@ use kiln::device::{CAPABILITY, devices, fp8_accumulate, gemm_formats};
 use kiln::error::{Error, Remedy, Result};
 use kiln::locate::{Environment, locate};
 use kiln::lora::Adapters;
+use kiln::metadata::AdapterMetadata;
 use kiln::predict::{GpuSpec, Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
@@ -46,7 +47,7 @@ struct Report {
     #[serde(skip)]
     init_line: Option<String>,
     guidance: Option<f32>,
-    lora: Vec<AppliedAdapter>,
+    lora: Vec<AdapterMetadata>,
     /// The adapters as lines of the table.
     #[serde(skip)]
     lora_lines: Vec<String>,

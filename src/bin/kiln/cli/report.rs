@@ -139,7 +139,8 @@ fn headline(settings: &Settings) -> String {
         [first] => format!("seed {first}"),
         [] => String::new(),
     };
-    format!("{}, {}, {steps}, {seeds}", settings.model, settings.size())
+    let (width, height) = settings.size();
+    format!("{}, {width}x{height}, {steps}, {seeds}", settings.model)
 }
 
 /// The lines of `--verbose`.
@@ -150,7 +151,7 @@ fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &Sele
         Found::Tiny => "made by this program",
     };
     let guidance = settings.guidance.chosen.map_or("none".into(), |scale| scale.to_string());
-    let noise: Vec<String> = settings.noise_flags.iter().map(|(key, value)| format!("{key} {value}")).collect();
+    let noise: Vec<String> = settings.noise.flags().map(|(key, value)| format!("{key} {value}")).collect();
     let mut lines = vec![
         format!("model {origin}"),
         format!("variant {}, guidance {guidance}, precision {}", settings.variant, settings.precision.name()),

@@ -12,8 +12,8 @@ use kiln::locate::{Environment, Found, locate};
 use kiln::lora::{AdapterMode, Adapters};
 use kiln::selftest::Records;
 use kiln::{
-    DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, ModelDefaults, Noise, NoiseKind, Pixels, PreparedReference, SHORTEN,
-    SequenceLayout, Variant, check_length, read_noise,
+    DecodedReference, Grid, LoadOptions, MAX_PROMPT_BYTES, ModelDefaults, Noise, NoiseFile, NoiseKind, Pixels, PreparedReference,
+    SHORTEN, SequenceLayout, Variant, check_length, read_noise,
 };
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
@@ -42,6 +42,8 @@ pub struct ImageRequest {
     pub seeds: Vec<u64>,
     /// The source of the noise.
     pub noise: Noise,
+    /// The SHA-256 of the file of the noise, if it comes from one.
+    pub noise_sha256: Option<String>,
     /// Whether intermediate values are kept.
     pub record: bool,
     /// Adapters of these images, if they differ from the model's.
@@ -97,6 +99,7 @@ impl ImageRequest {
             options,
             seeds: vec![0],
             noise: Noise::Drawn(NoiseKind::HOPPER),
+            noise_sha256: None,
             record: false,
             adapters: None,
         };
@@ -165,12 +168,16 @@ impl ImageRequest {
         let found = locate(&args.model.request(environment))?;
         let defaults = found.defaults()?;
         let shape = Self::new(args.image.clone(), &defaults)?;
-        let noise = match &args.noise {
-            Some(path) => Noise::Given(read_noise(path, shape.size.grid().tokens())?),
-            None => Noise::Drawn(kind),
+        let (noise, noise_sha256) = match &args.noise {
+            Some(path) => {
+                let NoiseFile { values, sha256 } = read_noise(path, shape.size.grid().tokens())?;
+                (Noise::Given(values), Some(sha256))
+            }
+            None => (Noise::Drawn(kind), None),
         };
         let texts = args.prompt.prompt_file.iter().chain(&args.noise).cloned().collect();
-        let request = Self { texts, prompt, negative: args.negative.clone(), seeds, noise, record: args.dump.is_some(), ..shape };
+        let (negative, record) = (args.negative.clone(), args.dump.is_some());
+        let request = Self { texts, prompt, negative, seeds, noise, noise_sha256, record, ..shape };
         let setup = Setup {
             found,
             named,

@@ -7,8 +7,9 @@ use super::report::{announce_model, expansion_note, warn_of_accumulation, warn_o
 use super::request::Setup;
 use super::settings::{ModelProfile, Settings, quantized_flags};
 use crate::terminal::Terminal;
-use kiln::device::{fp8_accumulate, has_driver};
+use kiln::device::{DeviceInfo, fp8_accumulate, has_driver, instruction_set};
 use kiln::error::Result;
+use kiln::inspect::ModelSamples;
 use kiln::locate::Found;
 use kiln::progress::Progress;
 use kiln::{Engine, Formats, Job, LoadOptions, OpenModel, Variant, threads, trace};
@@ -116,6 +117,19 @@ impl Session {
             (Some(_), Variant::Kv) => KEPT_BYTES + KEPT_KEY_VALUES,
             (Some(_), _) => KEPT_BYTES,
         }
+    }
+
+    /// The kind of device, which the bytes of an image depend on.
+    pub fn device(&self) -> String {
+        match &self.backend.device {
+            Some(DeviceInfo { capability: (major, minor), .. }) => format!("cuda sm_{major}{minor}"),
+            None => format!("cpu {}", instruction_set()),
+        }
+    }
+
+    /// What the identity of the weights follows from.
+    pub fn samples(&self) -> Result<ModelSamples> {
+        ModelSamples::new(&self.found, &self.model)
     }
 
     /// Loads the model.

@@ -1,10 +1,11 @@
 //! Resolves what a request leaves open and the model decides: steps, guidance, names for display. This is the one place that turns
 //! flags into a [`Job`], for `generate`, `bench` and `plan` alike.
 
-use super::adapters::{AppliedAdapter, applied};
+use super::adapters::applied;
 use super::edit::{Facts, PreparedEdit};
 use super::request::ImageRequest;
 use kiln::lora::AdapterMode;
+use kiln::metadata::{AdapterMetadata, NoiseMetadata};
 use kiln::{
     Formats, Guidance, Job, ModelDefaults, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
 };
@@ -20,7 +21,7 @@ pub struct ModelProfile {
     /// The arithmetic of FP8 and NVFP4 as flags and their values; empty if the model does not use these formats.
     pub quantized_flags: Vec<(&'static str, String)>,
     /// The adapters that it is loaded with, and the mode.
-    pub adapters: Vec<AppliedAdapter>,
+    pub adapters: Vec<AdapterMetadata>,
     pub adapter_mode: AdapterMode,
 }
 
@@ -37,12 +38,12 @@ pub struct Settings {
     pub guided: bool,
     /// The negative prompt, if one was given.
     pub negative: Option<String>,
-    /// The source of the noise, as flags and their values.
-    pub noise_flags: Vec<(&'static str, String)>,
+    /// Where the noise comes from.
+    pub noise: NoiseMetadata,
     /// The arithmetic of FP8 and NVFP4 as flags and their values.
     pub quantized_flags: Vec<(&'static str, String)>,
     /// The adapters of the images, and how they are applied.
-    pub adapters: Vec<AppliedAdapter>,
+    pub adapters: Vec<AdapterMetadata>,
     pub adapter_mode: AdapterMode,
     /// Whether the VAE works in tiles.
     pub vae_tiling: bool,
@@ -52,6 +53,8 @@ pub struct Settings {
     pub inputs: Vec<PathBuf>,
     /// A description of each reference image: its file, its sizes and its tokens.
     pub references: Vec<String>,
+    /// The SHA-256 of each reference image's file.
+    pub reference_digests: Vec<String>,
 }
 
 impl Settings {
@@ -63,7 +66,8 @@ impl Settings {
         let options = request.options;
         let guidance = model.defaults.guide(model.variant, options.guidance);
         let references = request.references.iter().map(describe_reference).collect();
-        let noise_flags = noise_flags(&request.noise);
+        let reference_digests = request.references.iter().map(|reference| reference.sha256.clone()).collect();
+        let noise = noise_metadata(&request.noise, request.noise_sha256);
         let adapters = request.adapters.as_deref().map_or_else(|| model.adapters.clone(), applied);
         let input = |reference: &PreparedReference| ReferenceInput { grid: reference.grid(), pixels: reference.values() };
         let job = Job {
@@ -89,7 +93,7 @@ impl Settings {
             guidance,
             guided: model.variant.uses_cfg(guidance.scale),
             negative: request.negative,
-            noise_flags,
+            noise,
             quantized_flags: model.quantized_flags.clone(),
             adapters,
             adapter_mode: model.adapter_mode,
@@ -97,6 +101,7 @@ impl Settings {
             edit: facts,
             inputs,
             references,
+            reference_digests,
         }
     }
 
@@ -110,10 +115,9 @@ impl Settings {
         self.quantized_flags.iter().find(|(flag, _)| *flag == QUANTIZE).map(|(_, format)| format.as_str())
     }
 
-    /// Width and height of the finished images, for display.
-    pub fn size(&self) -> String {
-        let (width, height) = self.edit.as_ref().map_or((self.job.size.width(), self.job.size.height()), Facts::size);
-        format!("{width}x{height}")
+    /// Width and height of the finished images.
+    pub fn size(&self) -> (usize, usize) {
+        self.edit.as_ref().map_or((self.job.size.width(), self.job.size.height()), Facts::size)
     }
 }
 
@@ -149,16 +153,16 @@ pub fn quantized_flags(formats: &Formats) -> Vec<(&'static str, String)> {
     list
 }
 
-/// The flags that reproduce this noise, and their values.
-fn noise_flags(noise: &Noise) -> Vec<(&'static str, String)> {
+/// What reproduces this noise.
+fn noise_metadata(noise: &Noise, sha256: Option<String>) -> NoiseMetadata {
     match noise {
-        Noise::Given(_) => vec![("noise-kind", "file".into())],
+        Noise::Given(_) => NoiseMetadata { kind: "file".into(), sha256, ..NoiseMetadata::default() },
         Noise::Drawn(kind) => {
-            let mut list = vec![("noise-kind", kind.to_string())];
-            if let NoiseKind::TorchCuda { sms, threads } = kind {
-                list.extend([("noise-sms", sms.to_string()), ("noise-threads", threads.to_string())]);
-            }
-            list
+            let (sms, threads) = match kind {
+                NoiseKind::TorchCuda { sms, threads } => (Some(*sms), Some(*threads)),
+                _ => (None, None),
+            };
+            NoiseMetadata { kind: kind.to_string(), sms, threads, sha256: None }
         }
     }
 }

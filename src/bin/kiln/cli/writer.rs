@@ -1,15 +1,15 @@
 //! Encodes and writes images with metadata, and prints a line for each file. All but the last image are written on a thread of their
 //! own while the next one is denoised.
 
-use super::adapters::AppliedAdapter;
 use super::edit::{EditReport, Facts};
-use super::outputs::image_text;
+use super::outputs::LaterOrigin;
 use super::report::{warn_of_flat_image, warn_of_saturation};
 use super::settings::Settings;
 use super::stdout::{DASH, json_line, line_of, print_line};
 use crate::terminal::{Seconds, Terminal};
 use kiln::error::{Error, Result};
 use kiln::image::{Format, Threads};
+use kiln::metadata::AdapterMetadata;
 use kiln::output::save_new;
 use kiln::{GeneratedImage, threads};
 use serde::Serialize;
@@ -40,7 +40,7 @@ pub struct ImageLine<'a> {
     precision: &'a str,
     /// The format that weights were quantized to at load.
     quantize: Option<&'a str>,
-    lora: &'a [AppliedAdapter],
+    lora: &'a [AdapterMetadata],
     backend: &'a str,
     /// Activations that did not fit into FP8.
     saturated: u64,
@@ -76,6 +76,7 @@ impl<'a> ImageLine<'a> {
 /// The settings for writing that all images of a run share.
 pub struct ImageSink<'a> {
     pub settings: &'a Settings,
+    pub origin: LaterOrigin,
     /// The name of the backend that computes them.
     pub backend: &'a str,
     pub format: Format,
@@ -92,7 +93,8 @@ impl ImageSink<'_> {
     /// Encodes an image, saves it and reports it.
     fn write(&self, Pending { path, image, seconds }: &Pending, threads: Threads) -> Result<()> {
         let Self { settings, backend, terminal, .. } = *self;
-        let bytes = image.image.encode(self.format, &image_text(settings, image.seed), threads)?;
+        let text = self.origin.get()?.text(settings, image.seed, self.format);
+        let bytes = image.image.encode(self.format, &text, threads)?;
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let reported = match path {
             Some(path) => {

@@ -1,7 +1,7 @@
 //! The flags for image files.
 
 use super::ImageFormatArg;
-use super::values::within;
+use super::values::{DetailArg, within};
 use clap::Args;
 
 /// The flags for image files.
@@ -14,6 +14,13 @@ pub struct FileArgs {
     /// Set the JPEG quality, from 1 to 100 [default: 95]
     #[arg(long, value_name = "N", value_parser = within(1u8..=100), help_heading = "Output")]
     pub quality: Option<u8>,
+
+    /// Choose what images say about how they were made
+    ///
+    /// `full` is everything that is needed to make an image again, and the text that galleries read. It has digests of the files that
+    /// the image was made from, so it shows whether somebody had a certain file. `basic` has prompt and settings.
+    #[arg(long, value_enum, value_name = "DETAIL", default_value = "full", help_heading = "Output")]
+    pub metadata: DetailArg,
 
     /// Overwrite existing files
     ///

@@ -4,6 +4,7 @@ use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use kiln::device::Fp8Accumulate;
 use kiln::lora::AdapterMode;
+use kiln::metadata::Detail;
 use kiln::predict::{GPU_SPECS, GpuSpec};
 use kiln::quantize::WeightLayout;
 use kiln::{AttentionFormat, Component, DType, Layout, Nvfp4Layout, Nvfp4Math, Padding, Precision, Variant};
@@ -43,6 +44,20 @@ choice! {
         Kv => Variant::Kv,
         /// FLUX.2 dev: many steps, the guidance scale is an input
         Dev => Variant::Dev,
+    }
+}
+
+choice! {
+    /// Values of `--metadata`.
+    #[derive(Default)]
+    DetailArg for Detail {
+        /// Everything that is needed to make the image again
+        #[default]
+        Full => Detail::Full,
+        /// Prompt and settings
+        Basic => Detail::Basic,
+        /// Nothing
+        None => Detail::None,
     }
 }
 

@@ -1,10 +1,10 @@
 //! One line of `kiln run`: a prompt, or a JSON object with a prompt and settings.
 
-use super::super::adapters::AppliedAdapter;
 use super::super::args::{EditFlags, ImageOptions, LoraArg};
 use super::super::report::field;
 use super::super::request::{ImageRequest, check_nul};
 use kiln::error::{Error, Result};
+use kiln::metadata::AdapterMetadata;
 use kiln::text::{misspelled, shown};
 use kiln::{DecodedReference, ModelDefaults, Noise, NoiseKind, check_length};
 use serde::de::IgnoredAny;
@@ -111,10 +111,10 @@ impl Line {
     }
 
     /// Digests of the files whose content decides the image, apart from the model: adapters and references.
-    pub fn digests(&self, adapters: &[AppliedAdapter]) -> Result<String> {
+    pub fn digests(&self, adapters: &[AdapterMetadata]) -> Result<String> {
         let adapters = adapters.iter().map(|adapter| Ok(adapter.sha256.clone()));
         let EditFlags { init, mask, .. } = &self.options.edit;
-        let images = self.options.references.iter().chain(init).chain(mask).map(|path| DecodedReference::sha256(path));
+        let images = self.options.references.iter().chain(init).chain(mask).map(|path| DecodedReference::digest_of(path));
         adapters.chain(images).map(|digest| Ok(format!(" {}", digest?))).collect()
     }
 

@@ -1,8 +1,7 @@
 //! Times the stages of one cold image and several warm ones.
 
-use super::super::adapters::AppliedAdapter;
 use super::super::formats::format_lines;
-use super::super::outputs::image_text;
+use super::super::outputs::Origin;
 use super::super::report::{announce_run, warn_of_saturation};
 use super::super::request::{ImageRequest, Setup};
 use super::super::session::Session;
@@ -12,6 +11,9 @@ use super::share::Shared;
 use crate::terminal::Terminal;
 use kiln::device::{DeviceInfo, driver_release};
 use kiln::error::{Error, Result};
+use kiln::image::Format;
+use kiln::metadata::AdapterMetadata;
+use kiln::metadata::Detail;
 use kiln::microbench::median;
 use kiln::predict::{Prediction, Predictor};
 use kiln::progress::{Phase, Progress};
@@ -42,7 +44,7 @@ pub struct Report {
     steps: usize,
     guidance: Option<f32>,
     references: usize,
-    lora: Vec<AppliedAdapter>,
+    lora: Vec<AdapterMetadata>,
     cold_s: Times,
     warm_s: Vec<Times>,
     memory: Memory,
@@ -232,6 +234,7 @@ pub struct Measurement {
 struct Started<'a> {
     engine: Engine,
     settings: Settings,
+    origin: Origin,
     watch: Watch<'a>,
     /// Free memory before weights were loaded, if the backend can measure it.
     before: Option<u64>,
@@ -241,12 +244,12 @@ struct Started<'a> {
 
 /// Generates a cold image and `runs` warm ones.
 pub fn measure(measurement: Measurement, runs: usize, stop: &Arc<AtomicBool>, terminal: &Terminal) -> Result<Report> {
-    let Started { mut engine, settings, watch, before, mut report } = start(measurement, stop, terminal)?;
+    let Started { mut engine, settings, origin, watch, before, mut report } = start(measurement, stop, terminal)?;
     // Weights and workspace stay allocated until the engine is dropped, so sampling after each image sees the peak.
     let mut after = engine.backend().available()?;
     for run in 1..=runs {
         // Repeats the same image, so the saturation count does not change.
-        let times = warm_image(&mut engine, &settings, &watch, stop)?;
+        let times = warm_image(&mut engine, &settings, &origin, &watch, stop)?;
         terminal.say(&format!("warm image {run} of {runs}: {:.3} s", times.total));
         report.warm_s.push(times);
         after = after.min(engine.backend().available()?);
@@ -265,7 +268,7 @@ pub fn serve(
     requests: &mut dyn BufRead,
     out: &mut dyn Write,
 ) -> Result<()> {
-    let Started { mut engine, mut settings, watch, report, .. } = start(measurement, stop, terminal)?;
+    let Started { mut engine, mut settings, origin, watch, report, .. } = start(measurement, stop, terminal)?;
     print(out, &json_line(&report)?)?;
     let mut line = Vec::new();
     loop {
@@ -277,7 +280,7 @@ pub fn serve(
             return Ok(());
         }
         (settings.job.seeds[0], settings.job.prompt) = parse_request(&line)?;
-        print(out, &json_line(&warm_image(&mut engine, &settings, &watch, stop)?)?)?;
+        print(out, &json_line(&warm_image(&mut engine, &settings, &origin, &watch, stop)?)?)?;
     }
 }
 
@@ -293,9 +296,9 @@ fn parse_request(line: &[u8]) -> Result<(u64, String)> {
 }
 
 /// Generates an image and discards it.
-fn warm_image(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<Times> {
+fn warm_image(engine: &mut Engine, settings: &Settings, origin: &Origin, watch: &Watch<'_>, stop: &AtomicBool) -> Result<Times> {
     let start = Instant::now();
-    let (png, _) = generate_once(engine, settings, watch, stop)?;
+    let (png, _) = generate_once(engine, settings, origin, watch, stop)?;
     Ok(Times::default().finish(&watch.spans.take(), png, start.elapsed().as_secs_f64()))
 }
 
@@ -322,12 +325,14 @@ fn start<'a>(measurement: Measurement, stop: &Arc<AtomicBool>, terminal: &'a Ter
     let (backend, machine, formats) = (session.backend.name, session.backend.machine.clone(), format_lines(&session.formats));
     let watch = Watch { terminal, shown: Cell::new(true), spans: RefCell::default() };
     let cache = if keep { session.result_cache() } else { 0 };
+    // The identity of the weights is not timed, and another one is as long.
+    let origin = Origin::expected(session.device(), Detail::Full);
     let mut engine = session.load(&watch)?;
     if keep {
         engine.cache_results(cache, &settings.job)?;
     }
 
-    let (png, saturated) = generate_once(&mut engine, &settings, &watch, stop)?;
+    let (png, saturated) = generate_once(&mut engine, &settings, &origin, &watch, stop)?;
     warn_of_saturation(saturated, &settings, terminal);
     cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
     watch.shown.set(false);
@@ -354,18 +359,24 @@ fn start<'a>(measurement: Measurement, stop: &Arc<AtomicBool>, terminal: &'a Ter
         device,
         predicted,
     };
-    Ok(Started { engine, settings, watch, before, report })
+    Ok(Started { engine, settings, origin, watch, before, report })
 }
 
 /// Generates one image and discards it. Returns the seconds that encoding its PNG took, and how many activations did not fit into FP8.
-fn generate_once(engine: &mut Engine, settings: &Settings, watch: &Watch<'_>, stop: &AtomicBool) -> Result<(f64, u64)> {
+fn generate_once(
+    engine: &mut Engine,
+    settings: &Settings,
+    origin: &Origin,
+    watch: &Watch<'_>,
+    stop: &AtomicBool,
+) -> Result<(f64, u64)> {
     let mut result = (0.0, 0);
     engine.generate(&settings.job, watch, &mut |image| {
         if stop.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
         let start = Instant::now();
-        image.image.encode_png(&image_text(settings, image.seed))?;
+        image.image.encode_png(&origin.text(settings, image.seed, Format::Png))?;
         result = (start.elapsed().as_secs_f64(), image.saturated);
         Ok(())
     })?;
