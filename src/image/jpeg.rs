@@ -75,7 +75,7 @@ pub(super) fn check_text(text: &[(&str, String)]) -> Result<()> {
             let (bytes, limit) = (grouped(bytes as u64), grouped(limit as u64));
             let what =
                 format!("the prompts are too long for the metadata of a JPEG: {bytes} bytes as {name}, the limit is {limit}");
-            return Err(Error::usage(what, "shorten them, write a PNG or WebP, or store less with --metadata"));
+            return Err(Error::usage(what, "shorten them, store less metadata, or write a PNG or WebP"));
         }
     }
     Ok(())

@@ -14,6 +14,7 @@ mod guard;
 mod inputs;
 mod layer_formats;
 mod lora;
+mod metadata;
 mod output;
 mod process;
 mod quantize;
