@@ -118,6 +118,41 @@ impl Progress for Unseen {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::adapter::Adapters;
+    use crate::backend::{DryRun, GemmFormats};
+    use crate::component::PerComponent;
+    use crate::config::{Configs, ModelDefaults, Variant};
+    use crate::pipeline::branches::Branches;
+    use crate::pipeline::inputs::Inputs;
+    use crate::pipeline::job::{Job, LoadOptions};
+    use crate::pipeline::stages::Stages;
+    use crate::sequence::Pixels;
+    use crate::tokenizer::Tokens;
+
+    /// The bytes and the ops of a dry run.
+    fn dry_run(kind: Option<PreviewKind>, side: usize, vae_tiling: bool) -> (u64, u64) {
+        let (configs, adapters) = (Configs::KLEIN_4B, Adapters(Vec::new()));
+        let options = LoadOptions { vae_tiling, ..LoadOptions::DEFAULT };
+        let (stages, ..) = Stages::place(&configs, PerComponent::default(), options, &adapters, GemmFormats::NONE).unwrap();
+        // With guidance every buffer of latents is in use.
+        let job = Job::new("", 0, &ModelDefaults::klein(), Variant::Base).unwrap();
+        let job = Job { size: Pixels::new(side, side).unwrap(), steps: 2, ..job };
+        let length = configs.text_encoder.max_tokens;
+        let tokens = Tokens { ids: vec![0; length], real: length, padding: job.padding, cut: 0 };
+        let inputs = Inputs::new(&job, Variant::Base, &Branches::default(), None, |_, _| Ok(tokens.clone())).unwrap();
+        let mut plan = DryRun::new(GemmFormats::NONE);
+        (stages.dry_run(&mut plan, &inputs, &Unseen(kind)).unwrap(), plan.ops)
+    }
+
+    #[test]
+    fn previews_take_no_more_memory() {
+        for (side, tiling) in [(64, false), (1024, false), (2048, true)] {
+            let (bytes, ops) = dry_run(None, side, tiling);
+            let [fast, full] = [PreviewKind::Fast, PreviewKind::Full].map(|kind| dry_run(Some(kind), side, tiling));
+            assert_eq!(fast, (bytes, ops + 3), "{side}");
+            assert!(full.0 == bytes && full.1 > ops + 3, "{side}: {full:?}, without previews {bytes} and {ops}");
+        }
+    }
 
     #[test]
     fn a_step_that_ends_too_soon_is_passed_over() {
