@@ -139,9 +139,9 @@ fn colors(latents: &[f64], grid: Grid, PreviewTable(rows): &PreviewTable) -> Vec
     for y in 0..2 * grid.height {
         for x in 0..2 * grid.width {
             let token = &latents[128 * (y / 2 * grid.width + x / 2)..][..128];
-            for k in 0..3 {
+            for (k, bias) in rows[32].iter().enumerate() {
                 let sum: f64 = (0..32).map(|c| f64::from(rows[c][k]) * token[4 * c + 2 * (y % 2) + x % 2]).sum();
-                colors.push(255.0 * ((sum + f64::from(rows[32][k]) + 1.0) / 2.0).clamp(0.0, 1.0));
+                colors.push(255.0 * ((sum + f64::from(*bias) + 1.0) / 2.0).clamp(0.0, 1.0));
             }
         }
     }
