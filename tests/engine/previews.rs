@@ -28,7 +28,7 @@ const STEPS: usize = 4;
 const LONG: Duration = Duration::from_millis(205);
 
 /// Looks at previews. If `pause` is not zero, every step takes at least that long.
-struct Viewer {
+pub struct Viewer {
     kind: Option<PreviewKind>,
     pause: Duration,
     phase: Mutex<Option<Phase>>,
@@ -36,11 +36,11 @@ struct Viewer {
 }
 
 impl Viewer {
-    fn new(kind: Option<PreviewKind>, pause: Duration) -> Self {
+    pub fn new(kind: Option<PreviewKind>, pause: Duration) -> Self {
         Self { kind, pause, phase: Mutex::default(), seen: Mutex::default() }
     }
 
-    fn images(self) -> Vec<(usize, Image)> {
+    pub fn images(self) -> Vec<(usize, Image)> {
         self.seen.into_inner().unwrap().into_iter().map(|(step, image, _)| (step, image)).collect()
     }
 }
@@ -67,7 +67,7 @@ impl Progress for Viewer {
 }
 
 /// A table without any symmetry.
-fn table() -> PreviewTable {
+pub fn table() -> PreviewTable {
     PreviewTable(std::array::from_fn(|c| std::array::from_fn(|k| ((7 * c + 3 * k + c * k) % 23) as f32 / 46.0 - 0.25)))
 }
 
