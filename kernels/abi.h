@@ -92,6 +92,13 @@ typedef struct {
   uint32_t channels, steps;
 } KlBlend;
 
+/* `width` tokens are a row of `latents`. The last row of `table` is the bias. */
+typedef struct {
+  KlMat out, latents, table;
+  uint32_t width;
+  uint32_t unused;
+} KlPreview;
+
 typedef struct {
   KlMat out, x;
 } KlPixels;

@@ -7,12 +7,14 @@ mod defaults;
 mod detect;
 mod json;
 mod models;
+mod preview;
 mod variant;
 
 pub use defaults::{Guidance, ModelDefaults};
 pub use detect::check_scheduler;
 pub use json::ConfigFile;
 pub use models::{MODELS, ModelSize, ModelSpec, SIZES, display_name, supported, supported_encoders};
+pub use preview::PreviewTable;
 pub use variant::{GuidedBy, Variant, VariantSpec};
 
 use crate::error::{Error, Result};
@@ -213,11 +215,14 @@ pub struct VaeConfig {
     pub stats_eps: f32,
     /// The longest side of a tile in pixels, if images are decoded and encoded in tiles; a multiple of 32.
     pub tile: usize,
+    /// The colors of latents, if they are known.
+    pub preview: Option<PreviewTable>,
 }
 
 impl VaeConfig {
     const fn sized(encoder: [usize; 4], decoder: [usize; 4]) -> Self {
-        Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4, tile: 1024 }
+        let preview = PreviewTable::of_encoder(encoder);
+        Self { encoder, decoder, latent: 32, groups: 32, eps: 1e-6, stats_eps: 1e-4, tile: 1024, preview }
     }
 
     /// The VAE of all FLUX.2 models.

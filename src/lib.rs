@@ -57,7 +57,9 @@ pub mod trace;
 mod words;
 
 pub use component::{Component, PerComponent};
-pub use config::{Configs, Guidance, GuidedBy, MODELS, ModelDefaults, ModelSize, ModelSpec, Variant, VariantSpec, display_name};
+pub use config::{
+    Configs, Guidance, GuidedBy, MODELS, ModelDefaults, ModelSize, ModelSpec, PreviewTable, Variant, VariantSpec, display_name,
+};
 pub use dump::{NoiseFile, is_dump, read_noise};
 pub use error::{Error, Result};
 pub use files::read as read_file;

@@ -10,6 +10,7 @@ mod inputs;
 mod job;
 mod open;
 mod prepared;
+mod preview;
 mod result_cache;
 mod stages;
 mod text_layer;

@@ -1,5 +1,6 @@
 //! The interface through which the library reports progress. The library never prints anything; the caller decides what to show.
 
+use crate::image::Image;
 use crate::trace::{self, Span};
 use std::cell::RefCell;
 use std::time::Instant;
@@ -53,6 +54,15 @@ impl Phase {
     }
 }
 
+/// How previews of an image are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PreviewKind {
+    /// By a table of colors, with a pixel for 8x8 pixels of the image. Only for models with such a table.
+    Fast,
+    /// By the VAE, at the image's size.
+    Full,
+}
+
 /// Receives progress reports. By default each method discards its report.
 pub trait Progress {
     /// A phase begins; `total` is the sum of all amounts that [`Progress::advance`] will report.
@@ -69,6 +79,15 @@ pub trait Progress {
 
     /// A warning to the user.
     fn warn(&self, _text: &str) {}
+
+    /// Which previews [`Progress::preview`] is to receive. Without any nothing is computed or copied for them.
+    fn wants_preview(&self) -> Option<PreviewKind> {
+        None
+    }
+
+    /// How the image looks after a step, the first being 1. The last step's preview is the finished image, of whichever kind. Other steps
+    /// are passed over if they end within 200 ms of the last preview.
+    fn preview(&self, _step: usize, _image: Image) {}
 }
 
 /// Discards all reports.
@@ -126,6 +145,14 @@ impl Progress for Traced<'_> {
 
     fn warn(&self, text: &str) {
         self.to.warn(text);
+    }
+
+    fn wants_preview(&self) -> Option<PreviewKind> {
+        self.to.wants_preview()
+    }
+
+    fn preview(&self, step: usize, image: Image) {
+        self.to.preview(step, image);
     }
 }
 

@@ -7,6 +7,7 @@
 //   kl_renoise            latents = (1 - sigma) init + sigma noise, in f32, in the rows to keep
 //   kl_guidance           out = uncond + scale * (cond - uncond), classifier-free guidance
 //   kl_blend              into = (1 - t) from + t into, t rising from row to row or from pixel to pixel, over the overlap of two tiles
+//   kl_preview            8-bit colors of latents: as kl_pixels, of the sum of channel * table row, plus the table's last row
 //   kl_pixels             8-bit values of an image in -1..1: round((x / 2 + 1/2) * 255), half to even, as the reference does
 //   kl_count_non_finite   the number of values of a matrix that are not finite, as f32
 //
@@ -67,16 +68,16 @@ KL_ENTRY(kl_map, KlMap, KL_POINTWISE_THREADS) {
 // The pixel and channel of value (row, col) of the tokens.
 struct PatchPlace {
   uint64_t pixel, channel;
-  __device__ PatchPlace(const KlPatch& p, uint64_t row, uint64_t col) {
-    const uint64_t y = row / p.width, x = row % p.width, corner = col % 4;
-    pixel = (2 * y + corner / 2) * 2 * p.width + 2 * x + corner % 2;
+  __device__ PatchPlace(uint64_t width, uint64_t row, uint64_t col) {
+    const uint64_t y = row / width, x = row % width, corner = col % 4;
+    pixel = (2 * y + corner / 2) * 2 * width + 2 * x + corner % 2;
     channel = col / 4;
   }
 };
 
 KL_ENTRY(kl_patchify, KlPatch, KL_POINTWISE_THREADS) {
   for_each_run(p.tokens, 1, [&](uint64_t row, uint64_t col) {
-    const PatchPlace at(p, row, col);
+    const PatchPlace at(p.width, row, col);
     const float deviation = sqrtf(load<float>(p.var, 0, col) + p.eps);
     store_any(p.tokens, row, col, (load_any(p.pixels, at.pixel, at.channel) - load<float>(p.mean, 0, col)) / deviation);
   });
@@ -84,7 +85,7 @@ KL_ENTRY(kl_patchify, KlPatch, KL_POINTWISE_THREADS) {
 
 KL_ENTRY(kl_unpatchify, KlPatch, KL_POINTWISE_THREADS) {
   for_each_run(p.tokens, 1, [&](uint64_t row, uint64_t col) {
-    const PatchPlace at(p, row, col);
+    const PatchPlace at(p.width, row, col);
     const float deviation = sqrtf(load<float>(p.var, 0, col) + p.eps);
     store_any(p.pixels, at.pixel, at.channel, load_any(p.tokens, row, col) * deviation + load<float>(p.mean, 0, col));
   });
@@ -184,6 +185,26 @@ KL_ENTRY(kl_blend, KlBlend, KL_POINTWISE_THREADS) {
 
 __device__ __forceinline__ uint32_t to_byte(float v) {
   return static_cast<uint32_t>(__float2int_rn(255.0f * __saturatef(__fadd_rn(__fmul_rn(0.5f, v), 0.5f))));
+}
+
+// Threads take pixels in the order of tokens: four of them read neighboring values. Products and sums are rounded one by one, as on the CPU.
+KL_ENTRY(kl_preview, KlPreview, KL_POINTWISE_THREADS) {
+  const uint64_t channels = p.latents.cols / 4, pixels = 4 * static_cast<uint64_t>(p.latents.rows);
+  for (uint64_t i = blockIdx.x * kThreads + threadIdx.x; i < pixels; i += gridDim.x * kThreads) {
+    const uint64_t token = i / 4, corner = i % 4;
+    float color[3];
+#pragma unroll
+    for (int k = 0; k < 3; k++) color[k] = load<float>(p.table, channels, k);
+#pragma unroll 4
+    for (uint64_t c = 0; c < channels; c++) {
+      const float value = load<float>(p.latents, token, 4 * c + corner);
+#pragma unroll
+      for (int k = 0; k < 3; k++) color[k] = multiply_add(load<float>(p.table, c, k), value, color[k]);
+    }
+    uint8_t* to = row_of<uint8_t>(p.out, PatchPlace(p.width, token, corner).pixel);
+#pragma unroll
+    for (int k = 0; k < 3; k++) to[k] = static_cast<uint8_t>(to_byte(color[k]));
+  }
 }
 
 KL_ENTRY(kl_pixels, KlPixels, KL_POINTWISE_THREADS) {

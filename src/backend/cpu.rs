@@ -341,6 +341,9 @@ impl Cpu {
             Op::Blend { into, from, seam } => image::blend(write(into)?, read(from)?, seam),
             Op::NonFinite { count, x } => kernels::non_finite(write(count)?, read(x)?),
             Op::LargestMagnitude { largest, x } => kernels::largest_magnitude(write(largest)?, read(x)?),
+            Op::Preview { out, latents, table, width } => {
+                image::preview(write(out)?, read(latents)?, read(table)?, width);
+            }
             Op::Pixels { out, x } => kernels::pixels(write(out)?, read(x)?),
         }
         Ok(())

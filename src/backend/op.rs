@@ -354,6 +354,17 @@ pub enum Op<'a> {
         /// Any matrix.
         x: Tensor,
     },
+    /// The colors of latents without the VAE, as bytes: [`Op::Pixels`] of the sum of all channels times their factors, plus a bias.
+    Preview {
+        /// `[2 width * 2 height, 3]`, u8.
+        out: Tensor,
+        /// `[width * height, 4 * channels]`, f32: 2x2 patches, normalized.
+        latents: Tensor,
+        /// `[channels + 1, 3]`, f32: the factors of each channel for red, green and blue, and the bias.
+        table: Tensor,
+        /// Token columns.
+        width: usize,
+    },
     /// Converts values within -1..1 to bytes: `255 (x / 2 + 1/2)`, clamped, rounded half to even.
     Pixels {
         /// Same shape, u8.
@@ -474,6 +485,10 @@ impl Op<'_> {
                 each(Update, &[latents]);
                 each(Read, &[init, noise]);
                 each(Read, keep.as_slice());
+            }
+            Self::Preview { out, latents, table, .. } => {
+                each(Write, &[out]);
+                each(Read, &[latents, table]);
             }
             Self::Guidance { out, cond, uncond, .. } => {
                 each(Write, &[out]);

@@ -2,7 +2,7 @@
 //! of padded prompts, and the default settings of generation. FLUX.2 \[klein\] fixes these by convention. Another model states them
 //! in a `kiln.json` next to its `model_index.json`, where a missing key means klein's value.
 
-use super::{ConfigFile, TEXT_TOKENS, Variant};
+use super::{ConfigFile, PreviewTable, TEXT_TOKENS, Variant};
 use crate::error::{Error, Result};
 use crate::reference::AREA_CAP;
 use crate::sequence::Pixels;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// Every key of a `kiln.json`.
 const KEYS: &str =
-    "name, variant, text_layers, max_text_tokens, width, height, steps, guidance, max_reference_pixels, words, draws";
+    "name, variant, text_layers, max_text_tokens, width, height, steps, guidance, max_reference_pixels, words, draws, preview";
 
 /// Longest display name, in characters. The name shares a line with other text.
 const MAX_NAME: usize = 64;
@@ -55,6 +55,8 @@ pub struct ModelDefaults {
     pub words: Option<String>,
     /// A line for display that says what the model draws.
     pub draws: Option<String>,
+    /// The colors of latents, for previews. If this is missing, kiln takes FLUX.2's for a VAE with the widths of FLUX.2's encoder.
+    pub preview: Option<PreviewTable>,
 }
 
 /// The guidance scale of an image.
@@ -84,6 +86,7 @@ impl ModelDefaults {
             guidance: None,
             words: None,
             draws: None,
+            preview: None,
         }
     }
 
@@ -141,6 +144,7 @@ impl ModelDefaults {
                 plain.then(|| words.into())
             })?,
             draws: line("draws", MAX_DRAWS)?,
+            preview: file.take("preview", "33 rows of three numbers", PreviewTable::of_json)?,
         })
     }
 
@@ -220,6 +224,7 @@ mod tests {
             guidance: Some(2.5),
             words: Some("a red star".into()),
             draws: Some("stars".into()),
+            preview: None,
         };
         let found = parse(all).unwrap();
         assert_eq!(found, want);
@@ -271,6 +276,7 @@ mod tests {
             (r#"{"words": " "}"#, "`words` is"),
             (r#"{"words": "a Star"}"#, "`words` is"),
             (r#"{"draws": "a\u202eb"}"#, "`draws` is"),
+            (r#"{"preview": [[1, 2, 3]]}"#, "`preview` is [[1,2,3]], needed is 33 rows of three numbers"),
             (r#"{"draws": ["stars"]}"#, "`draws` is [\"stars\"], needed is a short text in one line"),
             (r#"{"max_reference_pixels": 100}"#, "`max_reference_pixels` is 100, needed is a whole number from 4096 to"),
         ] {

@@ -161,6 +161,7 @@ impl RowBuilder {
             self.conv(last, quarter, quarter, Sampling::Same, true),
             self.conv_shortcut(last, quarter, half),
             self.norm_conv(last, quarter, 3),
+            self.preview(side),
             self.pixels(last),
             self.conv(last, 3, quarter, Sampling::Same, true),
             self.conv(last, quarter, quarter, Sampling::Down, false),
@@ -488,6 +489,14 @@ impl RowBuilder {
         Row::new(format!("{rows}x{cols}"), self.0, move |m| {
             let (largest, x) = (m.input(1, 1, DType::F32)?, m.activations(rows, cols)?);
             call(move |run| run(Op::LargestMagnitude { largest, x }))
+        })
+    }
+
+    fn preview(&self, side: usize) -> Result<Row> {
+        Row::new(format!("{}x{PACKED}", side * side), self.0, move |m| {
+            let (out, table) = (m.output(4 * side * side, 3, DType::U8)?, m.input(LATENT + 1, 3, DType::F32)?);
+            let latents = m.input(side * side, PACKED, DType::F32)?;
+            call(move |run| run(Op::Preview { out, latents, table, width: side }))
         })
     }
 

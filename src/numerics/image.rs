@@ -1,7 +1,7 @@
 //! The arithmetic of the image ops: convolution, group normalization, and packing of latents into tokens.
 
 use crate::kernels::{Layer, for_rows, for_tasks};
-use crate::math::silu;
+use crate::math::{silu, to_byte};
 use crate::view::{In, Out, Strided, Watch, matmul};
 use crate::{Sampling, Seam};
 use rayon::prelude::*;
@@ -309,6 +309,24 @@ pub fn unpatchify(out: Out<'_>, x: In<'_>, mean: In<'_>, var: In<'_>, eps: f32, 
             *v = packed[c * 4 + p] * deviation[c * 4 + p] + mean[c * 4 + p];
         }
         out.store(local, 0, values);
+    });
+}
+
+/// The colors of latents as bytes: the sum of the channels of a pixel times their rows of `table`, plus its last row. Products and sums
+/// are rounded one by one, in the order of the channels.
+pub fn preview(out: Out<'_>, latents: In<'_>, table: In<'_>, width: usize) {
+    let mut rows: Vec<Vec<f32>> = (0..table.rows).map(|row| table.row_vec(row)).collect();
+    let bias = rows.pop().unwrap_or_default();
+    for_rows(out, latents.cols + bias.len(), |pixel, buffer, out, local| {
+        let (packed, color) = buffer.split_at_mut(latents.cols);
+        let (y, x) = (pixel / (2 * width), pixel % (2 * width));
+        latents.load((y / 2) * width + x / 2, 0, packed);
+        color.copy_from_slice(&bias);
+        for (value, factors) in packed.iter().skip((y % 2) * 2 + x % 2).step_by(4).zip(&rows) {
+            color.iter_mut().zip(factors).for_each(|(sum, factor)| *sum += factor * value);
+        }
+        color.iter_mut().for_each(|v| *v = to_byte(*v));
+        out.store(local, 0, color);
     });
 }
 

@@ -6,6 +6,7 @@ use super::inputs::Inputs;
 use super::job::{GeneratedImage, Job, LoadOptions};
 use super::open::OpenModel;
 use super::prepared::{ShapeCache, Tables, WorkNeeded, initial_noise};
+use super::preview::Unseen;
 use super::result_cache::ResultCache;
 use super::stages::{Canvas, Encoded, Images, Prompts, Stages};
 use super::weights::Store;
@@ -241,7 +242,9 @@ impl Engine {
         be.reserve(Region::Arena, bytes)?;
         *working = bytes.max(before);
         if let Some(cuda) = be.cuda() {
-            shapes.preload_kernels(inputs, || cuda.preload_kernels(&mut |be| stages.walk(be, inputs, &Silent).map(drop)))?;
+            let previews = progress.wants_preview();
+            let mut walk = |be: &mut dyn Backend| stages.walk(be, inputs, &Unseen(previews)).map(drop);
+            shapes.preload_kernels(inputs, previews, || cuda.preload_kernels(&mut walk))?;
         }
         // Discards the count that a failed job left behind.
         be.take_saturated()?;
@@ -307,6 +310,9 @@ impl Engine {
                 Some(paste) => paste.over(image),
                 None => image,
             };
+            if progress.wants_preview().is_some() {
+                progress.preview(inputs.schedule.steps(), image.clone());
+            }
             sink(GeneratedImage { seed, image, record, saturated })
         })
     }

@@ -180,11 +180,14 @@ impl CheckedParts {
     /// Checks that the parts are complete and match each other.
     fn new(weights: PerComponent<Weights>, files: PerComponent<Option<&ConfigFile>>, defaults: &ModelDefaults) -> Result<Self> {
         let _span = trace::span("check tensors");
-        let configs = Configs {
+        let mut configs = Configs {
             transformer: TransformerConfig::detect(&weights.transformer, files.transformer)?,
             text_encoder: TextConfig::detect(&weights.text_encoder, files.text_encoder, defaults)?,
             vae: VaeConfig::detect(&weights.vae, files.vae)?,
         };
+        if let Some(own) = &defaults.preview {
+            configs.vae.preview = Some(own.clone());
+        }
         check_fit(&configs.transformer, &configs.text_encoder)?;
         let (channels, patched) = (configs.transformer.channels, configs.vae.patched());
         if patched != channels {

@@ -7,6 +7,7 @@ use super::job::{Job, Noise};
 use crate::config::TransformerConfig;
 use crate::error::Result;
 use crate::noise::draw;
+use crate::progress::PreviewKind;
 use crate::sampler::{Schedule, timestep_embeddings};
 use crate::sequence::{RopeSpec, SequenceLayout};
 use crate::tensor::Precision;
@@ -68,7 +69,7 @@ pub fn initial_noise(job: &Job, seed: u64, precision: Precision) -> Cow<'_, [f32
 #[derive(Default)]
 pub struct ShapeCache {
     dry_runs: Vec<(Shape, WorkNeeded)>,
-    preloaded: Vec<(SequenceLayout, usize, Ranks)>,
+    preloaded: Vec<(SequenceLayout, usize, Ranks, Option<PreviewKind>)>,
     tables: Vec<(SequenceLayout, Schedule, Arc<Tables>)>,
 }
 
@@ -99,9 +100,14 @@ impl ShapeCache {
         Ok(found)
     }
 
-    /// Calls `preload_kernels` unless the kernels for inputs of this shape were preloaded before.
-    pub fn preload_kernels(&mut self, inputs: &Inputs<'_>, preload_kernels: impl FnOnce() -> Result<()>) -> Result<()> {
-        let shape = (inputs.plan.clone(), inputs.schedule.steps(), inputs.ranks.clone());
+    /// Calls `preload_kernels` unless the kernels for inputs of this shape, with such previews, were preloaded before.
+    pub fn preload_kernels(
+        &mut self,
+        inputs: &Inputs<'_>,
+        previews: Option<PreviewKind>,
+        preload_kernels: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let shape = (inputs.plan.clone(), inputs.schedule.steps(), inputs.ranks.clone(), previews);
         if !self.preloaded.contains(&shape) {
             preload_kernels()?;
             keep(&mut self.preloaded, shape, Self::DRY_RUNS);

@@ -6,6 +6,7 @@ use super::formats::Formats;
 use super::inputs::{Checks, Inputs, download};
 use super::job::{LoadOptions, ReferenceInput, Start};
 use super::prepared::Tables;
+use super::preview::{PreviewBuffers, Previews};
 use super::result_cache::{ResultCache, Source};
 use super::values::Values;
 use super::weights::{ImageSide, Sizes, TextSide, WeightPlacement};
@@ -13,7 +14,7 @@ use crate::adapter::Adapters;
 use crate::backend::{Backend, DryRun, GemmFormats, Op, Reading, StepKey, scope};
 use crate::checkpoint::Weights;
 use crate::component::{Component, PerComponent};
-use crate::config::{Configs, HEAD_DIM, TextConfig, TransformerConfig};
+use crate::config::{Configs, HEAD_DIM, PreviewTable, TextConfig, TransformerConfig};
 use crate::error::Result;
 use crate::model::{LayerFormat, ReferenceTokens, StepInput};
 use crate::progress::{Phase, Progress};
@@ -32,6 +33,8 @@ pub struct Stages {
     pub image: ImageSide,
     /// Element type of activations.
     activations: DType,
+    /// The colors of latents, if they are known.
+    preview: Option<PreviewTable>,
 }
 
 /// Prompts whose encoding is issued.
@@ -97,7 +100,8 @@ impl Stages {
             WeightPlacement { configs, sources, options, adapters, merged_at: 0, real: false }.both(gemms)?;
         let (transformer_config, text_config) = (configs.transformer.clone(), configs.text_encoder.clone());
         let activations = options.precision.activations();
-        Ok((Self { transformer_config, text_config, text, image, activations }, sizes, copied))
+        let preview = configs.vae.preview.clone();
+        Ok((Self { transformer_config, text_config, text, image, activations, preview }, sizes, copied))
     }
 
     /// Bytes of the token embeddings, which stay in host memory.
@@ -258,6 +262,10 @@ impl Stages {
         let counts = ws.alloc(schedule.steps() + 1, 1, DType::F32)?;
         let count = |stage: usize| counts.rows(stage..stage + 1);
 
+        // Without a negative prompt nothing uses `other`, and with one nothing needs it after guidance.
+        let buffers = PreviewBuffers { clean: other, image, pixels, grid: job.size.grid() };
+        let mut previews = Previews::wanted(progress, self.preview.as_ref(), &self.image.vae, buffers);
+
         let mut drawn = Some(first);
         for (index, &seed) in seeds.iter().enumerate() {
             let noise = drawn.take().unwrap_or_else(|| noise_of(seed));
@@ -276,6 +284,12 @@ impl Stages {
                 let (mut checks, mut buffer) = (Checks::new(inputs), None);
                 progress.begin(Phase::Denoise, schedule.steps() as u64);
                 for i in 0..schedule.steps() {
+                    // The last step's preview is the image.
+                    let mut preview = previews.as_mut().filter(|_| i + 1 < schedule.steps());
+                    let advance_latents = |be: &mut dyn Backend, velocity: Tensor| {
+                        be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
+                        preview.as_ref().map_or(Ok(()), |p| p.predict(be, latents, velocity, schedule.sigma(i + 1)))
+                    };
                     self.image.transformer.select(be, modulation, table, i)?;
                     let step = StepInput { plan, rope, context, latents, references, modulation, velocity };
                     self.image.transformer.step(be, ws, StepKey("prompt"), step)?;
@@ -285,14 +299,18 @@ impl Stages {
                         scope(be, ws, |be, ws| {
                             let guided = ws.alloc(velocity.rows, velocity.cols, velocity.dtype)?;
                             be.run(Op::Guidance { out: guided, cond: velocity, uncond: other, scale: job.guidance })?;
-                            be.run(Op::Euler { latents, velocity: guided, dt: schedule.dt(i) })
+                            advance_latents(be, guided)
                         })?;
                     } else {
-                        be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
+                        advance_latents(be, velocity)?;
                     }
                     if let Some(StartTensors { init, keep: Some(keep) }) = start {
                         let sigma = schedule.sigma(i + 1);
-                        be.run(Op::Renoise { latents, init, noise: pure, keep: Some(keep), sigma })?;
+                        let keep = Some(keep);
+                        be.run(Op::Renoise { latents, init, noise: pure, keep, sigma })?;
+                        if let Some(preview) = &preview {
+                            be.run(Op::Renoise { latents: preview.clean(), init, noise: pure, keep, sigma: 0.0 })?;
+                        }
                     }
                     load_vae(be)?;
                     // The VAE's weights are checked before they are used. The check is cheap, and a fault found later would waste
@@ -303,8 +321,12 @@ impl Stages {
                         values.record.latents.push(download(be, latents)?);
                     }
                     buffer.get_or_insert_with(pixel_buffer);
-                    // The host stays one step ahead of an asynchronous device, so the device never waits for work.
-                    advance(progress, checks.settle(be, 1)?);
+                    // The host stays one step ahead of an asynchronous device, so the device never waits for work. Only a preview waits
+                    // for its step.
+                    advance(progress, checks.settle(be, usize::from(preview.is_none()))?);
+                    if let Some(preview) = &mut preview {
+                        preview.show(be, ws, i + 1)?;
+                    }
                 }
                 advance(progress, checks.settle(be, 0)?);
                 progress.end();
@@ -323,7 +345,9 @@ impl Stages {
                 }
                 values.saturated = be.take_saturated()?;
                 progress.end();
-                sink(seed, values)
+                sink(seed, values)?;
+                previews.iter_mut().for_each(Previews::shown);
+                Ok(())
             };
             match seeds.get(index + 1) {
                 Some(&next) => {

@@ -12,7 +12,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// Ops whose results are each one rounding of a few values: any difference is an error.
-const EXACT: [&str; 8] = ["copy", "euler", "renoise", "guidance", "blend", "non_finite", "largest_magnitude", "pixels"];
+const EXACT: [&str; 9] =
+    ["copy", "euler", "renoise", "guidance", "blend", "non_finite", "largest_magnitude", "preview", "pixels"];
 
 /// The largest difference of other results, in bf16 steps.
 const STEPS: f64 = 1.0;

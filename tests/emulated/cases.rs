@@ -22,6 +22,7 @@ const EVERY_TIME: &[&str] = &[
     "blend 113x128 at the top bf16 whole",
     "blend 11x27 at the left, 3 channels bf16 whole",
     "attention 130 queries [200] keys 1:1 heads of 384 bf16 whole",
+    "preview 3x7 tokens 32 channels bf16 whole",
     "pixels 113x128 bf16 whole",
     "non_finite 113x128 bf16 whole",
     "largest_magnitude 113x128 bf16 whole",

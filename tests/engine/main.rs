@@ -14,6 +14,7 @@ mod model;
 mod modes;
 mod ops;
 mod predictions;
+mod previews;
 mod quantized;
 mod runtime;
 mod service;

@@ -3,6 +3,7 @@
 
 mod coverage;
 mod modules;
+mod previews;
 mod timed;
 
 use common::ops;

@@ -112,6 +112,8 @@ layout!(KlRenoise: 168 bytes, aligned to 8; 0 => latents: KlMat, 40 => init: KlM
 layout!(KlGuidance: 128 bytes, aligned to 8; 0 => out: KlMat, 40 => cond: KlMat, 80 => uncond: KlMat, 120 => scale: f32,
     124 => unused: u32);
 layout!(KlBlend: 88 bytes, aligned to 8; 0 => into: KlMat, 40 => from: KlMat, 80 => channels: u32, 84 => steps: u32);
+layout!(KlPreview: 128 bytes, aligned to 8; 0 => out: KlMat, 40 => latents: KlMat, 80 => table: KlMat, 120 => width: u32,
+    124 => unused: u32);
 layout!(KlPixels: 80 bytes, aligned to 8; 0 => out: KlMat, 40 => x: KlMat);
 layout!(KlCount: 88 bytes, aligned to 8; 0 => count: KlMat, 40 => x: KlMat, 80 => words: u64);
 layout!(KlLargest: 80 bytes, aligned to 8; 0 => largest: KlMat, 40 => x: KlMat);

@@ -33,6 +33,7 @@ pub fn kernels_of(op: OpKind) -> Vec<Kernel> {
         OpKind::Blend => vec![Kernel::Blend],
         OpKind::NonFinite => vec![Kernel::CountNonFinite],
         OpKind::LargestMagnitude => vec![Kernel::LargestMagnitude],
+        OpKind::Preview => vec![Kernel::Preview],
         OpKind::Pixels => vec![Kernel::Pixels],
     }
 }
@@ -120,6 +121,7 @@ pub fn dispatch(cx: &OpContext, op: Op<'_>) -> Result<()> {
         Op::Blend { into, from, seam } => pointwise::blend(cx, mat(into)?, mat(from)?, seam),
         Op::NonFinite { count, x } => pointwise::non_finite(cx, mat(count)?, mat(x)?),
         Op::LargestMagnitude { largest, x } => pointwise::largest_magnitude(cx, mat(largest)?, mat(x)?),
+        Op::Preview { out, latents, table, width } => pointwise::preview(cx, mat(out)?, mat(latents)?, mat(table)?, width),
         Op::Pixels { out, x } => pointwise::pixels(cx, mat(out)?, mat(x)?),
     }
 }

@@ -74,6 +74,12 @@ fn reduction_grid(cx: &OpContext, x: &KlMat) -> [u32; 3] {
     [columns, x.rows.clamp(1, most.div_ceil(columns)), 1]
 }
 
+/// The colors of latents. A thread takes a pixel.
+pub fn preview(cx: &OpContext, out: KlMat, latents: KlMat, table: KlMat, width: usize) -> Result<()> {
+    let grid = [out.rows.div_ceil(abi::KL_POINTWISE_THREADS), 1, 1];
+    cx.kernels.launch(Kernel::Preview, grid, &abi::KlPreview { out, latents, table, width: width as u32, unused: 0 })
+}
+
 /// Converts values within -1..1 to bytes.
 pub fn pixels(cx: &OpContext, out: KlMat, x: KlMat) -> Result<()> {
     let [out, x] = flatten([out, x]);

@@ -144,6 +144,12 @@ impl Op<'_> {
                 fits(!matches!(seam, Seam::Left { channels } if !whole(channels)), "pixels")?;
             }
             Self::NonFinite { count: one, .. } | Self::LargestMagnitude { largest: one, .. } => fits(vector(one, 1), "shapes")?,
+            Self::Preview { out, latents, table, width } => {
+                fits(out.rows == 4 * latents.rows && out.cols == 3 && out.dtype == DType::U8, "pixels")?;
+                fits(latents.cols == 4 * table.rows.saturating_sub(1) && latents.dtype == DType::F32, "channels")?;
+                fits(table.rows > 0 && table.cols == 3 && table.dtype == DType::F32, "table")?;
+                fits(width > 0 && latents.rows % width == 0, "width")?;
+            }
             Self::Pixels { out, x } => fits(same(out, x) && out.dtype == DType::U8, "shapes")?,
         }
 
@@ -153,7 +159,8 @@ impl Op<'_> {
             fits(a.stride >= a.cols || a.rows <= 1, "rows overlap")?;
             fits(scaling_fits(a), "scales")?;
             fits(!a.dtype.is_quantized() || self.takes_quantized(access), "quantized values")?;
-            fits(a.dtype != DType::U8 || matches!(*self, Self::Pixels { out, .. } if out == a), "bytes used as values")?;
+            let bytes = matches!(*self, Self::Pixels { out, .. } | Self::Preview { out, .. } if out == a);
+            fits(a.dtype != DType::U8 || bytes, "bytes used as values")?;
             for (j, &(b, other)) in operands.iter().enumerate() {
                 let clash = i != j && access != Access::Read && (other == Access::Read || i < j) && a.overlaps(b);
                 fits(!clash, "operands overlap")?;

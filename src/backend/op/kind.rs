@@ -58,5 +58,6 @@ kinds! {
     Op::Blend { .. } => Blend "blend",
     Op::NonFinite { .. } => NonFinite "non_finite",
     Op::LargestMagnitude { .. } => LargestMagnitude "largest_magnitude",
+    Op::Preview { .. } => Preview "preview",
     Op::Pixels { .. } => Pixels "pixels",
 }

@@ -329,7 +329,21 @@ fn group_norm_in_place(table: &mut Table, pixels: usize, channels: usize, groups
     });
 }
 
+/// The factors of a table's channels add up to some 1 for unit latents, so few colors are clamped.
+fn preview(table: &mut Table, width: usize, height: usize, channels: usize) {
+    table.add(format!("preview {width}x{height} tokens {channels} channels"), move |rig| {
+        let latents = rig.input_as(F32, width * height, 4 * channels, |v| 4.0 * v);
+        let factors = rig.input_as(F32, channels + 1, 3, |v| 0.3 * v);
+        let out = rig.output_as(U8, 4 * width * height, 3);
+        let op = Op::Preview { out, latents: latents.t, table: factors.t, width };
+        rig.run(op, &[(out, want!(preview(&latents.host, &factors.host, width)))]);
+    });
+}
+
 fn latents(table: &mut Table) {
+    for (width, height, channels) in [(1, 1, 1), (3, 7, 32), (17, 15, 32), (13, 11, 3)] {
+        preview(table, width, height, channels);
+    }
     for (width, height, channels) in [(1, 1, 1), (3, 7, 4), (13, 11, 32), (37, 29, 3)] {
         for inverse in [false, true] {
             let name = format!("{}patchify {width}x{height} tokens {channels} channels", if inverse { "un" } else { "" });

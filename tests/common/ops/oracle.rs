@@ -414,18 +414,30 @@ pub fn renoise<R: Real>(latents: &Mat, [init, noise]: [&Mat; 2], stays: &[bool],
     })
 }
 
+/// A value within -1..1 as a byte that is not rounded yet.
+fn byte<R: Real>(v: R) -> R {
+    let unit = R::of(0.5) * v + R::of(0.5);
+    if unit < R::of(0.0) {
+        R::of(0.0)
+    } else if unit > one() {
+        R::of(255.0)
+    } else {
+        R::of(255.0) * unit
+    }
+}
+
 pub fn pixels<R: Real>(x: &Mat) -> Vec<R> {
-    let half = R::of(0.5);
-    let unit = |v: R| {
-        if v < R::of(0.0) {
-            R::of(0.0)
-        } else if v > one() {
-            one()
-        } else {
-            v
-        }
-    };
-    each(x.rows, x.cols, |r, c| R::of(255.0) * unit(half * x.at(r, c) + half))
+    each(x.rows, x.cols, |r, c| byte(x.at(r, c)))
+}
+
+/// The colors of latents. The pixel at (2x + b, 2y + a) has channel c in column 4c + 2a + b of token (x, y).
+pub fn preview<R: Real>(latents: &Mat, table: &Mat, width: usize) -> Vec<R> {
+    let channels = table.rows - 1;
+    each(4 * latents.rows, 3, |pixel, k| {
+        let (row, col) = (pixel / (2 * width), pixel % (2 * width));
+        let (token, at) = (row / 2 * width + col / 2, 2 * (row % 2) + col % 2);
+        byte((0..channels).fold(table.at(channels, k), |sum, c| sum + table.at::<R>(c, k) * latents.at::<R>(token, 4 * c + at)))
+    })
 }
 
 pub fn guidance<R: Real>(cond: &Mat, uncond: &Mat, scale: f32) -> Vec<R> {
