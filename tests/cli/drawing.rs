@@ -196,7 +196,7 @@ fn images_replace_each_other() {
         // The terminal is almost full, so the first image scrolls it.
         (0..12).for_each(|i| display.write(&format!("line {i}\n")));
         let mut canvas = Canvas::new(way, (256, 256));
-        let mut feed = |display: &mut Display, bytes: Vec<u8>| display.write(std::str::from_utf8(&bytes).unwrap());
+        let feed = |display: &mut Display, bytes: Vec<u8>| display.write(std::str::from_utf8(&bytes).unwrap());
         assert_eq!(canvas.lines(), 0);
         for (i, size) in [32, 32, 256].into_iter().enumerate() {
             let image = image(size, size, i as u8);

@@ -44,7 +44,9 @@ impl Session {
         tcsetwinsize(&master, Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 }).unwrap();
         let name = ptsname(&master, Vec::new()).unwrap();
         let slave = OpenOptions::new().read(true).write(true).open(OsStr::from_bytes(name.as_bytes())).unwrap();
-        VARIABLES.iter().for_each(|name| drop(command.env_remove(name)));
+        for name in VARIABLES {
+            command.env_remove(name);
+        }
         command.envs(variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()));
         if both {
             command.stdout(slave.try_clone().unwrap());
