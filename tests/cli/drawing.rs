@@ -5,9 +5,13 @@
 use common::sandbox::{Png, QUICK, Sandbox, send};
 use common::terminal::{Cell, Display, Session};
 use kiln::image::{Image, Threads};
+use kiln::progress::{Phase, Progress};
 use kiln_program::draw::area::Area;
 use kiln_program::draw::way::Colors;
-use kiln_program::draw::{Canvas, Screen, Way, blocks::scaled};
+use kiln_program::draw::{Canvas, Facts, Screen, Way, blocks::scaled};
+use kiln_program::terminal::{Terminal, Verbosity};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 const SIZE: (u16, u16) = (80, 24);
 
@@ -46,7 +50,7 @@ fn assert_restored(display: &Display, text: &str) {
     assert!(["\x1b[?", "\x1b[>", "\x1b[6n", "\x1b[c"].iter().all(|sequence| !text.contains(sequence)), "{text:?}");
     assert_eq!(display.cursor, (display.lines.len() - 1, 0), "{:?}", display.text());
     assert_eq!(display.lines.last().map(Vec::len), Some(0), "{:?}", display.text());
-    // A cell that is printed now has no color.
+    // A character that is printed now has no color.
     let mut after = Display::after(80, 24, text.as_bytes());
     after.write("x");
     assert_eq!(after.lines.last(), Some(&vec![Cell { text: 'x', ..Cell::default() }]));
@@ -252,5 +256,73 @@ fn a_kept_image_stays() {
         assert_eq!(display.images.len(), usize::from(!matches!(way, Way::Blocks(_))));
         // A canvas without an image has nothing to clear.
         assert!(Canvas::new(way, (64, 64)).finish(false).is_empty());
+    }
+}
+
+/// The environment variable that names the helper's task.
+const TASK: &str = "KILN_TEST_DRAWING";
+
+/// Not a test but a process that draws the images of a run that nobody computes.
+#[test]
+#[ignore = "a helper for the test below"]
+fn helper() {
+    let Ok(task) = std::env::var(TASK) else { return };
+    let way = Way::best(&Facts::of_stderr(false)).unwrap();
+    let terminal = Terminal::new(Verbosity::Normal).showing(way);
+    terminal.begin(Phase::Denoise, 3);
+    for i in 0..3 {
+        terminal.draw(way, (256, 256), &image(32, 32, i), Threads::One);
+        terminal.advance(1);
+        // The progress line is redrawn meanwhile.
+        std::thread::sleep(Duration::from_millis(250));
+        match (i, task.as_str()) {
+            (1, "stopped") => return,
+            (1, _) => terminal.warn("something that happens in between"),
+            _ => {}
+        }
+    }
+    terminal.end();
+    terminal.show(&image(256, 256, 3), Threads::One);
+    terminal.say("done");
+}
+
+#[test]
+fn images_stand_above_the_progress_line() {
+    for (variables, way) in [
+        ("TERM=xterm-kitty", Way::Kitty { wrapped: false }),
+        ("TERM=xterm-256color LC_TERMINAL=iTerm2", Way::Iterm2),
+        ("TERM=xterm-256color COLORTERM=truecolor", Way::Blocks(Colors::True)),
+    ] {
+        let area = Area::fit((256, 256), Screen { columns: 60, rows: 12, pixels: None }, way);
+        let run = |task: &str| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "drawing::helper", "--ignored", "--nocapture"]).env(TASK, task);
+            command.stdin(Stdio::null()).stdout(Stdio::null());
+            let mut session = Session::start(command, (60, 12), variables, false);
+            assert_eq!(session.finish(), Some(0), "{}", String::from_utf8_lossy(&session.bytes));
+            let text = String::from_utf8(session.bytes).unwrap();
+            (Display::after(60, 12, text.as_bytes()), text)
+        };
+        let (display, text) = run("all");
+        let lines = display.text();
+        // Only the last image is left, between the text that came before and the text that came after it.
+        let place = |start: &str| lines.iter().position(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{lines:?}"));
+        let (warned, summed, done) = (place("warning: something"), place("denoising"), place("done"));
+        assert_eq!((warned, summed, done), (0, 1, 2 + area.rows), "{lines:?}");
+        match way {
+            Way::Blocks(_) => assert_eq!(display.lines[2..done], cells(&image(256, 256, 3), area)),
+            _ => {
+                let images: Vec<_> = display.images.values().collect();
+                assert_eq!((images.len(), images[0].row), (1, 2), "{lines:?}");
+                assert_eq!(decoded(&images[0].png), image(256, 256, 3));
+                // Each is drawn once, and once more after each line of text.
+                assert_eq!(display.placed, 6);
+            }
+        }
+        assert_restored(&display, &text);
+        let (display, text) = run("stopped");
+        assert!(text.contains("denoising"), "{text:?}");
+        assert_eq!((display.images.len(), display.cursor), (0, (0, 0)), "{text:?}");
+        assert!(display.text().iter().all(String::is_empty), "{:?}", display.text());
     }
 }
