@@ -76,7 +76,7 @@ pub struct Terminal {
     running: Mutex<Option<Running>>,
     /// How finished images are drawn, if they are.
     way: Option<Way>,
-    /// Where an unfinished image is drawn. This lock is taken before the one of `running`.
+    /// Where an unfinished image is drawn. This lock is taken before `running`.
     canvas: Mutex<Option<Canvas>>,
 }
 
