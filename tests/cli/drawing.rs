@@ -235,6 +235,10 @@ fn images_replace_each_other() {
         let other = Screen { columns: 41, ..screen };
         feed(&mut display, canvas.draw(&image(256, 256, 9), other, Threads::One).unwrap());
         assert_eq!(display.cursor, (13 + 2 * area.rows, 0));
+        // A hidden image leaves nothing to replace.
+        feed(&mut display, canvas.hide());
+        feed(&mut display, canvas.draw(&image(256, 256, 8), other, Threads::One).unwrap());
+        assert_eq!(display.cursor, (13 + 2 * area.rows, 0));
         feed(&mut display, canvas.finish(false));
         assert_eq!(display.cursor, (13 + area.rows, 0));
         assert!(display.text()[13 + area.rows..].iter().all(String::is_empty));
