@@ -13,5 +13,5 @@ mod kitty;
 pub mod way;
 
 pub use area::Screen;
-pub use canvas::Canvas;
+pub use canvas::{Canvas, write};
 pub use way::{Facts, NamedWay, Way};

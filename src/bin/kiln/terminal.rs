@@ -3,7 +3,7 @@
 //!
 //! Standard output is reserved for data. A closed standard error is no reason to stop, so failures to write are ignored.
 
-use crate::draw::{Canvas, Screen, Way};
+use crate::draw::{self, Canvas, Screen, Way};
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kiln::image::{Image, Threads};
 use kiln::progress::{Phase, Progress};
@@ -259,9 +259,9 @@ impl Progress for Terminal {
     }
 }
 
-/// Writes to standard error in one piece, if it can be written to.
+/// Writes a part of an image to standard error, if it can be written to.
 fn write(bytes: &[u8]) {
-    let _ = std::io::stderr().write_all(bytes);
+    let _ = draw::write(bytes, &mut std::io::stderr());
 }
 
 /// A value behind a lock. A panic while it was held leaves nothing half-done.

@@ -6,14 +6,20 @@ use super::{blocks, iterm2, kitty};
 use kiln::error::Result;
 use kiln::image::{Format, Image, Threads};
 use std::hash::{BuildHasher, RandomState};
+use std::io::{self, Write};
+use std::thread::sleep;
+use std::time::Duration;
 
 /// Remembers the cursor, which inline images move in ways that differ between terminals.
 const SAVE: &[u8] = b"\x1b7";
 const RESTORE: &[u8] = b"\x1b8";
 
+/// How long tmux takes to move the cursor of the terminal around it.
+const TMUX: Duration = Duration::from_millis(50);
+
 /// A place on a terminal, on which one image after the other is drawn.
 ///
-/// The methods return bytes, which have to be written as one piece. Before each the cursor has to be at the start of the line below
+/// The methods return bytes for [`write`], which belong together. Before each the cursor has to be at the start of the line below
 /// the image, where it is afterwards as well. The line is free for a progress line.
 pub struct Canvas {
     way: Way,
@@ -111,5 +117,60 @@ impl Canvas {
             Way::Iterm2 | Way::Blocks(_) => Vec::new(),
         };
         [&deleted, format!("\x1b[{lines}A\x1b[J").as_bytes()].concat()
+    }
+}
+
+/// Writes bytes of a canvas to a terminal.
+pub fn write(bytes: &[u8], stream: &mut impl Write) -> io::Result<()> {
+    let (marker, mut rest) = (kitty::WRAPPED, bytes);
+    // tmux passes on what is wrapped at once. The cursor around it follows only when tmux has read all that there is, so an image that
+    // comes at once would be at another place.
+    if let Some(start) = bytes.windows(marker.len()).position(|window| window == marker) {
+        stream.write_all(&bytes[..start])?;
+        stream.flush()?;
+        sleep(TMUX);
+        rest = &bytes[start..];
+    }
+    stream.write_all(rest)?;
+    stream.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stream that keeps what is written at once apart.
+    #[derive(Default)]
+    struct Pieces(Vec<Vec<u8>>);
+
+    impl Write for Pieces {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.push(bytes.to_vec());
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn an_image_in_tmux_comes_after_the_cursor() {
+        let image = Image { width: 64, height: 64, pixels: vec![7; 3 * 64 * 64] };
+        let screen = Screen { columns: 80, rows: 24, pixels: None };
+        for wrapped in [false, true] {
+            let bytes = Canvas::new(Way::Kitty { wrapped }, (64, 64)).draw(&image, screen, Threads::One).unwrap();
+            let mut stream = Pieces::default();
+            write(&bytes, &mut stream).unwrap();
+            assert_eq!(stream.0.concat(), bytes);
+            match &stream.0[..] {
+                [all] => assert!(!wrapped && all.len() == bytes.len()),
+                [before, after] => {
+                    assert!(wrapped && after.starts_with(kitty::WRAPPED));
+                    assert_eq!(before, b"\n\n\n\n\x1b[4A\x1b7");
+                }
+                pieces => panic!("{} pieces", pieces.len()),
+            }
+        }
     }
 }

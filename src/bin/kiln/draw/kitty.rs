@@ -6,6 +6,9 @@ use super::base64;
 /// The most characters of a chunk.
 const CHUNK: usize = 4096;
 
+/// How a command begins that tmux passes on.
+pub const WRAPPED: &[u8] = b"\x1bPtmux;";
+
 /// Shows a PNG at the cursor, which stays where it is. An image with the same number is replaced.
 pub fn encode(png: &[u8], id: u32, area: Area, wrapped: bool) -> Vec<u8> {
     let text = base64::encode(png);
@@ -36,11 +39,11 @@ pub fn delete(id: u32, wrapped: bool) -> Vec<u8> {
 
 /// Appends a command. tmux passes on what is wrapped for it, in which every ESC is doubled.
 fn push(bytes: &mut Vec<u8>, keys: &[u8], payload: &[u8], wrapped: bool) {
-    let (start, end): (&[u8], &[u8]) = match wrapped {
-        false => (b"\x1b_G", b"\x1b\\"),
-        true => (b"\x1bPtmux;\x1b\x1b_G", b"\x1b\x1b\\\x1b\\"),
+    let (wrapper, start, end): (&[u8], &[u8], &[u8]) = match wrapped {
+        false => (b"", b"\x1b_G", b"\x1b\\"),
+        true => (WRAPPED, b"\x1b\x1b_G", b"\x1b\x1b\\\x1b\\"),
     };
-    for part in [start, keys, payload, end] {
+    for part in [wrapper, start, keys, payload, end] {
         bytes.extend_from_slice(part);
     }
 }
