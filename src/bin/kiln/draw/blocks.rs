@@ -115,8 +115,11 @@ mod tests {
         Image { width, height, pixels }
     }
 
-    /// The colors of both halves of every cell, as a terminal would show them.
-    fn cells(text: &str) -> Vec<Vec<(Vec<u8>, Option<Vec<u8>>)>> {
+    /// The colors of a cell: of the upper half, and of the lower one if it is not the terminal's own.
+    type Cell = (Vec<u8>, Option<Vec<u8>>);
+
+    /// The colors of all cells, as a terminal would show them.
+    fn cells(text: &str) -> Vec<Vec<Cell>> {
         let line = |line: &str| {
             let mut line = line.strip_suffix("\x1b[0m").unwrap();
             let (mut upper, mut lower, mut cells) = (None, None, Vec::new());
