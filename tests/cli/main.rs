@@ -6,6 +6,7 @@ mod bench;
 mod comfy;
 mod completions;
 mod doctor;
+mod drawing;
 mod editing;
 mod edits;
 mod exit_codes;

@@ -24,6 +24,8 @@ pub mod sandbox;
 pub mod scratch;
 pub mod sha256;
 pub mod stand_in;
+#[cfg(unix)]
+pub mod terminal;
 pub mod tiling;
 pub mod wrapped;
 

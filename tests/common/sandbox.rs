@@ -99,7 +99,7 @@ impl Sandbox {
     pub fn wrapped(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command.current_dir(&self.0).env("HOME", &self.0).env("KILN_MODEL", self.1);
-        for name in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE"] {
+        for name in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "RUST_BACKTRACE", "KILN_SHOW"] {
             command.env_remove(name);
         }
         // Results must not depend on the GPU of this machine.

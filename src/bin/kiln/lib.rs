@@ -5,6 +5,8 @@
 mod builtin;
 #[doc(hidden)]
 pub mod cli;
+#[doc(hidden)]
+pub mod draw;
 mod program;
 #[doc(hidden)]
 pub mod terminal;

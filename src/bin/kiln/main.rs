@@ -5,6 +5,7 @@ mod allocator;
 #[cfg(feature = "builtin")]
 mod builtin;
 mod cli;
+mod draw;
 mod program;
 mod terminal;
 

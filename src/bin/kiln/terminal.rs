@@ -1,9 +1,11 @@
 //! [`Progress`] on standard error: a progress line that is redrawn while a phase runs, if standard error is a terminal, and one
-//! line per finished phase.
+//! line per finished phase. Images stand above the progress line.
 //!
 //! Standard output is reserved for data. A closed standard error is no reason to stop, so failures to write are ignored.
 
+use crate::draw::{self, Canvas, Screen, Way};
 use indicatif::{HumanBytes, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kiln::image::{Image, Threads};
 use kiln::progress::{Phase, Progress};
 use kiln::text::shown_line;
 use kiln::threads;
@@ -72,6 +74,10 @@ pub struct Terminal {
     live: bool,
     seconds: Mutex<Seconds>,
     running: Mutex<Option<Running>>,
+    /// How finished images are drawn, if they are.
+    way: Option<Way>,
+    /// Where an unfinished image is drawn. This lock is taken before `running`.
+    canvas: Mutex<Option<Canvas>>,
 }
 
 /// The phase in progress.
@@ -125,7 +131,39 @@ impl Terminal {
     pub fn new(verbosity: Verbosity) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
         let live = std::io::stderr().is_terminal() && !dumb;
-        Self { verbosity, live, seconds: Mutex::default(), running: Mutex::default() }
+        let (seconds, running, canvas) = Default::default();
+        Self { verbosity, live, seconds, running, way: None, canvas }
+    }
+
+    /// Makes [`Terminal::show`] draw in this way.
+    pub fn showing(mut self, way: Way) -> Self {
+        self.way = Some(way);
+        self
+    }
+
+    /// Draws a finished image, if images are shown. It stays, in the place of the one that [`Terminal::draw`] drew.
+    pub fn show(&self, image: &Image, threads: Threads) {
+        let Some(way) = self.way else { return };
+        self.draw(way, (image.width, image.height), image, threads);
+        self.finish_drawing(true);
+    }
+
+    /// Draws an image above the progress line. The next one replaces it. The finished image will have this width and height.
+    pub fn draw(&self, way: Way, size: (usize, usize), image: &Image, threads: Threads) {
+        let Some(screen) = Screen::of_stderr() else { return };
+        let mut canvas = locked(&self.canvas);
+        let canvas = canvas.get_or_insert_with(|| Canvas::new(way, size));
+        // An image that cannot be drawn is no reason to stop.
+        let Ok(bytes) = canvas.draw(image, screen, threads) else { return };
+        self.without_bar(|| write(&bytes));
+    }
+
+    /// Ends the drawing of an image, which stays with `keep`.
+    pub fn finish_drawing(&self, keep: bool) {
+        let canvas = locked(&self.canvas).take();
+        if let Some(canvas) = canvas {
+            self.without_bar(|| write(&canvas.finish(keep)));
+        }
     }
 
     /// The duration of each phase.
@@ -149,15 +187,35 @@ impl Terminal {
         self.interject(write);
     }
 
-    /// Writes something to standard output or standard error while a progress line may be visible, which is cleared before.
-    pub fn interject<T>(&self, write: impl FnOnce() -> T) -> T {
+    /// Writes something to standard output or standard error. A progress line and an unfinished image are cleared before, and come
+    /// back below.
+    pub fn interject<T>(&self, print: impl FnOnce() -> T) -> T {
         if !self.live {
-            return write();
+            return print();
         }
+        let mut canvas = locked(&self.canvas);
+        self.without_bar(|| {
+            canvas.iter_mut().for_each(|canvas| write(&canvas.hide()));
+            let printed = print();
+            canvas.iter_mut().for_each(|canvas| write(&canvas.show_again()));
+            printed
+        })
+    }
+
+    /// Does something while no progress line is visible.
+    fn without_bar<T>(&self, work: impl FnOnce() -> T) -> T {
         match locked(&self.running).as_ref().and_then(|running| running.bar.as_ref()) {
-            Some(bar) => bar.line.suspend(write),
-            None => write(),
+            Some(bar) => bar.line.suspend(work),
+            None => work(),
         }
+    }
+}
+
+impl Drop for Terminal {
+    /// Leaves neither a progress line nor an unfinished image, however the run ended.
+    fn drop(&mut self) {
+        *locked(&self.running) = None;
+        self.finish_drawing(false);
     }
 }
 
@@ -199,6 +257,11 @@ impl Progress for Terminal {
     fn warn(&self, text: &str) {
         self.say(&format!("warning: {text}"));
     }
+}
+
+/// Writes a part of an image to standard error, if it can be written to.
+fn write(bytes: &[u8]) {
+    let _ = draw::write(bytes, &mut std::io::stderr());
 }
 
 /// A value behind a lock. A panic while it was held leaves nothing half-done.

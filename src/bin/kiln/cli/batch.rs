@@ -67,10 +67,10 @@ impl Subcommand for BatchArgs {
     }
 
     fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
-        let (run, force) = (self.run.clone(), self.image_file.force);
+        let (run, force, show) = (self.run.clone(), self.image_file.force, self.show);
         TraceFile::record(&run, "kiln run", Some(force), || {
             let request = BatchRequest::new(*self, environment)?;
-            let terminal = Arc::new(signals.terminal(request.verbosity));
+            let terminal = Arc::new(show.apply(signals.terminal(request.verbosity), request.verbosity));
             batch(request, &signals.stop, &terminal, out)
         })
     }
@@ -107,7 +107,7 @@ struct Defaults {
 impl BatchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BatchArgs, environment: Environment) -> Result<Self> {
-        let BatchArgs { file, model, lora, output, image_file, skip_existing, image, negative, run } = args;
+        let BatchArgs { file, model, lora, output, image_file, skip_existing, image, negative, run, .. } = args;
         let (own_lora, lora_partial) = (lora.lora.clone(), lora.lora_partial);
         let (verbosity, trace) = (run.verbosity(), run.trace.trace.clone());
         // A mistake that affects every line is an error of the command.
@@ -476,6 +476,7 @@ impl Run<'_> {
             }
             saved => saved?,
         }
+        self.terminal.show(&image.image, Threads::All);
         warn_of_flat_image(image, self.terminal);
         warn_of_saturation(image.saturated, settings, self.terminal);
         self.terminal.say(&format!("line {number}: {}", shown_path(path)));

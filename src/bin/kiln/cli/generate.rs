@@ -1,6 +1,6 @@
 //! `kiln generate`: its request, and the run that carries it out.
 
-use super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, NoiseArg, PromptArgs, RunArgs, within};
+use super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, NoiseArg, PromptArgs, RunArgs, ShowArgs, within};
 use super::help::{EXAMPLE, EXAMPLES};
 use super::names::Target;
 use super::outputs::{LaterOrigin, Outputs, extension, file_format};
@@ -62,6 +62,10 @@ pub struct GenerateArgs {
     /// Print a JSON object per image instead of its path
     #[arg(long, help_heading = "Output")]
     pub json: bool,
+
+    /// Whether images are drawn
+    #[command(flatten)]
+    pub show: ShowArgs,
 
     /// What the image is made from and how large
     #[command(flatten)]
@@ -126,11 +130,12 @@ impl Subcommand for GenerateArgs {
     }
 
     fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
-        let (run, force) = (self.run.clone(), self.file.force);
+        let (run, force, show) = (self.run.clone(), self.file.force, self.show);
         TraceFile::record(&run, "kiln generate", Some(force), || {
             let GenerateRequest { images, setup, outputs, verbosity } =
                 GenerateRequest::new(*self, environment, &mut io::stdin(), random_seed())?;
-            generate(images, setup, outputs, &signals.stop, &signals.terminal(verbosity), out)
+            let terminal = show.apply(signals.terminal(verbosity), verbosity);
+            generate(images, setup, outputs, &signals.stop, &terminal, out)
         })
     }
 }

@@ -99,6 +99,7 @@ impl ImageSink<'_> {
         let reported = match path {
             Some(path) => {
                 save_new(path, &bytes, self.force)?;
+                terminal.show(&image.image, threads);
                 let line = match self.json {
                     true => json_line(&ImageLine::new(&path.to_string_lossy(), image, settings, backend, *seconds))?,
                     false => line_of(path),
@@ -106,7 +107,11 @@ impl ImageSink<'_> {
                 terminal.interject(|| print_line(*out, &line))
             }
             // Here the stream is the result, so a closed pipe is an error.
-            None => out.write_all(&bytes).and_then(|()| out.flush()).map_err(|source| Error::Write { path: DASH.into(), source }),
+            None => {
+                let written = out.write_all(&bytes).and_then(|()| out.flush());
+                terminal.show(&image.image, threads);
+                written.map_err(|source| Error::Write { path: DASH.into(), source })
+            }
         };
         warn_of_flat_image(image, terminal);
         warn_of_saturation(image.saturated, settings, terminal);

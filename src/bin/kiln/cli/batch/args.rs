@@ -1,6 +1,6 @@
 //! The flags of `kiln run`.
 
-use super::super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, RunArgs};
+use super::super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, RunArgs, ShowArgs};
 use super::line::fields;
 use clap::Args;
 use std::path::PathBuf;
@@ -59,6 +59,10 @@ pub struct BatchArgs {
     /// kiln then also skips a line if the other run writes the line's file first.
     #[arg(long, conflicts_with = "force", help_heading = "Output")]
     pub skip_existing: bool,
+
+    /// Whether images are drawn
+    #[command(flatten)]
+    pub show: ShowArgs,
 
     /// What images are made from and how large, where a line does not tell
     #[command(flatten)]
