@@ -69,7 +69,6 @@ fn the_arithmetic_has_a_number() {
     }
     let png = Png::read(&sandbox.path("out.png"));
     let found = format!("{} {} {}", png.text["arithmetic"], png.text["device"], &sha256::hex(&pixels)[..16]);
-    println!("{found}");
     // Other instruction sets sum in another order.
     if png.text["device"] == "cpu x86-64-v4" {
         assert_eq!(found, "1 cpu x86-64-v4 ca0d3616914c686c", "raise kiln::metadata::ARITHMETIC, and write the new hash here");

@@ -134,17 +134,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metadata_has_flags_and_digests_in_order() {
-        let adapter = |file: &str, sha256: &str, scale| AdapterMetadata { file: file.into(), sha256: sha256.into(), scale };
-        let two = [adapter("a.safetensors", "00ff", 0.8), adapter("b:2", "11", 1.0)];
-        let own = |text: &[(&'static str, &str)]| text.iter().map(|(key, value)| (*key, (*value).to_owned())).collect::<Vec<_>>();
-        let both = [("lora", "a.safetensors:0.8, b:2:1"), ("lora-sha256", "00ff, 11")];
-        assert_eq!(metadata(&two, AdapterMode::Auto), own(&both));
-        assert_eq!(metadata(&two, AdapterMode::Branch), own(&[both[0], both[1], ("lora-mode", "branch")]));
-        assert_eq!(metadata(&[], AdapterMode::Merge), []);
-    }
-
-    #[test]
     fn ranks_are_told_briefly() {
         let of = |list: &[Option<usize>]| ranks(list.iter().copied());
         assert_eq!(of(&[Some(4), Some(4)]), "rank 4");

@@ -165,9 +165,9 @@ pub struct BenchArgs {
     )]
     pub on_request: bool,
 
-    /// Keep encoded prompts and images on the GPU for later images, as `kiln run` does
+    /// Keep encoded prompts and images on the GPU, as kiln run does
     ///
-    /// Without this flag, each image encodes its prompt, its references and its init image.
+    /// Without this flag, each image encodes its prompt, its references and its init image again.
     #[arg(long, conflicts_with_all = ["kernels", "from"], help_heading = "Measuring")]
     pub keep: bool,
 
