@@ -97,7 +97,8 @@ fn scans_that_are_missing_or_come_twice_are_named() {
     assert_eq!(apart.len(), 4);
     decode(&chosen(&apart, &[0, 1, 2, 3])).unwrap();
     // Scans may be in any order.
-    assert_eq!(decode(&chosen(&apart, &[0, 3, 1, 2])).unwrap(), decode(&layout("420.apart").jpeg).unwrap());
+    let other_order = decode(&chosen(&apart, &[0, 3, 1, 2])).unwrap();
+    assert_eq!(other_order.image(), decode(&layout("420.apart").jpeg).unwrap().image());
     // This layout has a scan each of Cr, Cb and Y.
     for (which, message) in [
         (&[0, 1, 2][..], "scans are missing: all of component 1 of 3"),
