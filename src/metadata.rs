@@ -8,8 +8,8 @@ mod parameters;
 use crate::image::Format;
 use serde::{Deserialize, Serialize};
 
-/// Says which images are the same to the byte: it is raised whenever the arithmetic changes the bytes of some image. A test holds hashes
-/// of images against it.
+/// Says which images are the same to the byte: it is raised whenever the arithmetic changes the bytes of some image. A test compares image
+/// hashes with recorded ones, and fails if they change while the number stays.
 pub const ARITHMETIC: u32 = 1;
 
 /// How much is stored in an image.
@@ -153,7 +153,7 @@ impl NoiseMetadata {
 const SHORT: usize = 16;
 
 /// The first digits of a digest.
-pub fn short_digest(digest: &str) -> String {
+fn short_digest(digest: &str) -> String {
     digest.chars().take(SHORT).collect()
 }
 

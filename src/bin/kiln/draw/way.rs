@@ -214,7 +214,7 @@ mod tests {
             ("TERM=xterm-kitty CI=true", Err(NoWay::Ci)),
             ("TERM=xterm-kitty CI=", KITTY),
             // Multiplexers, whatever is around them.
-            ("TERM=xterm-kitty TMUX=/tmp/tmux-0/default,1,0 COLORTERM=truecolor", TRUE),
+            ("TERM=xterm-kitty TMUX=default,1,0 COLORTERM=truecolor", TRUE),
             ("TERM=xterm-256color STY=1.pts-0", CUBE),
             ("TERM=xterm-256color ZELLIJ=0 KITTY_WINDOW_ID=1", CUBE),
             ("TERM=tmux-256color TERM_PROGRAM=WezTerm", CUBE),
