@@ -9,7 +9,9 @@ mod png;
 mod webp;
 mod xmp;
 
+pub(crate) use exif::Tiff;
 pub(crate) use jpeg::ZIGZAG;
+pub(crate) use xmp::properties;
 
 use crate::error::{Error, Result};
 use crate::trace;

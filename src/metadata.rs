@@ -3,10 +3,18 @@
 //! One struct has three forms: keys with plain values, which every viewer of text shows; a JSON object under the key `kiln`, which
 //! `kiln replay` reads; and the text `parameters`, which image galleries read.
 
+mod foreign;
 mod parameters;
+mod stored;
+
+pub use foreign::{Maker, Program};
+pub use stored::StoredText;
 
 use crate::image::Format;
-use serde::{Deserialize, Serialize};
+use serde::de::{Error as _, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use std::fmt;
+use std::marker::PhantomData;
 
 /// Says which images are the same to the byte: it is raised whenever the arithmetic changes the bytes of some image. A test compares image
 /// hashes with recorded ones, and fails if they change while the number stays.
@@ -26,6 +34,7 @@ pub enum Detail {
 
 /// What an image was made from. Absent values did not apply.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct ImageMetadata {
     /// The prompt.
     pub prompt: String,
@@ -51,10 +60,10 @@ pub struct ImageMetadata {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<String>,
     /// The arithmetic of FP8 and NVFP4, as flags and their values.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "few", skip_serializing_if = "Vec::is_empty")]
     pub quantized: Vec<(String, String)>,
     /// Adapters, in the order in which they were applied.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "few", skip_serializing_if = "Vec::is_empty")]
     pub lora: Vec<AdapterMetadata>,
     /// How adapters were applied, if it was given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -72,7 +81,7 @@ pub struct ImageMetadata {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init: Option<InitMetadata>,
     /// The SHA-256 of each reference file, in order.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "few", skip_serializing_if = "Vec::is_empty")]
     pub references: Vec<String>,
     /// Where the noise came from.
     pub noise: NoiseMetadata,
@@ -89,6 +98,7 @@ pub struct ImageMetadata {
 
 /// An adapter as described in images and JSON.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct AdapterMetadata {
     /// The name of the file.
     pub file: String,
@@ -100,6 +110,7 @@ pub struct AdapterMetadata {
 
 /// The edit that an image came from.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct InitMetadata {
     /// The SHA-256 of the init image's file.
     pub sha256: String,
@@ -126,6 +137,7 @@ pub struct InitMetadata {
 
 /// Where noise came from.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct NoiseMetadata {
     /// The generator, or `file`.
     pub kind: String,
@@ -228,6 +240,35 @@ impl ImageMetadata {
     fn shown_size(&self) -> String {
         format!("{}x{}", self.size[0], self.size[1])
     }
+}
+
+/// Reads a list that is too short to take much memory.
+fn few<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
+    /// More references or adapters than a sequence or a file of metadata has room for.
+    const MOST: usize = 1000;
+
+    struct Few<T>(PhantomData<T>);
+
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for Few<T> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "a list of at most {MOST} items")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Vec<T>, A::Error> {
+            let mut list = Vec::new();
+            while let Some(item) = items.next_element()? {
+                if list.len() == MOST {
+                    return Err(A::Error::invalid_length(MOST + 1, &self));
+                }
+                list.push(item);
+            }
+            Ok(list)
+        }
+    }
+
+    deserializer.deserialize_seq(Few(PhantomData))
 }
 
 /// The flags of FP8 and NVFP4 arithmetic.

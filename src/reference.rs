@@ -30,7 +30,7 @@ use crate::image::Image;
 use crate::memory;
 use crate::sequence::{Grid, PATCH};
 pub use kiln_numerics::resample;
-use kind::Kind;
+pub(crate) use kind::Kind;
 use orientation::Orientation;
 use rayon::prelude::*;
 use resample::Filter;
@@ -126,6 +126,31 @@ impl DecodedReference {
 /// An image and the opacity of its pixels, if the file has one. `origin` is its display name.
 pub(crate) fn decoded_with_alpha(bytes: &[u8], origin: &Path) -> Result<(Image, Option<Vec<u8>>)> {
     decode(bytes, origin, Alpha::Kept).map_err(|fault| fault.into_error(origin))
+}
+
+/// A part of an image file that holds text, as it is in the file.
+#[derive(Clone, Copy)]
+pub(crate) enum RawText<'a> {
+    /// PNG's tEXt: a key and text in Latin-1.
+    Latin1(&'a [u8]),
+    /// PNG's zTXt, a compressed tEXt.
+    Compressed(&'a [u8]),
+    /// PNG's iTXt: UTF-8, perhaps compressed.
+    International(&'a [u8]),
+    /// A TIFF structure.
+    Exif(&'a [u8]),
+    /// XML.
+    Xmp(&'a [u8]),
+}
+
+/// Hands the parts of a file that hold text to `each`. `origin` is its display name. The pixels are not decoded.
+pub(crate) fn texts<'a>(bytes: &'a [u8], origin: &Path, each: &mut dyn FnMut(RawText<'a>)) -> Result<Kind> {
+    let mut walk = |kind| match kind {
+        Kind::Png => png_file::texts(bytes, each),
+        Kind::Jpeg => jpeg_file::texts(bytes, each),
+        Kind::WebP => webp_file::texts(bytes, each),
+    };
+    kind::of(bytes, origin).and_then(|kind| walk(kind).map(|()| kind)).map_err(|fault| fault.into_error(origin))
 }
 
 /// The bytes of a file.

@@ -3,6 +3,7 @@
 //! Readers split it at lines and at commas, so a text that looks like another part needs care.
 
 use super::ImageMetadata;
+use std::borrow::Cow;
 
 /// What the negative prompt begins with. A line of a prompt that begins so would be read as one.
 const NEGATIVE: &str = "Negative prompt:";
@@ -42,54 +43,75 @@ fn quoted(value: &str) -> String {
     if value.contains([',', ':', '\n', '"']) { serde_json::Value::from(value).to_string() } else { value.to_owned() }
 }
 
+/// What a text of this form says.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Parameters<'a> {
+    /// The prompt, whose lines are trimmed.
+    pub prompt: String,
+    /// The negative prompt, whose lines are trimmed. Empty if there is none.
+    pub negative: String,
+    /// Names and values of the settings.
+    pub settings: Vec<(&'a str, Cow<'a, str>)>,
+}
+
+impl<'a> Parameters<'a> {
+    /// Reads a text by the rule of the web UI (`parse_generation_parameters`): the last line has the settings if it has at least three. In
+    /// the others the negative prompt begins where a line does.
+    pub fn of(text: &'a str) -> Self {
+        let text = text.trim();
+        let (prompts, last) = text.rsplit_once('\n').unwrap_or(("", text));
+        let found = settings(last);
+        let (prompts, settings) = if found.len() < 3 { (text, Vec::new()) } else { (prompts, found) };
+        let mut read = Self { settings, ..Self::default() };
+        let mut is_negative = false;
+        for mut line in prompts.split('\n').map(str::trim) {
+            if let Some(rest) = line.strip_prefix(NEGATIVE) {
+                (is_negative, line) = (true, rest.trim());
+            }
+            let text = if is_negative { &mut read.negative } else { &mut read.prompt };
+            if !text.is_empty() {
+                text.push('\n');
+            }
+            text.push_str(line);
+        }
+        read
+    }
+
+    /// The value of a setting.
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.settings.iter().find(|(setting, _)| *setting == name).map(|(_, value)| &**value)
+    }
+}
+
+/// The most settings that are read of a line.
+const SETTINGS: usize = 200;
+
+/// The settings of a line, by the rule `\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)`.
+fn settings(line: &str) -> Vec<(&str, Cow<'_, str>)> {
+    let (mut found, mut rest) = (Vec::new(), line);
+    while let Some((name, value)) = rest.split_once(':').filter(|_| found.len() < SETTINGS) {
+        let value = value.trim_start();
+        let quoted = value.strip_prefix('"').and_then(|inner| {
+            let mut escaped = false;
+            let end = inner.find(|c: char| {
+                let is_end = c == '"' && !escaped;
+                escaped = c == '\\' && !escaped;
+                is_end
+            });
+            value.split_at_checked(end? + 2)
+        });
+        let (text, after) = quoted.unwrap_or_else(|| value.split_at(value.find(',').unwrap_or(value.len())));
+        let unquoted = quoted.and_then(|(text, _)| serde_json::from_str(text).ok());
+        found.push((name.trim(), unquoted.map_or_else(|| text.trim().into(), Cow::Owned)));
+        rest = after.strip_prefix(',').unwrap_or(after);
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::tests::complete;
     use super::*;
-    use std::collections::BTreeMap;
-
-    /// Parses the text by the rule of the web UI (`parse_generation_parameters`): the last line has the settings if it has at least three;
-    /// in the others, the negative prompt begins where a line does.
-    fn parsed(text: &str) -> (String, String, BTreeMap<String, String>) {
-        let mut lines: Vec<&str> = text.trim().split('\n').collect();
-        let last = lines.pop().unwrap();
-        let found = settings(last);
-        assert!(found.len() >= 3, "{last}");
-        let (mut prompt, mut negative, mut is_negative) = (Vec::new(), Vec::new(), false);
-        for mut line in lines.into_iter().map(str::trim) {
-            if let Some(rest) = line.strip_prefix(NEGATIVE) {
-                (is_negative, line) = (true, rest.trim());
-            }
-            if is_negative { negative.push(line) } else { prompt.push(line) }
-        }
-        (prompt.join("\n"), negative.join("\n"), found)
-    }
-
-    /// `\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)`, repeated.
-    fn settings(line: &str) -> BTreeMap<String, String> {
-        let mut found = BTreeMap::new();
-        let mut rest = line;
-        while let Some((name, value)) = rest.split_once(':') {
-            let value = value.trim_start();
-            let end = match value.strip_prefix('"') {
-                None => value.find(',').unwrap_or(value.len()),
-                Some(inner) => {
-                    let mut escaped = false;
-                    let is_end = |c: char| {
-                        let end = c == '"' && !escaped;
-                        escaped = c == '\\' && !escaped;
-                        end
-                    };
-                    inner.find(is_end).unwrap() + 2
-                }
-            };
-            let text = &value[..end];
-            let text = if text.starts_with('"') { serde_json::from_str(text).unwrap() } else { text.trim().to_owned() };
-            found.insert(name.trim().to_owned(), text);
-            rest = value[end..].trim_start_matches(',');
-        }
-        found
-    }
 
     #[test]
     fn readers_find_prompts_and_settings() {
@@ -106,10 +128,11 @@ mod tests {
             metadata.prompt = prompt.into();
             metadata.negative = Some(format!("{prompt}\nblurry"));
             metadata.model = "my \"model\", v2: best".into();
-            let (read, negative, settings) = parsed(&metadata.parameters());
+            let text = metadata.parameters();
+            let read = Parameters::of(&text);
             let plain = |text: &str| text.replace(HARMLESS, "").lines().map(str::trim).collect::<Vec<_>>().join("\n");
-            assert_eq!(plain(&read).trim(), plain(prompt).trim(), "{prompt:?}");
-            assert_eq!(plain(&negative).trim(), plain(&format!("{prompt}\nblurry")).trim(), "{prompt:?}");
+            assert_eq!(plain(&read.prompt).trim(), plain(prompt).trim(), "{prompt:?}");
+            assert_eq!(plain(&read.negative).trim(), plain(&format!("{prompt}\nblurry")).trim(), "{prompt:?}");
             for (name, value) in [
                 ("Steps", "50"),
                 ("Seed", "7"),
@@ -119,9 +142,30 @@ mod tests {
                 ("Denoising strength", "0.6"),
                 ("Version", "kiln 0.1.0"),
             ] {
-                assert_eq!(settings.get(name).map(String::as_str), Some(value), "{name} after {prompt:?}");
+                assert_eq!(read.get(name), Some(value), "{name} after {prompt:?}");
             }
-            assert!(!settings.contains_key("Model hash"));
+            assert_eq!(read.get("Model hash"), None);
         }
+    }
+
+    /// Texts of other programs, and texts that only look like one.
+    #[test]
+    fn other_texts_are_read() {
+        let text = "a cat, (cute:1.2)\nsecond line\nNegative prompt: blurry\nbad\n\
+                    Steps: 20, Sampler: DPM++ 2M, Seed: 42, Size: 512x768, Lora hashes: \"a: 1, b: 2\", Version: v1.9";
+        let read = Parameters::of(text);
+        assert_eq!((&*read.prompt, &*read.negative), ("a cat, (cute:1.2)\nsecond line", "blurry\nbad"));
+        assert_eq!((read.get("Seed"), read.get("Lora hashes")), (Some("42"), Some("a: 1, b: 2")));
+        for (text, settings) in [
+            ("", 0),
+            ("Steps: 1, Seed: 2, Size: 3", 3),
+            ("a: 1, b: 2", 0),
+            ("x\na: \"1, b: 2, c: 3, d: 4", 4),
+            ("x\n:::,,,", 3),
+            ("x\na: \"\\\", b: 1, c: 2, d:", 4),
+        ] {
+            assert_eq!(Parameters::of(text).settings.len(), settings, "{text:?}");
+        }
+        assert_eq!(Parameters::of("a: 1, b: 2").prompt, "a: 1, b: 2");
     }
 }

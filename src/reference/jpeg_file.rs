@@ -5,11 +5,14 @@
 
 use super::jpeg::{self, Frame, Notes, Scan, Tables};
 use super::orientation::Orientation;
-use super::{Decoded, Fault, ends_early};
+use super::{Decoded, Fault, RawText, ends_early};
 use crate::image::Image;
 
 /// Limit on the scans of a progressive image. Encoders write about ten, and each takes a pass over the whole image.
 const MAX_SCANS: usize = 100;
+
+/// What begins an APP1 segment with XMP.
+const XMP: &[u8] = b"http://ns.adobe.com/xap/1.0/\0";
 
 /// Decodes the first image of the file.
 pub(super) fn decode(bytes: &[u8]) -> Result<Decoded, Fault> {
@@ -17,6 +20,13 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Decoded, Fault> {
     let pixels = jpeg::decode(&frame, &scans, notes)?;
     let image = Image { width: frame.width, height: frame.height, pixels };
     Ok(Decoded { image, alpha: None, orientation: Orientation::from_metadata(exif, xmp) })
+}
+
+/// Hands the segments that hold text to `each`.
+pub(super) fn texts<'a>(bytes: &'a [u8], each: &mut dyn FnMut(RawText<'a>)) -> Result<(), Fault> {
+    let Container { exif, xmp, .. } = Container::read(bytes)?;
+    exif.map(RawText::Exif).into_iter().chain(xmp.map(|xmp| RawText::Xmp(&xmp[XMP.len()..]))).for_each(each);
+    Ok(())
 }
 
 /// The relevant parts of a file.
@@ -66,7 +76,7 @@ impl<'a> Container<'a> {
                     let data = walk.segment()?;
                     if exif.is_none() && data.starts_with(b"Exif\0\0") {
                         exif = Some(data);
-                    } else if data.starts_with(b"http://ns.adobe.com/xap/1.0/\0") {
+                    } else if data.starts_with(XMP) {
                         xmp = Some(data);
                     }
                 }

@@ -7,10 +7,21 @@ use std::path::Path;
 
 /// The formats that kiln decodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     Png,
     Jpeg,
     WebP,
+}
+
+impl Kind {
+    /// The format's name.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Png => "PNG",
+            Self::Jpeg => "JPEG",
+            Self::WebP => "WebP",
+        }
+    }
 }
 
 /// Formats that kiln only recognizes.

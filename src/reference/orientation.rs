@@ -1,6 +1,7 @@
 //! The EXIF orientation of an image, and its application to the pixels.
 
 use super::{Fault, MAX_METADATA, buffer};
+use crate::image::Tiff;
 use rayon::prelude::*;
 
 /// The TIFF tag of the orientation.
@@ -74,38 +75,9 @@ impl Orientation {
     }
 }
 
-/// Looks up the tag in the first directory of a TIFF file. All offsets in the file are untrusted.
+/// Looks up the tag in the first folder of a TIFF structure.
 fn from_exif(bytes: &[u8]) -> Option<u32> {
-    // PNG stores the TIFF alone, but some writers add the prefix that JPEG has.
-    let tiff = bytes.strip_prefix(b"Exif\0\0").unwrap_or(bytes);
-    let little = match tiff.get(..4)? {
-        b"II*\0" => true,
-        b"MM\0*" => false,
-        _ => return None,
-    };
-    let u16_at = |at: usize| {
-        let bytes = *tiff.get(at..)?.first_chunk()?;
-        Some(if little { u16::from_le_bytes(bytes) } else { u16::from_be_bytes(bytes) })
-    };
-    let u32_at = |at: usize| {
-        let bytes = *tiff.get(at..)?.first_chunk()?;
-        Some(if little { u32::from_le_bytes(bytes) } else { u32::from_be_bytes(bytes) })
-    };
-    let directory = usize::try_from(u32_at(4)?).ok()?;
-    let entries = usize::from(u16_at(directory)?);
-    for entry in 0..entries {
-        let at = directory.checked_add(2 + entry * 12)?;
-        if u16_at(at)? != TAG {
-            continue;
-        }
-        // A single value of 16 or 32 bits is stored in the entry itself.
-        return match (u16_at(at.checked_add(2)?)?, u32_at(at.checked_add(4)?)?) {
-            (3, 1) => u16_at(at.checked_add(8)?).map(u32::from),
-            (4, 1) => u32_at(at.checked_add(8)?),
-            _ => None,
-        };
-    }
-    None
+    Tiff::new(bytes)?.number(TAG)
 }
 
 /// Finds `tiff:Orientation="6"` or `<tiff:Orientation>6` without parsing the XML around it.

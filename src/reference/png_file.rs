@@ -5,7 +5,7 @@
 //! left out as well: alpha is dropped, not blended.
 
 use super::orientation::Orientation;
-use super::{Alpha, Decoded, Fault, buffer, check_size, compact, ends_early, gray_to_rgb};
+use super::{Alpha, Decoded, Fault, RawText, buffer, check_size, compact, ends_early, gray_to_rgb};
 use crate::image::Image;
 use std::io::Cursor;
 
@@ -80,6 +80,23 @@ impl<'a> Container<'a> {
             )));
         }
         Ok(Self { header, core, exif, xmp })
+    }
+}
+
+/// Hands the chunks that hold text to `each`, in order.
+pub(super) fn texts<'a>(bytes: &'a [u8], each: &mut dyn FnMut(RawText<'a>)) -> Result<(), Fault> {
+    let mut rest = bytes.strip_prefix(SIGNATURE).ok_or_else(|| damaged("its signature was altered on the way"))?;
+    loop {
+        let (chunk, after) = Chunk::split(rest, bytes.len())?;
+        match &chunk.name {
+            b"tEXt" => each(RawText::Latin1(chunk.data)),
+            b"zTXt" => each(RawText::Compressed(chunk.data)),
+            b"iTXt" => each(RawText::International(chunk.data)),
+            b"eXIf" => each(RawText::Exif(chunk.data)),
+            b"IEND" => return Ok(()),
+            _ => {}
+        }
+        rest = after;
     }
 }
 

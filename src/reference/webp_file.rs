@@ -4,7 +4,7 @@
 //! unknown chunks are neither parsed nor copied, whatever size they claim.
 
 use super::orientation::Orientation;
-use super::{Alpha, Decoded, Fault, buffer, check_size, compact, ends_early, reservable};
+use super::{Alpha, Decoded, Fault, RawText, buffer, check_size, compact, ends_early, reservable};
 use crate::image::Image;
 use image_webp::WebPDecoder;
 use std::io::Cursor;
@@ -44,6 +44,13 @@ pub(super) fn decode(bytes: &[u8], alpha: Alpha) -> Result<Decoded, Fault> {
     }
     let orientation = Orientation::from_metadata(container.exif, container.xmp);
     Ok(Decoded { image: Image { width, height, pixels: samples }, alpha: opacity, orientation })
+}
+
+/// Hands the chunks that hold text to `each`.
+pub(super) fn texts<'a>(bytes: &'a [u8], each: &mut dyn FnMut(RawText<'a>)) -> Result<(), Fault> {
+    let Container { exif, xmp, .. } = Container::read(bytes)?;
+    exif.map(RawText::Exif).into_iter().chain(xmp.map(RawText::Xmp)).for_each(each);
+    Ok(())
 }
 
 /// The relevant chunks of a file.

@@ -6,6 +6,7 @@ mod fuzz;
 mod limits;
 mod lora;
 mod memory;
+mod metadata;
 mod prompts;
 mod references;
 

@@ -11,7 +11,10 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import goldens  # noqa: E402
 
-NAMES = ("klein", "modes", "editing", "lora", "dev", "tiling", "quantized", "builtin", "tokens", "tokens_mistral", "references")
+NAMES = (
+    *("klein", "modes", "editing", "lora", "dev", "tiling", "quantized", "builtin", "tokens", "tokens_mistral", "references"),
+    "foreign",
+)
 # Needs a package that the others do not need.
 SEPARATE = "ranks"
 
