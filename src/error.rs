@@ -258,6 +258,15 @@ pub enum Error {
         checks: usize,
     },
 
+    /// An image that was made again differs from the original.
+    #[error("differs ({}): {}", shown_path(.path), shown_text(.how))]
+    NotIdentical {
+        /// The original.
+        path: PathBuf,
+        /// How much differs.
+        how: String,
+    },
+
     /// Some of many requests failed. Each failed request was answered with its own error.
     #[error("{failed} of {lines} lines failed")]
     Lines {
@@ -391,11 +400,11 @@ impl Error {
         self.remedy().map(|remedy| shown_text(&remedy.to_string()))
     }
 
-    /// The process exit code: 1 a failed self-test, model check or line of a batch; 2 usage; 3 bad input file; 4 not enough
+    /// The process exit code: 1 a failed self-test, model check, line of a batch or replay; 2 usage; 3 bad input file; 4 not enough
     /// memory; 5 output not written; 6 no usable GPU or a GPU fault; 7 numeric fault; 70 a bug in kiln; 130 interrupted.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::SelfTest { .. } | Self::ModelCheck { .. } | Self::Lines { .. } => 1,
+            Self::SelfTest { .. } | Self::ModelCheck { .. } | Self::Lines { .. } | Self::NotIdentical { .. } => 1,
             Self::Usage { .. } | Self::ImageSize { .. } | Self::TooManyTokens { .. } => 2,
             // Memory can also run out while a file is read or mapped, which is not the file's fault.
             Self::Read { source, .. } if source.kind() == ErrorKind::OutOfMemory => 4,
@@ -464,6 +473,7 @@ mod tests {
             Error::ModelCheck { failed: 1, checks: 2 },
             Error::Lines { failed: 1, lines: 2 },
             Error::NoAdapter { path: path(), what: text(), hint: hint() },
+            Error::NotIdentical { path: path(), how: text() },
         ]
     }
 
@@ -502,11 +512,12 @@ mod tests {
             Error::ModelCheck { .. } => 28,
             Error::Lines { .. } => 29,
             Error::NoAdapter { .. } => 30,
+            Error::NotIdentical { .. } => 31,
         };
         let long = "\u{1b}]0;x\u{7}\n".repeat(100_000);
         for foreign in ["\u{1b}[2J\r\nhint: a planted line\u{202e}", &long] {
             let errors = one_of_each_kind(foreign);
-            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=30).collect::<Vec<_>>());
+            assert_eq!(errors.iter().map(kind).collect::<Vec<_>>(), (0..=31).collect::<Vec<_>>());
             for error in errors {
                 for text in [error.to_string(), error.hint().unwrap_or_default()] {
                     assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{text:?}");

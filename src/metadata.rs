@@ -133,6 +133,9 @@ pub struct InitMetadata {
     pub extend: Option<String>,
     /// Whether the init image was a reference, too.
     pub reference: bool,
+    /// Whether the size was asked for, to which the init image was scaled.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub sized: bool,
 }
 
 /// Where noise came from.
@@ -272,7 +275,7 @@ fn few<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Resul
 }
 
 /// The flags of FP8 and NVFP4 arithmetic.
-const QUANTIZED: [&str; 4] = ["quantize", "attention", "fp8-accumulate", "nvfp4-math"];
+pub const QUANTIZED: [&str; 5] = ["quantize", "attention", "fp8-accumulate", "nvfp4-math", "nvfp4-layout"];
 
 /// The quality that a format stores.
 pub fn quality(format: Format) -> Option<u8> {
@@ -317,6 +320,7 @@ mod tests {
                 crop: Some([1, 2, 3, 4]),
                 extend: Some("left=16".into()),
                 reference: true,
+                sized: true,
             }),
             references: vec!["12".repeat(32), "34".repeat(32)],
             noise: NoiseMetadata {

@@ -73,6 +73,11 @@ impl DecodedReference {
         Self::from_bytes(&read(path)?, path)
     }
 
+    /// The bytes of an image file, if it is not too long for one.
+    pub fn read(path: &Path) -> Result<Vec<u8>> {
+        read(path)
+    }
+
     /// The SHA-256 of an image file, as hexadecimal digits. The file is not decoded.
     pub fn digest_of(path: &Path) -> Result<String> {
         Ok(sha256_of(&read(path)?))

@@ -51,6 +51,19 @@ fn is_control_like(c: char) -> bool {
     c.is_control() || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 
+/// JSON whose strings hold no character that controls a terminal. serde_json escapes those of ASCII, and this the others.
+pub fn harmless_json(json: &str) -> String {
+    let mut out = String::with_capacity(json.len());
+    for c in json.chars() {
+        match u32::from(c) {
+            // All of them are below U+10000.
+            code if is_control_like(c) && !c.is_ascii() => out.push_str(&format!("\\u{code:04x}")),
+            _ => out.push(c),
+        }
+    }
+    out
+}
+
 /// A number with thousands separators.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
@@ -121,6 +134,14 @@ mod tests {
         for c in (0..=char::MAX as u32).filter_map(char::from_u32).filter(|c| is_control_like(*c)) {
             assert!(shown(&c.to_string()).is_ascii(), "{c:?}");
         }
+    }
+
+    #[test]
+    fn json_controls_no_terminal() {
+        let text = "\u{1b}[2J\u{9b}31m\u{202e}é 🦊\u{2028}\n\"";
+        let json = harmless_json(&serde_json::to_string(text).unwrap());
+        assert!(!json.contains(is_control_like), "{json:?}");
+        assert_eq!(serde_json::from_str::<String>(&json).unwrap(), text);
     }
 
     #[test]

@@ -19,5 +19,7 @@ mod metadata;
 mod output;
 mod process;
 mod quantize;
+mod replay;
 mod run;
 mod schema;
+mod show;

@@ -20,9 +20,9 @@ pub fn arguments(data: &[u8]) {
     assert!(peak <= (4 << 20) + 256 * data.len() as isize, "{peak} bytes for {} bytes of arguments", data.len());
     match parsed {
         Ok(Command::Generate(args)) => {
-            check_options(&args.image);
-            assert!((1..=10_000).contains(&args.count));
-            args.lora.lora.iter().for_each(check_adapter);
+            check_options(&args.options.image);
+            assert!((1..=10_000).contains(&args.options.count));
+            args.options.lora.lora.iter().for_each(check_adapter);
         }
         Ok(Command::Run(args)) => {
             check_options(&args.image);
@@ -166,7 +166,7 @@ fn adapter_value(text: &str) {
     let from_flag = parse(["kiln", "generate", "x", &format!("--lora={text}")].map(OsString::from));
     match (from_line, from_flag) {
         (Ok(Some(Line { lora: Some(line), .. })), Ok(Command::Generate(args))) => {
-            assert_eq!(line, args.lora.lora);
+            assert_eq!(line, args.options.lora.lora);
             line.iter().for_each(check_adapter);
         }
         (Err(error), Err(_)) => check_error(&error, &[2]),

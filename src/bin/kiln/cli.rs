@@ -20,11 +20,13 @@ mod outputs;
 mod plan;
 mod process;
 mod quantize;
+mod replay;
 mod report;
 mod request;
 pub mod selftest;
 mod session;
 mod settings;
+mod show;
 mod stdout;
 mod support;
 mod tiny;
@@ -47,7 +49,9 @@ use kiln::error::Result;
 use kiln::text::shown;
 use lora::LoraCommand;
 use quantize::QuantizeArgs;
+use replay::ReplayArgs;
 use selftest::SelftestArgs;
+use show::ShowFileArgs;
 use std::ffi::OsString;
 use tiny::TinyArgs;
 
@@ -83,6 +87,8 @@ pub struct Cli {
 pub enum Command {
     Generate(Box<GenerateArgs>),
     Run(Box<BatchArgs>),
+    Show(Box<ShowFileArgs>),
+    Replay(Box<ReplayArgs>),
     Plan(Box<PlanArgs>),
     Bench(Box<BenchArgs>),
     Quantize(Box<QuantizeArgs>),
@@ -101,6 +107,8 @@ impl Command {
         match self {
             Self::Generate(args) => args,
             Self::Run(args) => args,
+            Self::Show(args) => args,
+            Self::Replay(args) => args,
             Self::Plan(args) => args,
             Self::Bench(args) => args,
             Self::Quantize(args) => args,

@@ -25,6 +25,8 @@ pub struct Facts {
     mask_sha256: Option<String>,
     /// Pixels around the mask that are worked on.
     mask_crop: Option<usize>,
+    /// Whether a size was asked for.
+    sized: bool,
     summary: Summary,
     strength: Strength,
     tokens: usize,
@@ -56,6 +58,7 @@ impl PreparedEdit {
             sha256,
             mask_sha256,
             mask_crop: options.mask_crop,
+            sized: size != (None, None),
             summary: edit.summary.clone(),
             strength: edit.start.strength,
             tokens: edit.canvas.grid().tokens(),
@@ -133,6 +136,7 @@ impl Facts {
             crop: crop.map(area),
             extend: extend.map(|sides| sides.to_string()),
             reference: *reference,
+            sized: self.sized,
         }
     }
 

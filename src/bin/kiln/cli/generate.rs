@@ -15,6 +15,8 @@ use crate::terminal::{Terminal, Verbosity};
 use clap::{Args, Parser};
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
+use kiln::progress::Progress;
+use kiln::text::shown;
 use kiln::{threads, trace};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -32,6 +34,14 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub prompt: PromptArgs,
 
+    /// Everything else
+    #[command(flatten)]
+    pub options: GenerateOptions,
+}
+
+/// The flags of `kiln generate`, other than the prompt's. `kiln replay` has them as well.
+#[derive(Args, Debug)]
+pub struct GenerateOptions {
     /// Which model
     #[command(flatten)]
     pub model: ModelArgs,
@@ -119,21 +129,41 @@ impl GenerateArgs {
         negative: Option<String>,
         run: RunArgs,
     ) -> Self {
-        let usual = Cli::parse_from(["kiln", "--seed", "0"]).generate;
-        Self { prompt, model, lora, image, negative, run, ..usual }
+        let usual = Cli::parse_from(["kiln", "--seed", "0"]).generate.options;
+        Self { prompt, options: GenerateOptions { model, lora, image, negative, run, ..usual } }
     }
 }
 
 impl Subcommand for GenerateArgs {
     fn threads(&self) -> Option<usize> {
-        self.run.threads
+        self.options.run.threads
     }
 
-    fn run(self: Box<Self>, Process { environment, signals, out }: Process<'_>) -> Result<()> {
-        let (run, force, show) = (self.run.clone(), self.file.force, self.show);
-        TraceFile::record(&run, "kiln generate", Some(force), || {
-            let GenerateRequest { images, setup, outputs, verbosity } =
-                GenerateRequest::new(*self, environment, &mut io::stdin(), random_seed())?;
+    fn run(self: Box<Self>, process: Process<'_>) -> Result<()> {
+        self.carry_out("kiln generate", process, None)
+    }
+}
+
+/// The image that is made again.
+#[derive(Clone, Debug)]
+pub struct Original {
+    /// Its file, which no output may replace.
+    pub path: PathBuf,
+    /// The kind of device it was made on.
+    pub device: String,
+}
+
+impl GenerateArgs {
+    /// Generates the images. `command` is the name of the command that the user typed.
+    pub fn carry_out(self, command: &'static str, process: Process<'_>, original: Option<Original>) -> Result<()> {
+        let Process { environment, signals, out } = process;
+        let GenerateOptions { run, file, show, .. } = &self.options;
+        let (run, force, show) = (run.clone(), file.force, *show);
+        TraceFile::record(&run, command, Some(force), || {
+            let GenerateRequest { mut images, mut setup, outputs, verbosity } =
+                GenerateRequest::new(self, environment, &mut io::stdin(), random_seed())?;
+            images.texts.extend(original.iter().map(|original| original.path.clone()));
+            setup.made_on = original.map(|original| original.device);
             let terminal = show.apply(signals.terminal(verbosity), verbosity);
             generate(images, setup, outputs, &signals.stop, &terminal, out)
         })
@@ -159,6 +189,7 @@ impl GenerateRequest {
     pub fn new(args: GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<Self> {
         let _span = trace::span("read the request");
         let (images, mut setup) = ImageRequest::from_args(&args, environment, stdin, random)?;
+        let args = args.options;
         let format = file_format(args.file.format, args.file.quality, args.output.as_deref())?;
         let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
         let trace = args.run.trace.trace.as_deref();
@@ -178,7 +209,11 @@ pub fn generate(
     terminal: &Terminal,
     out: &mut (dyn Write + Send),
 ) -> Result<()> {
+    let made_on = setup.made_on.clone();
     let mut session = Session::open(setup, stop, terminal)?;
+    if let Some(other) = made_on.filter(|device| *device != session.device()) {
+        terminal.warn(&format!("the image was made on {}, this is {}, and bytes may differ", shown(&other), session.device()));
+    }
     let settings = Settings::resolve(request, &session.profile());
     let origin = LaterOrigin::new(&session, outputs.detail)?;
     // The largest seed makes the longest text.

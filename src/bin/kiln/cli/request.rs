@@ -3,7 +3,7 @@
 use super::adapters::AdapterFiles;
 use super::args::{BackendArg, ImageOptions, NoiseArg, PromptArgs, QuantizedArgs};
 use super::edit::PreparedEdit;
-use super::generate::GenerateArgs;
+use super::generate::{GenerateArgs, GenerateOptions};
 use super::report::flag;
 use super::stdout::DASH;
 use kiln::device::Fp8Accumulate;
@@ -75,6 +75,8 @@ pub struct Setup {
     pub records: Records,
     /// Notes to print before anything is opened.
     pub notes: Vec<String>,
+    /// The kind of device that the image was made on before, if it is made again.
+    pub made_on: Option<String>,
 }
 
 impl ImageRequest {
@@ -130,6 +132,7 @@ impl ImageRequest {
     /// Checks flags against each other, the environment and the file system, except for the output files. `stdin` is read if the
     /// prompt comes from there; `random` is the seed to use if none is given.
     pub fn from_args(args: &GenerateArgs, environment: Environment, stdin: &mut dyn Read, random: u64) -> Result<(Self, Setup)> {
+        let GenerateArgs { prompt: of_prompt, options: args } = args;
         let seed = args.seed.unwrap_or(random);
         let Some(last) = seed.checked_add(args.count as u64 - 1) else {
             let what = format!("--count {} from --seed {seed} on goes beyond the largest seed, {}", args.count, u64::MAX);
@@ -156,7 +159,7 @@ impl ImageRequest {
         }
         args.image.check(flag)?;
         let kind = noise_kind(args)?;
-        let prompt = prompt(&args.prompt, stdin)?;
+        let prompt = prompt(of_prompt, stdin)?;
         if let Some(negative) = &args.negative {
             check_length(negative.len())?;
             check_nul(negative, "negative prompt", None)?;
@@ -175,7 +178,7 @@ impl ImageRequest {
             }
             None => (Noise::Drawn(kind), None),
         };
-        let texts = args.prompt.prompt_file.iter().chain(&args.noise).cloned().collect();
+        let texts = of_prompt.prompt_file.iter().chain(&args.noise).cloned().collect();
         let (negative, record) = (args.negative.clone(), args.dump.is_some());
         let request = Self { texts, prompt, negative, seeds, noise, noise_sha256, record, ..shape };
         let setup = Setup {
@@ -193,6 +196,7 @@ impl ImageRequest {
             },
             records,
             notes: Vec::new(),
+            made_on: None,
         };
         Ok((request, setup))
     }
@@ -217,7 +221,7 @@ pub fn random_seed() -> u64 {
     std::hash::RandomState::new().build_hasher().finish() >> 32
 }
 
-fn noise_kind(args: &GenerateArgs) -> Result<NoiseKind> {
+fn noise_kind(args: &GenerateOptions) -> Result<NoiseKind> {
     let gpu_flag = args.noise_sms.map(|_| "--noise-sms").or(args.noise_threads.map(|_| "--noise-threads"));
     let cpu = |kind: NoiseKind| match gpu_flag {
         Some(flag) => {

@@ -12,7 +12,7 @@ use kiln::error::Result;
 use kiln::inspect::ModelSamples;
 use kiln::locate::Found;
 use kiln::progress::Progress;
-use kiln::{Engine, Formats, Job, LoadOptions, OpenModel, Variant, threads, trace};
+use kiln::{Engine, Formats, Job, LoadOptions, Nvfp4Layout, OpenModel, Variant, threads, trace};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -75,10 +75,17 @@ impl Session {
             variant: self.model.variant,
             defaults: self.model.defaults.clone(),
             precision: self.options.precision,
-            quantized_flags: quantized_flags(&self.formats),
+            quantized_flags: quantized_flags(&self.formats).into_iter().chain(self.nvfp4_layout()).collect(),
             adapters: applied(&self.model.adapters),
             adapter_mode: self.options.adapters,
         }
+    }
+
+    /// The order of NVFP4 in the files as a flag and its value, if the user stated it.
+    fn nvfp4_layout(&self) -> Option<(&'static str, String)> {
+        let Found::Files(files) = &self.found else { return None };
+        let (name, _) = Nvfp4Layout::NAMED.into_iter().find(|(_, layout)| Some(*layout) == files.nvfp4_layout)?;
+        Some(("nvfp4-layout", name.into()))
     }
 
     /// The files that images with these settings are made from.

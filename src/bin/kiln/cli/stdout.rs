@@ -1,6 +1,7 @@
 //! Standard output, which carries results only; everything else goes to standard error.
 
 use kiln::error::{Error, Result};
+use kiln::text::harmless_json;
 use serde::Serialize;
 use std::io::{ErrorKind, Write};
 use std::path::Path;
@@ -30,11 +31,10 @@ pub fn reader_left(error: &Error) -> bool {
     matches!(error, Error::Write { path, source } if path == Path::new(STDOUT) && source.kind() == ErrorKind::BrokenPipe)
 }
 
-/// A result as one line of JSON.
+/// A result as one line of JSON, which may hold text of files and go to a terminal.
 pub fn json_line(result: &impl Serialize) -> Result<Vec<u8>> {
-    let mut line = serde_json::to_vec(result).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
-    line.push(b'\n');
-    Ok(line)
+    let line = serde_json::to_string(result).map_err(|e| Error::Op { op: "json", what: e.to_string() })?;
+    Ok((harmless_json(&line) + "\n").into_bytes())
 }
 
 /// The bytes of a path, which need not be valid UTF-8, and a newline.

@@ -21,9 +21,18 @@ pub struct Screen {
 
 impl Screen {
     /// The size of the terminal that standard error is, as the system knows it. The terminal is not asked.
-    #[cfg(unix)]
     pub fn of_stderr() -> Option<Self> {
-        let size = rustix::termios::tcgetwinsize(std::io::stderr()).ok()?;
+        Self::of(std::io::stderr())
+    }
+
+    /// The size of the terminal that standard output is.
+    pub fn of_stdout() -> Option<Self> {
+        Self::of(std::io::stdout())
+    }
+
+    #[cfg(unix)]
+    fn of(stream: impl std::os::fd::AsFd) -> Option<Self> {
+        let size = rustix::termios::tcgetwinsize(stream).ok()?;
         let given = |number: u16| Some(usize::from(number)).filter(|&number| number > 0);
         let pixels = given(size.ws_xpixel).zip(given(size.ws_ypixel));
         Some(Self { columns: given(size.ws_col)?, rows: given(size.ws_row)?, pixels })
@@ -31,7 +40,7 @@ impl Screen {
 
     /// Without a system call that tells, there is no size.
     #[cfg(not(unix))]
-    pub fn of_stderr() -> Option<Self> {
+    fn of<T>(_stream: T) -> Option<Self> {
         None
     }
 

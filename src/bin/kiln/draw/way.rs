@@ -2,7 +2,7 @@
 
 use super::area::Screen;
 use std::fmt;
-use std::io::{IsTerminal, stderr};
+use std::io::{IsTerminal, stderr, stdout};
 
 /// The smallest terminal on which an image shows anything.
 const LEAST: (usize, usize) = (20, 8);
@@ -99,6 +99,11 @@ impl Facts<'_> {
     pub fn of_stderr(quiet: bool) -> Self {
         let variable = &|name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         Self { is_terminal: stderr().is_terminal(), screen: Screen::of_stderr(), quiet, soon: false, variable }
+    }
+
+    /// The facts about standard output.
+    pub fn of_stdout() -> Self {
+        Self { is_terminal: stdout().is_terminal(), screen: Screen::of_stdout(), ..Self::of_stderr(false) }
     }
 
     /// The value of a variable, or an empty text.
