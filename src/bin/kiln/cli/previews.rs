@@ -15,6 +15,7 @@ use kiln::{Job, threads};
 use std::cell::Cell;
 use std::fs::{self, File};
 use std::io::Read;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -146,7 +147,7 @@ struct Shared {
     slot: Mutex<Slot>,
     /// Notified when the slot changes.
     news: Condvar,
-    /// Whether a file was not written.
+    /// Whether a preview failed.
     failed: AtomicBool,
 }
 
@@ -198,9 +199,7 @@ impl Drop for Previewer {
             }
         }
         self.shared.news.notify_one();
-        if thread.join().is_err() {
-            self.shared.terminal.warn("previews ended early, which is a bug in kiln; images are not affected");
-        }
+        let _ = thread.join();
     }
 }
 
@@ -220,23 +219,30 @@ impl Shared {
         self.news.wait_while(self.slot(), is_idle).unwrap_or_else(PoisonError::into_inner).preview.take()
     }
 
-    /// Draws or writes a preview.
-    fn put(&self, Preview { number, step, steps, image }: &Preview) {
+    /// Draws or writes a preview. The first failure is told, and the next preview may succeed.
+    fn put(&self, preview: &Preview) {
+        // A bug in previews must not cost an image.
+        let why = match catch_unwind(AssertUnwindSafe(|| self.try_put(preview))) {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "this is a bug in kiln".into(),
+        };
+        if !self.failed.swap(true, Ordering::Relaxed) {
+            self.terminal.warn(&format!("a preview is missing: {why}"));
+        }
+    }
+
+    fn try_put(&self, Preview { number, step, steps, image }: &Preview) -> Result<()> {
         match &self.to {
             Destination::Terminal(way) => {
                 let scale = if self.kind == PreviewKind::Fast { FAST_SCALE } else { 1 };
                 self.terminal.draw(*number, *way, (scale * image.width, scale * image.height), image, Threads::One);
+                Ok(())
             }
             Destination::File { path, force } => {
                 let text = [(KEY, format!("step {step} of {steps}"))];
-                let encoded = image.encode(Format::Png, &text, Threads::One);
-                let saved = encoded.and_then(|bytes| save_new(path, &bytes, *force || is_preview(path)));
-                // The first failure is told. The next preview may succeed.
-                if let Err(error) = saved
-                    && !self.failed.swap(true, Ordering::Relaxed)
-                {
-                    self.terminal.warn(&format!("a preview is missing: {error}"));
-                }
+                let bytes = image.encode(Format::Png, &text, Threads::One)?;
+                save_new(path, &bytes, *force || is_preview(path))
             }
         }
     }
@@ -342,6 +348,10 @@ mod tests {
             let want = image.encode_png(&[(KEY, "step 20 of 20".into())]).unwrap();
             assert_eq!(fs::read(&path).unwrap(), want);
             assert!(!shared.failed.load(Ordering::Relaxed));
+            // A preview that fails leaves the last one.
+            let image = Image { width: 9, height: 9, pixels: Vec::new() };
+            shared.put(&Preview { number: 1, step: 1, steps: 1, image });
+            assert!(shared.failed.load(Ordering::Relaxed) && is_preview(&path));
             fs::remove_file(&path).unwrap();
         }
     }
