@@ -13,7 +13,7 @@ use kiln_program::terminal::{Terminal, Verbosity};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-const SIZE: (u16, u16) = (80, 24);
+pub const SIZE: (u16, u16) = (80, 24);
 
 /// The colors of a scaled image as cells of half blocks.
 fn cells(image: &Image, area: Area) -> Vec<Vec<Cell>> {
@@ -24,19 +24,19 @@ fn cells(image: &Image, area: Area) -> Vec<Vec<Cell>> {
 }
 
 /// An image file as pixels.
-fn read(sandbox: &Sandbox, name: &str) -> Image {
+pub fn read(sandbox: &Sandbox, name: &str) -> Image {
     let Png { width, height, pixels, .. } = Png::read(&sandbox.path(name));
     Image { width: width as usize, height: height as usize, pixels }
 }
 
 /// The pixels of a PNG.
-fn decoded(png: &[u8]) -> Image {
+pub fn decoded(png: &[u8]) -> Image {
     let Png { width, height, pixels, .. } = Png::decode(png);
     Image { width: width as usize, height: height as usize, pixels }
 }
 
 /// A run of the tiny model in a terminal with these variables, and the screen after it.
-fn shown(sandbox: &Sandbox, args: &[&str], variables: &str) -> (String, Display) {
+pub fn shown(sandbox: &Sandbox, args: &[&str], variables: &str) -> (String, Display) {
     let mut session = Session::start(sandbox.command(args.iter().chain(&QUICK)), SIZE, variables, true);
     let code = session.finish();
     let text = String::from_utf8(session.bytes).unwrap();
@@ -46,7 +46,7 @@ fn shown(sandbox: &Sandbox, args: &[&str], variables: &str) -> (String, Display)
 }
 
 /// Fails if the terminal's state is another one than before: colors, cursor, or text in the cursor's line.
-fn assert_restored(display: &Display, text: &str) {
+pub fn assert_restored(display: &Display, text: &str) {
     assert!(["\x1b[?", "\x1b[>", "\x1b[6n", "\x1b[c"].iter().all(|sequence| !text.contains(sequence)), "{text:?}");
     assert_eq!(display.cursor, (display.lines.len() - 1, 0), "{:?}", display.text());
     assert_eq!(display.lines.last().map(Vec::len), Some(0), "{:?}", display.text());
@@ -275,7 +275,9 @@ fn helper() {
     let terminal = Terminal::new(Verbosity::Normal).showing(way);
     terminal.begin(Phase::Denoise, 3);
     for i in 0..3 {
-        terminal.draw(way, (256, 256), &image(32, 32, i), Threads::One);
+        // The previews of a part of an image have another shape than the image.
+        let size = if task == "part" { (128, 256) } else { (256, 256) };
+        terminal.draw(1, way, size, &image(32, 32, i), Threads::One);
         terminal.advance(1);
         // The progress line is redrawn meanwhile.
         std::thread::sleep(Duration::from_millis(250));
@@ -286,7 +288,9 @@ fn helper() {
         }
     }
     terminal.end();
-    terminal.show(&image(256, 256, 3), Threads::One);
+    terminal.show(1, &image(256, 256, 3), Threads::One);
+    // A preview that comes too late or too early is not drawn.
+    [1, 3].into_iter().for_each(|number| terminal.draw(number, way, (256, 256), &image(32, 32, 4), Threads::One));
     terminal.say("done");
 }
 
@@ -307,23 +311,26 @@ fn images_stand_above_the_progress_line() {
             let text = String::from_utf8(session.bytes).unwrap();
             (Display::after(60, 12, text.as_bytes()), text)
         };
-        let (display, text) = run("all");
-        let lines = display.text();
-        // Only the last image is left, between the text that came before and the text that came after it.
-        let place = |start: &str| lines.iter().position(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{lines:?}"));
-        let (warned, summed, done) = (place("warning: something"), place("denoising"), place("done"));
-        assert_eq!((warned, summed, done), (0, 1, 2 + area.rows), "{lines:?}");
-        match way {
-            Way::Blocks(_) => assert_eq!(display.lines[2..done], cells(&image(256, 256, 3), area)),
-            _ => {
-                let images: Vec<_> = display.images.values().collect();
-                assert_eq!((images.len(), images[0].row), (1, 2), "{lines:?}");
-                assert_eq!(decoded(&images[0].png), image(256, 256, 3));
-                // Each is drawn once, and once more after each line of text.
-                assert_eq!(display.placed, 6);
+        for task in ["all", "part"] {
+            let (display, text) = run(task);
+            let lines = display.text();
+            // Only the last image is left, between the text that came before and the text that came after it.
+            let place =
+                |start: &str| lines.iter().position(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{lines:?}"));
+            let (warned, summed, done) = (place("warning: something"), place("denoising"), place("done"));
+            assert_eq!((warned, summed, done), (0, 1, 2 + area.rows), "{lines:?}");
+            match way {
+                Way::Blocks(_) => assert_eq!(display.lines[2..done], cells(&image(256, 256, 3), area)),
+                _ => {
+                    let images: Vec<_> = display.images.values().collect();
+                    assert_eq!((images.len(), images[0].row), (1, 2), "{lines:?}");
+                    assert_eq!(decoded(&images[0].png), image(256, 256, 3));
+                    // Each is drawn once, and once more after each line of text.
+                    assert_eq!(display.placed, 6);
+                }
             }
+            assert_restored(&display, &text);
         }
-        assert_restored(&display, &text);
         let (display, text) = run("stopped");
         assert!(text.contains("denoising"), "{text:?}");
         assert_eq!((display.images.len(), display.cursor), (0, (0, 0)), "{text:?}");

@@ -17,6 +17,7 @@ mod layer_formats;
 mod lora;
 mod metadata;
 mod output;
+mod previews;
 mod process;
 mod quantize;
 mod replay;

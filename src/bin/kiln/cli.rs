@@ -18,6 +18,7 @@ mod lora;
 mod names;
 mod outputs;
 mod plan;
+mod previews;
 mod process;
 mod quantize;
 mod replay;

@@ -11,6 +11,7 @@ use kiln::text::shown_line;
 use kiln::threads;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -74,17 +75,27 @@ pub struct Terminal {
     live: bool,
     seconds: Mutex<Seconds>,
     running: Mutex<Option<Running>>,
+    /// How much of the running phase is done.
+    done: AtomicU64,
     /// How finished images are drawn, if they are.
     way: Option<Way>,
-    /// Where an unfinished image is drawn. This lock is taken before `running`.
-    canvas: Mutex<Option<Canvas>>,
+    /// Where images are drawn. This lock is taken before `running`.
+    place: Mutex<Place>,
+}
+
+/// The place of images, which are numbered from 1 on.
+#[derive(Default)]
+struct Place {
+    /// Where an unfinished image is drawn.
+    canvas: Option<Canvas>,
+    /// The number of the last finished image.
+    finished: u64,
 }
 
 /// The phase in progress.
 struct Running {
     phase: Phase,
     total: u64,
-    done: u64,
     start: Instant,
     bar: Option<Bar>,
 }
@@ -131,8 +142,8 @@ impl Terminal {
     pub fn new(verbosity: Verbosity) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
         let live = std::io::stderr().is_terminal() && !dumb;
-        let (seconds, running, canvas) = Default::default();
-        Self { verbosity, live, seconds, running, way: None, canvas }
+        let (seconds, running, done, place) = Default::default();
+        Self { verbosity, live, seconds, running, done, way: None, place }
     }
 
     /// Makes [`Terminal::show`] draw in this way.
@@ -141,27 +152,49 @@ impl Terminal {
         self
     }
 
-    /// Draws a finished image, if images are shown. It stays, in the place of the one that [`Terminal::draw`] drew.
-    pub fn show(&self, image: &Image, threads: Threads) {
-        let Some(way) = self.way else { return };
-        self.draw(way, (image.width, image.height), image, threads);
-        self.finish_drawing(true);
+    /// Draws the finished image of this number, if images are shown. It stays, in the place of its previews. Otherwise they disappear.
+    pub fn show(&self, number: u64, image: &Image, threads: Threads) {
+        let mut place = locked(&self.place);
+        let size = (image.width, image.height);
+        let drawn = self.way.is_some_and(|way| self.replace(&mut place, way, size, image, threads));
+        self.finish(&mut place, number, drawn);
     }
 
-    /// Draws an image above the progress line. The next one replaces it. The finished image will have this width and height.
-    pub fn draw(&self, way: Way, size: (usize, usize), image: &Image, threads: Threads) {
-        let Some(screen) = Screen::of_stderr() else { return };
-        let mut canvas = locked(&self.canvas);
-        let canvas = canvas.get_or_insert_with(|| Canvas::new(way, size));
+    /// Draws a preview of the image of this number above the progress line. The next one replaces it. The finished image will have this
+    /// width and height.
+    pub fn draw(&self, number: u64, way: Way, size: (usize, usize), image: &Image, threads: Threads) {
+        let mut place = locked(&self.place);
+        // A preview may come when its image is finished, or when the image before is not.
+        if number == place.finished + 1 {
+            self.replace(&mut place, way, size, image, threads);
+        }
+    }
+
+    /// Clears the previews of the image of this number, unless it is finished.
+    pub fn finish_drawing(&self, number: u64) {
+        let mut place = locked(&self.place);
+        if number > place.finished {
+            self.finish(&mut place, number, false);
+        }
+    }
+
+    /// Draws an image in the place of the one before, and returns whether it is there now.
+    fn replace(&self, place: &mut Place, way: Way, size: (usize, usize), image: &Image, threads: Threads) -> bool {
+        let Some(screen) = Screen::of_stderr() else { return false };
+        if let Some(other) = place.canvas.take_if(|canvas| !canvas.is_for(way, size)) {
+            self.without_bar(|| write(&other.finish(false)));
+        }
+        let canvas = place.canvas.get_or_insert_with(|| Canvas::new(way, size));
         // An image that cannot be drawn is no reason to stop.
-        let Ok(bytes) = canvas.draw(image, screen, threads) else { return };
+        let Ok(bytes) = canvas.draw(image, screen, threads) else { return false };
         self.without_bar(|| write(&bytes));
+        true
     }
 
-    /// Ends the drawing of an image, which stays with `keep`.
-    pub fn finish_drawing(&self, keep: bool) {
-        let canvas = locked(&self.canvas).take();
-        if let Some(canvas) = canvas {
+    /// Ends the drawing of the image of this number, which stays with `keep`.
+    fn finish(&self, place: &mut Place, number: u64, keep: bool) {
+        place.finished = number;
+        if let Some(canvas) = place.canvas.take() {
             self.without_bar(|| write(&canvas.finish(keep)));
         }
     }
@@ -190,10 +223,13 @@ impl Terminal {
     /// Writes something to standard output or standard error. A progress line and an unfinished image are cleared before, and come
     /// back below.
     pub fn interject<T>(&self, print: impl FnOnce() -> T) -> T {
-        if !self.live {
+        let mut place = locked(&self.place);
+        let canvas = &mut place.canvas;
+        // An image may be drawn where no line is.
+        if !self.live && canvas.is_none() {
+            drop(place);
             return print();
         }
-        let mut canvas = locked(&self.canvas);
         self.without_bar(|| {
             canvas.iter_mut().for_each(|canvas| write(&canvas.hide()));
             let printed = print();
@@ -215,23 +251,24 @@ impl Drop for Terminal {
     /// Leaves neither a progress line nor an unfinished image, however the run ended.
     fn drop(&mut self) {
         *locked(&self.running) = None;
-        self.finish_drawing(false);
+        self.finish(&mut locked(&self.place), u64::MAX, false);
     }
 }
 
 impl Progress for Terminal {
     fn begin(&self, phase: Phase, total: u64) {
         let bar = (self.live && self.verbosity > Verbosity::Quiet).then(|| Bar::new(phase, total));
-        *locked(&self.running) = Some(Running { phase, total, done: 0, start: Instant::now(), bar });
+        *locked(&self.running) = Some(Running { phase, total, start: Instant::now(), bar });
+        self.done.store(0, Ordering::Relaxed);
     }
 
     fn advance(&self, amount: u64) {
-        let mut running = locked(&self.running);
-        let Some(running) = running.as_mut() else { return };
-        running.done += amount;
-        if let Some(Bar { line, .. }) = &running.bar {
-            line.set_prefix(per_step(running.start.elapsed().as_secs_f64(), running.done));
-            line.set_position(running.done);
+        let done = self.done.fetch_add(amount, Ordering::Relaxed) + amount;
+        // Whoever draws an image right now has the lock, and the terminal may be slow. The work goes on meanwhile.
+        let Ok(running) = self.running.try_lock() else { return };
+        if let Some(Running { start, bar: Some(Bar { line, .. }), .. }) = &*running {
+            line.set_prefix(per_step(start.elapsed().as_secs_f64(), done));
+            line.set_position(done);
         }
     }
 

@@ -16,7 +16,7 @@ pub use file::FileArgs;
 pub use image::{ImageOptions, STEPS};
 pub use lora::{LoraArg, LoraArgs};
 pub use plan::PlanArgs;
-pub use preview::ShowArgs;
+pub use preview::{PreviewArgs, PreviewTarget, ShowArgs};
 pub use quantized::QuantizedArgs;
 pub use trace::TraceArgs;
 pub use values::*;

@@ -17,7 +17,8 @@ use super::args::{FileArgs, ImageOptions, LoraArg, PromptArgs};
 use super::generate::GenerateArgs;
 use super::hint::{hint_of_line, message_of_line};
 use super::names::{Target, content_name};
-use super::outputs::{Origin, Outputs, extension, file_format};
+use super::outputs::{Origin, Outputs, extension, file_format, refuse_same};
+use super::previews::{Preview, PreviewRequest, Previewer};
 use super::report::{field, ignored_settings, unknown_words_note, warn_of_flat_image, warn_of_saturation};
 use super::request::{ImageRequest, Setup};
 use super::session::Session;
@@ -28,11 +29,11 @@ use super::writer::ImageLine;
 use super::{Process, Subcommand};
 use crate::terminal::{Seconds, Terminal, Verbosity};
 use kiln::error::{Error, Result};
-use kiln::image::{Format, Threads};
+use kiln::image::{Format, Image, Threads};
 use kiln::locate::{Environment, Found};
 use kiln::lora::{AdapterMode, LayerTargets};
 use kiln::output::save_new;
-use kiln::progress::{Phase, Progress};
+use kiln::progress::{Phase, PreviewKind, Progress};
 use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
 use kiln::{GeneratedImage, threads};
@@ -47,7 +48,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
@@ -88,6 +89,8 @@ pub struct BatchRequest {
     /// Where to look for the adapters of lines, and whether they may fit in part.
     environment: Environment,
     lora_partial: bool,
+    /// The previews to show.
+    preview: Option<PreviewRequest>,
     /// How much to print.
     pub verbosity: Verbosity,
 }
@@ -102,12 +105,14 @@ struct Defaults {
     skip_existing: bool,
     /// The trace file, which no line may overwrite.
     trace: Option<PathBuf>,
+    /// The file of previews, which no line may overwrite either.
+    preview: Option<PathBuf>,
 }
 
 impl BatchRequest {
     /// Checks flags against each other, the environment and the file system.
     pub fn new(args: BatchArgs, environment: Environment) -> Result<Self> {
-        let BatchArgs { file, model, lora, output, image_file, skip_existing, image, negative, run, .. } = args;
+        let BatchArgs { file, model, lora, output, image_file, skip_existing, preview, image, negative, run, .. } = args;
         let (own_lora, lora_partial) = (lora.lora.clone(), lora.lora_partial);
         let (verbosity, trace) = (run.verbosity(), run.trace.trace.clone());
         // A mistake that affects every line is an error of the command.
@@ -133,12 +138,23 @@ impl BatchRequest {
         if setup.options.adapters == AdapterMode::Auto {
             setup.options.adapters = AdapterMode::Branch;
         }
+        let preview = PreviewRequest::new(preview, image_file.force, verbosity);
+        let check_preview = || preview.as_ref().map_or(Ok(()), |preview| preview.check(&usual, trace.as_deref()));
+        let preview_file = preview.as_ref().and_then(PreviewRequest::file).map(Path::to_owned);
+        let is_inside = !folder.exists() && preview_file.as_deref().and_then(Path::parent) == Some(&*folder);
+        if !is_inside {
+            check_preview()?;
+        }
         // The last step, so that a command that is refused leaves no folder.
         if !folder.as_os_str().is_empty() {
             fs::create_dir_all(&folder).map_err(|source| Error::Write { path: folder.clone(), source })?;
         }
-        let defaults = Defaults { image, negative, lora: own_lora, folder, image_file, skip_existing, trace };
-        Ok(Self { source, file, setup, usual, defaults, environment, lora_partial, verbosity })
+        if is_inside {
+            check_preview()?;
+        }
+        let defaults =
+            Defaults { image, negative, lora: own_lora, folder, image_file, skip_existing, trace, preview: preview_file };
+        Ok(Self { source, file, setup, usual, defaults, environment, lora_partial, preview, verbosity })
     }
 }
 
@@ -153,6 +169,8 @@ struct Known {
     configs: String,
     /// The files that every line reads.
     files: Vec<PathBuf>,
+    /// Shows previews, if they are asked for and can be shown.
+    previewer: Option<Arc<Previewer>>,
 }
 
 impl Known {
@@ -167,7 +185,7 @@ impl Known {
 
 /// Reads lines until they end and answers each. Errors of a line do not end the run, but make it fail at its end.
 pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Terminal>, out: &mut dyn Write) -> Result<()> {
-    let BatchRequest { source, file, setup, usual, defaults, environment, lora_partial, .. } = request;
+    let BatchRequest { source, file, setup, usual, defaults, environment, lora_partial, preview, .. } = request;
     let (own_stop, own_terminal, detail) = (stop.clone(), terminal.clone(), defaults.image_file.metadata.into());
     let (service, (known, targets)) = Service::start(move || {
         let found = setup.found.clone();
@@ -175,6 +193,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         let profile = session.profile();
         let job = Settings::resolve(usual, &profile).job;
         session.fit(&job, &own_terminal)?;
+        let previewer = preview.and_then(|preview| preview.start(&session, &job, &own_terminal)).map(Arc::new);
         let (samples, backend, device) = (session.samples()?, session.backend.name, session.device());
         let targets: LayerTargets = session.model.layer_targets();
         let cache = session.result_cache();
@@ -182,7 +201,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         let files: Vec<PathBuf> = session.model_files().map(Path::to_owned).collect();
         let (engine, weights) = threads::join(|| session.load(&*own_terminal), || samples.id());
         let (mut engine, origin) = (engine?, Origin { model_id: weights?, device, detail });
-        let known = Known { profile, backend, found, origin, configs, files };
+        let known = Known { profile, backend, found, origin, configs, files, previewer };
         engine.cache_results(cache, &job)?;
         Ok((engine, (known, targets)))
     })?;
@@ -202,6 +221,7 @@ pub fn batch(request: BatchRequest, stop: &Arc<AtomicBool>, terminal: &Arc<Termi
         stop,
         terminal,
         out,
+        submitted: 0,
         answered: 0,
         failed: 0,
     };
@@ -262,15 +282,23 @@ struct Failed {
     code: u8,
 }
 
-/// Records the times of a job's phases, and forwards warnings with their line number.
+/// Records the times of a job's phases, forwards warnings with their line number, and shows previews.
 struct Watch {
     line: u64,
+    /// The number of its image among those that are submitted, from 1 on.
+    image: u64,
+    /// The number of its steps.
+    steps: AtomicUsize,
     times: Terminal,
     terminal: Arc<Terminal>,
+    previewer: Option<Arc<Previewer>>,
 }
 
 impl Progress for Watch {
     fn begin(&self, phase: Phase, total: u64) {
+        if phase == Phase::Denoise {
+            self.steps.store(total as usize, Ordering::Relaxed);
+        }
         self.times.begin(phase, total);
     }
 
@@ -288,6 +316,16 @@ impl Progress for Watch {
 
     fn warn(&self, text: &str) {
         self.terminal.say(&format!("line {}: warning: {text}", self.line));
+    }
+
+    fn wants_preview(&self) -> Option<PreviewKind> {
+        self.previewer.as_ref().map(|previewer| previewer.kind())
+    }
+
+    fn preview(&self, step: usize, image: Image) {
+        if let Some(previewer) = &self.previewer {
+            previewer.show(Preview { number: self.image, step, steps: self.steps.load(Ordering::Relaxed), image });
+        }
     }
 }
 
@@ -307,6 +345,8 @@ struct Run<'a> {
     stop: &'a AtomicBool,
     terminal: &'a Arc<Terminal>,
     out: &'a mut dyn Write,
+    /// Images that were submitted.
+    submitted: u64,
     answered: u64,
     failed: u64,
 }
@@ -352,8 +392,8 @@ impl Run<'_> {
     fn plan(&mut self, number: u64, bytes: Option<&[u8]>) -> Result<Option<Planned>> {
         let too_long = || Error::usage(format!("the line is longer than {MAX_LINE_BYTES} bytes"), "shorten it");
         let Some(line) = Line::parse(bytes.ok_or_else(too_long)?)? else { return Ok(None) };
-        let Self { service, known, model_id, library, defaults, claimed, terminal, file, .. } = self;
-        let Defaults { image, folder, image_file, trace, .. } = defaults;
+        let Self { service, known, model_id, library, defaults, claimed, terminal, file, submitted, .. } = self;
+        let Defaults { image, folder, image_file, trace, preview, .. } = defaults;
         let mut line = line.with_defaults(image, defaults.negative.as_deref(), &defaults.lora);
         // Before any of its files is read.
         line.options.check(field)?;
@@ -379,6 +419,9 @@ impl Run<'_> {
             }
         };
         let (path, seed) = (folder.join(name), line.seed());
+        if let Some(preview) = preview {
+            refuse_same(&path, "the image", preview, "--preview")?;
+        }
         // Two lines with one file are a mistake, even if the first one failed.
         if !claimed.insert(place_of(&path)) {
             let what = format!("an earlier line has the same file ({})", shown_path(&path));
@@ -402,10 +445,14 @@ impl Run<'_> {
                 let adapters =
                     request.adapters.iter().flat_map(|adapters| &adapters.0).map(|(adapter, _)| adapter.path.as_path());
                 let shared = known.files.iter().chain([&*file]).map(PathBuf::as_path);
-                planned?.refuse_inputs(&shared.chain(adapters).chain(request.files()).collect::<Vec<_>>())?;
+                let mut outputs = planned?;
+                outputs.add_preview(preview.as_deref())?;
+                outputs.refuse_inputs(&shared.chain(adapters).chain(request.files()).collect::<Vec<_>>())?;
             }
         }
-        let watch = Arc::new(Watch { line: number, times: Terminal::new(Verbosity::Quiet), terminal: Arc::clone(terminal) });
+        let (times, terminal, previewer) = (Terminal::new(Verbosity::Quiet), Arc::clone(terminal), known.previewer.clone());
+        let (image, steps) = (*submitted + 1, AtomicUsize::new(0));
+        let watch = Arc::new(Watch { line: number, image, steps, times, terminal: terminal.clone(), previewer });
         unknown_words_note(&request.prompt, &known.found, &known.profile.defaults)
             .iter()
             .for_each(|note| terminal.say(&format!("line {number}: {note}")));
@@ -415,12 +462,18 @@ impl Run<'_> {
         let edit = settings.edit.iter().flat_map(|edit| edit.notes(&settings.job));
         edit.for_each(|note| terminal.say(&format!("line {number}: {note}")));
         let ticket = service.submit(settings.job.clone(), watch.clone());
+        *submitted = image;
         Ok(Some(Planned::Image(Box::new(Submitted { ticket, settings, path, format, watch }))))
     }
 
     fn answer(&mut self, number: u64, what: Planned) -> Result<()> {
         let result = match what {
-            Planned::Image(submitted) => self.answer_image(number, &submitted),
+            Planned::Image(submitted) => {
+                let answer = self.answer_image(number, &submitted);
+                // An image that failed leaves its previews.
+                self.terminal.finish_drawing(submitted.watch.image);
+                answer
+            }
             Planned::Skipped { path, seed } => self.skip(number, &path, seed),
             Planned::Failed(error) => Err(error),
         };
@@ -455,12 +508,12 @@ impl Run<'_> {
         // The next line is submitted first, so that the engine is busy while this image is encoded.
         self.plan_ahead(false)?;
         let seconds = watch.times.seconds();
-        self.write(number, &image, settings, path, *format, seconds)
+        self.write(watch, &image, settings, path, *format, seconds)
     }
 
     fn write(
         &self,
-        number: u64,
+        Watch { line: number, image: place, .. }: &Watch,
         image: &GeneratedImage,
         settings: &Settings,
         path: &Path,
@@ -472,16 +525,16 @@ impl Run<'_> {
         match save_new(path, &bytes, self.defaults.image_file.force) {
             // Another run in the same folder was faster.
             Err(Error::OutputExists { .. }) if self.defaults.skip_existing && existing::is_image(path, format) => {
-                return self.skip(number, path, image.seed);
+                return self.skip(*number, path, image.seed);
             }
             saved => saved?,
         }
-        self.terminal.show(&image.image, Threads::All);
+        self.terminal.show(*place, &image.image, Threads::All);
         warn_of_flat_image(image, self.terminal);
         warn_of_saturation(image.saturated, settings, self.terminal);
         self.terminal.say(&format!("line {number}: {}", shown_path(path)));
         let path = path.to_string_lossy();
-        json_line(&Done { line: number, image: ImageLine::new(&path, image, settings, self.known.backend, seconds) })
+        json_line(&Done { line: *number, image: ImageLine::new(&path, image, settings, self.known.backend, seconds) })
     }
 
     /// The answer to a line whose file exists.

@@ -1,9 +1,10 @@
 //! `kiln generate`: its request, and the run that carries it out.
 
-use super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, NoiseArg, PromptArgs, RunArgs, ShowArgs, within};
+use super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, NoiseArg, PreviewArgs, PromptArgs, RunArgs, ShowArgs, within};
 use super::help::{EXAMPLE, EXAMPLES};
 use super::names::Target;
 use super::outputs::{LaterOrigin, Outputs, extension, file_format};
+use super::previews::{PreviewRequest, Watched};
 use super::report::{announce_run, list_kernels, unknown_words_note};
 use super::request::{ImageRequest, Setup, random_seed};
 use super::session::Session;
@@ -76,6 +77,10 @@ pub struct GenerateOptions {
     /// Whether images are drawn
     #[command(flatten)]
     pub show: ShowArgs,
+
+    /// Whether unfinished images are shown
+    #[command(flatten)]
+    pub preview: PreviewArgs,
 
     /// What the image is made from and how large
     #[command(flatten)]
@@ -160,12 +165,12 @@ impl GenerateArgs {
         let GenerateOptions { run, file, show, .. } = &self.options;
         let (run, force, show) = (run.clone(), file.force, *show);
         TraceFile::record(&run, command, Some(force), || {
-            let GenerateRequest { mut images, mut setup, outputs, verbosity } =
+            let GenerateRequest { mut images, mut setup, outputs, preview, verbosity } =
                 GenerateRequest::new(self, environment, &mut io::stdin(), random_seed())?;
             images.texts.extend(original.iter().map(|original| original.path.clone()));
             setup.made_on = original.map(|original| original.device);
-            let terminal = show.apply(signals.terminal(verbosity), verbosity);
-            generate(images, setup, outputs, &signals.stop, &terminal, out)
+            let terminal = Arc::new(show.apply(signals.terminal(verbosity), verbosity));
+            generate(images, setup, outputs, preview, &signals.stop, &terminal, out)
         })
     }
 }
@@ -179,6 +184,8 @@ pub struct GenerateRequest {
     pub setup: Setup,
     /// The files to write.
     pub outputs: Outputs,
+    /// The previews to show.
+    pub preview: Option<PreviewRequest>,
     /// How much to print.
     pub verbosity: Verbosity,
 }
@@ -193,9 +200,12 @@ impl GenerateRequest {
         let format = file_format(args.file.format, args.file.quality, args.output.as_deref())?;
         let target = Target::new(args.output, &images.prompt, images.seeds.len(), extension(format));
         let trace = args.run.trace.trace.as_deref();
-        let outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.file, args.json)?;
+        let mut outputs = Outputs::plan(&images, &target, format, args.dump, trace, args.file, args.json)?;
+        let preview = PreviewRequest::new(args.preview, args.file.force, args.run.verbosity());
+        outputs.add_preview(preview.as_ref().and_then(PreviewRequest::file))?;
+        preview.as_ref().map_or(Ok(()), |preview| preview.check(&images, trace))?;
         setup.notes.extend(unknown_words_note(&images.prompt, &setup.found, &setup.defaults));
-        Ok(Self { images, setup, outputs, verbosity: args.run.verbosity() })
+        Ok(Self { images, setup, outputs, preview, verbosity: args.run.verbosity() })
     }
 }
 
@@ -205,8 +215,9 @@ pub fn generate(
     request: ImageRequest,
     setup: Setup,
     mut outputs: Outputs,
+    preview: Option<PreviewRequest>,
     stop: &Arc<AtomicBool>,
-    terminal: &Terminal,
+    terminal: &Arc<Terminal>,
     out: &mut (dyn Write + Send),
 ) -> Result<()> {
     let made_on = setup.made_on.clone();
@@ -226,8 +237,9 @@ pub fn generate(
         outputs.check(settings.prompts() * encoder.max_tokens * encoder.features())?;
     }
     session.fit(&settings.job, terminal)?;
+    let watched = Watched::new(terminal, preview.and_then(|preview| preview.start(&session, &settings.job, terminal)));
     let backend = session.backend.name;
-    let mut engine = session.load(terminal)?;
+    let mut engine = session.load(&**terminal)?;
     let Outputs { format, force, json, .. } = outputs;
     let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
     let sink = ImageSink { settings, origin, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
@@ -238,11 +250,12 @@ pub fn generate(
             let _ = thread.spawn_scoped(scope, || sink.origin.get());
         }
         let mut writer = Writer::start(scope, &sink, settings.job.seeds.len());
-        let generated = engine.generate(&settings.job, terminal, &mut |image| {
+        let generated = engine.generate(&settings.job, &watched, &mut |image| {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::Interrupted);
             }
-            writer.write(Pending { path: outputs.next_path(), image, seconds: terminal.seconds() })
+            let number = watched.number();
+            writer.write(Pending { number, path: outputs.next_path(), image, seconds: terminal.seconds() })
         });
         writer.finish(generated)
     })?;

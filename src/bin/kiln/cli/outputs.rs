@@ -26,6 +26,8 @@ pub struct Outputs {
     images: std::vec::IntoIter<PlannedFile>,
     /// The file of `--dump`. Its size leaves out the prompt embeddings, whose width is known only once the model is open.
     dump: Option<PlannedFile>,
+    /// The file of `--preview`.
+    preview: Option<PathBuf>,
     /// The format of the images.
     pub format: Format,
     /// Whether existing files are replaced.
@@ -69,13 +71,24 @@ impl Outputs {
         // A dump holds the noise twice, the latents after each step and the image before rounding.
         let latents = (request.options.steps.unwrap_or(1) + 2) * request.size.grid().tokens() * CHANNELS;
         let dump = dump.map(|path| PlannedFile { path, bytes: 4 * (latents + 3 * width * height) as u64 });
-        let outputs = Self { images: images.into_iter(), dump, format, force, json, detail: file.metadata.into() };
+        let outputs = Self { images: images.into_iter(), dump, preview: None, format, force, json, detail: file.metadata.into() };
         outputs.check(0)?;
         if let Some(path) = outputs.dump().filter(|path| force && path.is_file() && !is_dump(path)) {
             let why = "this is not a dump, and --dump replaces nothing else; use another name";
             return Err(Error::Write { path: path.into(), source: io::Error::new(io::ErrorKind::InvalidInput, why) });
         }
         Ok(outputs)
+    }
+
+    /// Adds the file of previews, which has to be another one than all others.
+    pub fn add_preview(&mut self, preview: Option<&Path>) -> Result<()> {
+        let Some(preview) = preview else { return Ok(()) };
+        let images = self.images.as_slice().iter().map(|planned| (planned.path.as_path(), "the image"));
+        images
+            .chain(self.dump().map(|dump| (dump, "--dump")))
+            .try_for_each(|(other, what)| refuse_same(other, what, preview, "--preview"))?;
+        self.preview = Some(preview.into());
+        Ok(())
     }
 
     /// Refuses files that cannot be written. `embeddings` is the number of values in the prompt embeddings, or 0 while that is unknown.
@@ -89,7 +102,8 @@ impl Outputs {
     /// Refuses files that the run reads: replacing one would destroy the model or an adapter.
     pub fn refuse_inputs(&self, read: &[&Path]) -> Result<()> {
         let images = self.images.as_slice().iter();
-        images.chain(&self.dump).try_for_each(|planned| refuse_replaced(&planned.path, read))
+        let paths = images.chain(&self.dump).map(|planned| &planned.path).chain(&self.preview);
+        paths.into_iter().try_for_each(|path| refuse_replaced(path, read))
     }
 
     /// Where the next image goes; `None` is standard output.

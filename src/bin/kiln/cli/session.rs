@@ -12,7 +12,9 @@ use kiln::error::Result;
 use kiln::inspect::ModelSamples;
 use kiln::locate::Found;
 use kiln::progress::Progress;
-use kiln::{Engine, Formats, Job, LoadOptions, Nvfp4Layout, OpenModel, Variant, threads, trace};
+use kiln::{
+    Engine, EstimateRequest, Formats, Job, LoadOptions, Nvfp4Layout, OpenModel, Precision, Variant, estimate, threads, trace,
+};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -86,6 +88,15 @@ impl Session {
         let Found::Files(files) = &self.found else { return None };
         let (name, _) = Nvfp4Layout::NAMED.into_iter().find(|(_, layout)| Some(*layout) == files.nvfp4_layout)?;
         Some(("nvfp4-layout", name.into()))
+    }
+
+    /// How long an image would take on this device, if anything predicts it.
+    pub fn predicted_seconds(&self, job: &Job) -> Option<f64> {
+        // In f32 nothing runs on tensor cores.
+        let predictor = self.backend.predictor.as_ref().ok().filter(|_| self.options.precision == Precision::Bf16)?;
+        let request = self.model.estimate_request(self.options, self.backend.backend.gemm_formats());
+        let estimate = estimate(EstimateRequest { time: Some(predictor.op_time()), ..request }, job).ok()?;
+        Some(estimate.seconds.iter().map(|(_, seconds)| seconds).sum())
     }
 
     /// The files that images with these settings are made from.

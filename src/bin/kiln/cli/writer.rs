@@ -91,7 +91,7 @@ pub struct ImageSink<'a> {
 
 impl ImageSink<'_> {
     /// Encodes an image, saves it and reports it.
-    fn write(&self, Pending { path, image, seconds }: &Pending, threads: Threads) -> Result<()> {
+    fn write(&self, Pending { number, path, image, seconds }: &Pending, threads: Threads) -> Result<()> {
         let Self { settings, backend, terminal, .. } = *self;
         let text = self.origin.get()?.text(settings, image.seed, self.format);
         let bytes = image.image.encode(self.format, &text, threads)?;
@@ -99,7 +99,7 @@ impl ImageSink<'_> {
         let reported = match path {
             Some(path) => {
                 save_new(path, &bytes, self.force)?;
-                terminal.show(&image.image, threads);
+                terminal.show(*number, &image.image, threads);
                 let line = match self.json {
                     true => json_line(&ImageLine::new(&path.to_string_lossy(), image, settings, backend, *seconds))?,
                     false => line_of(path),
@@ -109,7 +109,7 @@ impl ImageSink<'_> {
             // Here the stream is the result, so a closed pipe is an error.
             None => {
                 let written = out.write_all(&bytes).and_then(|()| out.flush());
-                terminal.show(&image.image, threads);
+                terminal.show(*number, &image.image, threads);
                 written.map_err(|source| Error::Write { path: DASH.into(), source })
             }
         };
@@ -125,6 +125,8 @@ impl ImageSink<'_> {
 
 /// An image to write.
 pub struct Pending {
+    /// Its number in the run, from 1 on.
+    pub number: u64,
     /// The file; `None` is standard output.
     pub path: Option<PathBuf>,
     pub image: GeneratedImage,

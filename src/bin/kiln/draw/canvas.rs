@@ -48,6 +48,11 @@ impl Canvas {
         Self { way, size, id, shown: None }
     }
 
+    /// Whether the canvas is for images that are drawn in this way and end in one of this width and height.
+    pub fn is_for(&self, way: Way, size: (usize, usize)) -> bool {
+        (self.way, self.size) == (way, size)
+    }
+
     /// Draws an image, in the place of the previous one if the terminal still has the same size. `threads` encode it.
     pub fn draw(&mut self, image: &Image, screen: Screen, threads: Threads) -> Result<Vec<u8>> {
         let area = Area::fit(self.size, screen, self.way);

@@ -162,7 +162,6 @@ impl Way {
     }
 
     /// The way that a user asked for, whatever the terminal seems to be.
-    #[allow(dead_code)] // until `--preview` uses it
     pub fn named(name: NamedWay, facts: &Facts<'_>) -> Result<Self, NoWay> {
         Self::refuse(facts)?;
         Ok(match name {

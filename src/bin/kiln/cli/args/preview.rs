@@ -52,13 +52,14 @@ fn is_on(value: &OsStr) -> bool {
 }
 
 /// The flags for previews.
-#[allow(dead_code)] // until a command has them
 #[derive(Args, Clone, Debug, Default)]
 pub struct PreviewArgs {
-    /// Show the image while it is denoised: auto, kitty, iterm2, blocks or a .png file
+    /// Show the image while it is denoised, on the terminal or in a .png file
     ///
-    /// `auto`, which is also the value if none is given, takes the best way that the terminal has. It draws nothing where there is none. The
-    /// other three names take that way without looking at the environment. A file is replaced after each step.
+    /// `auto`, which is also the value if none is given, takes the best way that the terminal has. It draws nothing where there is none, or
+    /// if the image is done in a moment. `kitty`, `iterm2` and `blocks` take that way without looking at the environment. A file is
+    /// replaced at most five times a second, and ends as the finished image. kiln replaces an existing file only if it is a preview, or
+    /// with --force.
     #[arg(
         long,
         value_name = "WHERE",
@@ -117,6 +118,15 @@ pub enum PreviewKind {
     Fast,
     /// As large as the image, decoded by the VAE
     Full,
+}
+
+impl From<PreviewKind> for kiln::progress::PreviewKind {
+    fn from(kind: PreviewKind) -> Self {
+        match kind {
+            PreviewKind::Fast => Self::Fast,
+            PreviewKind::Full => Self::Full,
+        }
+    }
 }
 
 #[cfg(test)]

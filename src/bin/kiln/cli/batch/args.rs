@@ -1,6 +1,6 @@
 //! The flags of `kiln run`.
 
-use super::super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, RunArgs, ShowArgs};
+use super::super::args::{FileArgs, ImageOptions, LoraArgs, ModelArgs, PreviewArgs, RunArgs, ShowArgs};
 use super::line::fields;
 use clap::Args;
 use std::path::PathBuf;
@@ -63,6 +63,10 @@ pub struct BatchArgs {
     /// Whether images are drawn
     #[command(flatten)]
     pub show: ShowArgs,
+
+    /// Whether unfinished images are shown
+    #[command(flatten)]
+    pub preview: PreviewArgs,
 
     /// What images are made from and how large, where a line does not tell
     #[command(flatten)]
