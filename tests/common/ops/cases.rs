@@ -341,7 +341,8 @@ fn preview(table: &mut Table, width: usize, height: usize, channels: usize) {
 }
 
 fn latents(table: &mut Table) {
-    for (width, height, channels) in [(1, 1, 1), (3, 7, 32), (17, 15, 32), (13, 11, 3)] {
+    // The last one has as many tokens as a sequence may have.
+    for (width, height, channels) in [(1, 1, 1), (3, 7, 32), (17, 15, 32), (13, 11, 3), (250, 208, 32)] {
         preview(table, width, height, channels);
     }
     for (width, height, channels) in [(1, 1, 1), (3, 7, 4), (13, 11, 32), (37, 29, 3)] {

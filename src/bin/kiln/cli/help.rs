@@ -37,6 +37,10 @@ Examples:
   fortune | kiln --prompt-file -
       The prompt from a file, or from another program.
 
+  kiln show star.png
+  kiln replay star.png --seed 8 --count 4
+      `show` prints how an image was made. `replay` makes it again, or variations of it.
+
   kiln plan --width 2048 --height 2048
   kiln bench --width 1024 --height 1024
   kiln doctor --model ~/models/FLUX.2-klein-4B
@@ -69,9 +73,10 @@ Models:
   that was built without `builtin` falls back on `tiny`.
 
 Exit codes:
-  0 is success. 1 is a failed check, or a failed line of `kiln run`. 2 is wrong usage, and 3 a bad
-  input file. 4 is not enough memory, 5 is output not written. 6 is no usable GPU or a GPU fault,
-  and 7 a numeric fault. 70 is a bug in kiln. 130 and 143 are a stop by a signal.";
+  0 is success. 1 is a failed check, a failed line of `kiln run`, or a replay that differs. 2 is
+  wrong usage, and 3 a bad input file. 4 is not enough memory, 5 is output not written. 6 is no
+  usable GPU or a GPU fault, and 7 a numeric fault. 70 is a bug in kiln. 130 and 143 are a stop by
+  a signal.";
 
 #[cfg(test)]
 mod tests {
