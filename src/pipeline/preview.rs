@@ -34,6 +34,11 @@ pub struct Previews<'a> {
     buffers: PreviewBuffers,
     /// When the last preview was shown.
     last: Option<Instant>,
+    /// When this step of the image began, if one did, and how long the step before took.
+    began: Option<Instant>,
+    pace: Duration,
+    /// The preview that the device is drawing, whose memory the host has touched before it waits.
+    drawn: Option<Image>,
 }
 
 /// How latents become an image.
@@ -54,7 +59,17 @@ impl<'a> Previews<'a> {
             PreviewKind::Fast => How::Table(table?),
             PreviewKind::Full => How::Vae(vae),
         };
-        Some(Self { progress, how, buffers, last: None })
+        Some(Self { progress, how, buffers, last: None, began: None, pace: Duration::ZERO, drawn: None })
+    }
+
+    /// Begins a step. The preview of the step is worth drawing if the last one will be old enough when the step has ended, as far as the
+    /// step before tells. The host issues a step while the device works, so it cannot wait and see.
+    pub fn begin_step(&mut self) -> bool {
+        let now = Instant::now();
+        if let Some(before) = self.began.replace(now) {
+            self.pace = now - before;
+        }
+        is_due(self.last, now + self.pace)
     }
 
     /// Where the predicted clean latents belong.
@@ -69,11 +84,8 @@ impl<'a> Previews<'a> {
         be.run(Op::Euler { latents: clean, velocity, dt: -sigma })
     }
 
-    /// Shows the predicted clean latents, unless the last preview was shown a moment ago. `step` is the number of steps that are done.
-    pub fn show(&mut self, be: &mut dyn Backend, ws: &mut Arena, step: usize) -> Result<()> {
-        if !is_due(self.last, Instant::now()) {
-            return Ok(());
-        }
+    /// Draws the predicted clean latents. The device begins when it has ended the step.
+    pub fn draw(&mut self, be: &mut dyn Backend, ws: &mut Arena) -> Result<()> {
         let PreviewBuffers { clean, image, pixels, grid } = self.buffers;
         let (out, [width, height]) = match self.how {
             How::Table(table) => {
@@ -88,16 +100,23 @@ impl<'a> Previews<'a> {
                 (pixels, [PATCH * grid.width, PATCH * grid.height])
             }
         };
-        let mut bytes = vec![0; out.len()];
-        be.read_bytes(out, &mut bytes)?;
-        self.progress.preview(step, Image { width, height, pixels: bytes });
-        self.shown();
+        // Zeros would be pages that the system has yet to find when the pixels arrive.
+        self.drawn = Some(Image { width, height, pixels: vec![1; out.len()] });
         Ok(())
     }
 
-    /// A preview was shown just now.
-    pub fn shown(&mut self) {
+    /// Shows what was drawn, unless the step ended sooner than expected. `step` is the number of steps that are done.
+    pub fn show(&mut self, be: &mut dyn Backend, step: usize) -> Result<()> {
+        let Some(mut image) = self.drawn.take().filter(|_| is_due(self.last, Instant::now())) else { return Ok(()) };
+        be.read_bytes(self.buffers.pixels.rows(0..image.width * image.height), &mut image.pixels)?;
+        self.progress.preview(step, image);
         self.last = Some(Instant::now());
+        Ok(())
+    }
+
+    /// The image is finished, and was shown just now.
+    pub fn finish(&mut self) {
+        (self.last, self.began) = (Some(Instant::now()), None);
     }
 }
 

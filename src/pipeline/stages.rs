@@ -285,7 +285,8 @@ impl Stages {
                 progress.begin(Phase::Denoise, schedule.steps() as u64);
                 for i in 0..schedule.steps() {
                     // The last step's preview is the image.
-                    let mut preview = previews.as_mut().filter(|_| i + 1 < schedule.steps());
+                    let mut preview =
+                        previews.as_mut().filter(|_| i + 1 < schedule.steps()).and_then(|p| p.begin_step().then_some(p));
                     let advance_latents = |be: &mut dyn Backend, velocity: Tensor| {
                         be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                         preview.as_ref().map_or(Ok(()), |p| p.predict(be, latents, velocity, schedule.sigma(i + 1)))
@@ -321,11 +322,14 @@ impl Stages {
                         values.record.latents.push(download(be, latents)?);
                     }
                     buffer.get_or_insert_with(pixel_buffer);
+                    if let Some(preview) = &mut preview {
+                        preview.draw(be, ws)?;
+                    }
                     // The host stays one step ahead of an asynchronous device, so the device never waits for work. Only a preview waits
                     // for its step.
                     advance(progress, checks.settle(be, usize::from(preview.is_none()))?);
-                    if let Some(preview) = &mut preview {
-                        preview.show(be, ws, i + 1)?;
+                    if let Some(preview) = preview {
+                        preview.show(be, i + 1)?;
                     }
                 }
                 advance(progress, checks.settle(be, 0)?);
@@ -346,7 +350,7 @@ impl Stages {
                 values.saturated = be.take_saturated()?;
                 progress.end();
                 sink(seed, values)?;
-                previews.iter_mut().for_each(Previews::shown);
+                previews.iter_mut().for_each(Previews::finish);
                 Ok(())
             };
             match seeds.get(index + 1) {

@@ -74,3 +74,25 @@ fn the_arithmetic_has_a_number() {
         assert_eq!(found, "1 cpu x86-64-v4 ca0d3616914c686c", "raise kiln::metadata::ARITHMETIC, and write the new hash here");
     }
 }
+
+/// On a cold disk, samples of the weights would be in the way of the loader, so they are read after it.
+#[test]
+fn weights_are_sampled_once_all_are_loaded() {
+    let sandbox = Sandbox::new();
+    for (name, flags) in [("a", &[][..]), ("b", &["--low-memory"]), ("c", &["--count", "2", "--metadata", "basic"])] {
+        let (image, trace) = (format!("{name}.png"), format!("{name}.json"));
+        sandbox.quick(&[&["x", "-o", &*image, "--trace", &*trace], flags].concat());
+        let trace: Value = serde_json::from_slice(&fs::read(sandbox.path(&trace)).unwrap()).unwrap();
+        let spans = |wanted: &str| -> Vec<(f64, f64)> {
+            let events = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == wanted);
+            events.map(|event| (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap())).collect()
+        };
+        let loaded = spans("loading weights").into_iter().map(|(start, duration)| start + duration).fold(0.0, f64::max);
+        assert!(loaded > 0.0, "{trace}");
+        match (&spans("identify the model")[..], name) {
+            ([(start, _)], "a" | "b") => assert!(*start >= loaded, "{name}: {start} is before {loaded}"),
+            ([], "c") => {}
+            (other, _) => panic!("{name}: {other:?}"),
+        }
+    }
+}

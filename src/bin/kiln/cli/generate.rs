@@ -244,10 +244,14 @@ pub fn generate(
     let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
     let sink = ImageSink { settings, origin, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
     thread::scope(|scope| {
+        // Its end, however this ends, is the end of a thread that waits for it.
+        let watched = watched;
         if threads::affordable(1) == 1 {
-            // If the system refuses a thread, the first image that is written asks for the origin.
+            // If the system refuses the thread, the first image that is written asks for the origin.
+            let (loaded, origin) = (watched.when_loaded(), &sink.origin);
+            let identify = move || drop(loaded.recv().map(|()| origin.get()));
             let thread = thread::Builder::new().name("identify".into()).stack_size(threads::STACK);
-            let _ = thread.spawn_scoped(scope, || sink.origin.get());
+            let _ = thread.spawn_scoped(scope, identify);
         }
         let mut writer = Writer::start(scope, &sink, settings.job.seeds.len());
         let generated = engine.generate(&settings.job, &watched, &mut |image| {

@@ -140,7 +140,7 @@ impl Origin {
     }
 }
 
-/// An origin that is known only while the first image is made. Samples of the weights are read once the weights are loaded: before, they
+/// An origin that is known only while the first image is made. Samples of the weights are read once all weights are loaded: before, they
 /// would be in the way of the loader on a cold disk.
 pub struct LaterOrigin {
     samples: Option<ModelSamples>,

@@ -18,6 +18,7 @@ use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
@@ -254,11 +255,20 @@ pub struct Watched<'a> {
     previewer: Option<Previewer>,
     number: Cell<u64>,
     steps: Cell<usize>,
+    /// Whoever waits for the weights.
+    waiting: Cell<Option<Sender<()>>>,
 }
 
 impl<'a> Watched<'a> {
     pub fn new(terminal: &'a Terminal, previewer: Option<Previewer>) -> Self {
-        Self { terminal, previewer, number: Cell::new(0), steps: Cell::new(0) }
+        Self { terminal, previewer, number: Cell::new(0), steps: Cell::new(0), waiting: Cell::new(None) }
+    }
+
+    /// Receives a message when all weights are loaded, which they are after the first step.
+    pub fn when_loaded(&self) -> Receiver<()> {
+        let (sender, receiver) = channel();
+        self.waiting.set(Some(sender));
+        receiver
     }
 
     /// The number of the latest image, from 1 on.
@@ -277,6 +287,12 @@ impl Progress for Watched<'_> {
     }
 
     fn advance(&self, amount: u64) {
+        // Before the first image, other phases advance.
+        if self.number.get() > 0
+            && let Some(waiting) = self.waiting.take()
+        {
+            let _ = waiting.send(());
+        }
         self.terminal.advance(amount);
     }
 
