@@ -29,9 +29,12 @@ pub use tokenizers::{tekken, tokenizer};
 pub use webps::webp;
 pub use weights::{quantization, safetensors};
 
+use common::cost::peak_of;
 use kiln::error::Error;
+use kiln::metadata::{Maker, StoredText};
 use kiln::text::shown_line;
 use kiln_program::cli;
+use std::path::Path;
 
 /// What a target does with an input.
 pub type Target = fn(&[u8]);
@@ -78,6 +81,21 @@ fn check_error(error: &Error, codes: &[u8]) {
 /// Checks an error about a file.
 fn check_file_error(error: &Error) {
     check_error(error, &[3]);
+}
+
+/// Reads the text of an image file, which takes little memory whatever it says.
+fn check_texts(file: &[u8]) {
+    let read = || -> kiln::Result<usize> {
+        let text = StoredText::of_file(file, Path::new("x"))?;
+        drop((Maker::of(&text), text.metadata()));
+        Ok(text.notes().len())
+    };
+    let (notes, peak) = peak_of(read);
+    assert!(peak <= 1 << 20, "{peak} bytes for text");
+    match notes {
+        Ok(notes) => assert!(notes <= 20, "{notes} notes"),
+        Err(error) => check_file_error(&error),
+    }
 }
 
 /// The bytes of an input, one value after the other; zeros behind its end.

@@ -1,8 +1,8 @@
 //! Metadata of images.
 
-use crate::Reader;
 use crate::images::decode;
 use crate::pngs::push_chunk;
+use crate::{Reader, check_texts};
 use kiln::image::{Format, Image, Threads};
 use std::sync::LazyLock;
 
@@ -36,6 +36,7 @@ pub fn metadata(data: &[u8]) {
     let (exif, xmp) = ((kind & 2 != 0).then_some(exif), (kind & 4 != 0).then_some(xmp));
     let (file, image) = &FILES[usize::from(kind & 1)];
     let made = if kind & 1 == 0 { in_png(file, exif, xmp, foreign, other) } else { in_jpeg(file, exif, xmp, foreign, other) };
+    check_texts(&made);
     let decoded = decode(&made).unwrap_or_else(|error| panic!("metadata make an image unreadable: {error}"));
     // A JPEG has a name in front, which some writers of PNG add as well.
     let exif = exif.map(|exif| if kind & 1 == 0 { exif.to_vec() } else { [b"Exif\0\0", exif].concat() });

@@ -1,7 +1,7 @@
 //! PNG files.
 
 use crate::images::decode;
-use crate::{Reader, check_file_error};
+use crate::{Reader, check_file_error, check_texts};
 use flate2::Compression;
 use flate2::write::ZlibEncoder;
 use kiln::image::Image;
@@ -18,6 +18,7 @@ pub fn png(data: &[u8]) {
         Some(chunks) => ([SIGNATURE, &checked(chunks)].concat(), false),
         None => (composed(data), true),
     };
+    check_texts(&file);
     let (image, reference) = (decode(&file), reference(&file));
     match (image, reference) {
         (Ok(image), Some(reference)) => assert!(image == reference, "the pixels differ from the png crate's"),

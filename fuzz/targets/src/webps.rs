@@ -1,6 +1,6 @@
 //! WebP files.
 
-use crate::check_file_error;
+use crate::{check_file_error, check_texts};
 use common::cost::peak_of;
 use image_webp::WebPDecoder;
 use kiln::DecodedReference;
@@ -16,6 +16,7 @@ const HEADER: usize = 12;
 pub fn webp(data: &[u8]) {
     let chunks = if data.starts_with(b"RIFF") { data.get(HEADER..).unwrap_or_default() } else { data };
     let file = [b"RIFF", &(4 + chunks.len() as u32).to_le_bytes()[..], b"WEBP", chunks].concat();
+    check_texts(&file);
     let (image, peak) = peak_of(|| DecodedReference::from_bytes(&file, Path::new("x")));
     let image = match image {
         Ok(decoded) => decoded.image().clone(),
