@@ -268,7 +268,7 @@ fn flags_make_variations() {
     let run = sandbox.run(["replay", "made.png", "--count", "2"]).good();
     assert_eq!(run.text(), "made-replay-1.png\nmade-replay-2.png\n");
     assert_eq!(pixels("made-replay-1.png"), pixels("made.png"));
-    // The same prompt is no change.
+    // An equal prompt is no change.
     let run = sandbox.run(["replay", "made.png", "-o", "g.png", "--prompt", "a fox"]).good();
     assert_eq!(run.text(), "g.png\nidentical\n");
 }

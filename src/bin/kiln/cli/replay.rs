@@ -212,7 +212,7 @@ impl Subcommand for ReplayArgs {
         words.extend(["--".into(), prompt.unwrap_or_else(|| metadata.prompt.clone().into())]);
         let args = Cli::try_parse_from(words).map_err(|error| unusable(&file, &error))?.command;
         let Some(super::Command::Generate(args)) = args else {
-            return Err(Error::Op { op: "replay", what: "the flags are not those of `generate`".into() });
+            return Err(Error::Op { op: "replay", what: "the flags are of another command".into() });
         };
         if metadata.arithmetic != ARITHMETIC {
             let (then, now) = (metadata.arithmetic, ARITHMETIC);
@@ -309,7 +309,7 @@ fn model_of(args: &ModelArgs, environment: &Environment, metadata: &ImageMetadat
     first.map(|(id, name)| Matched::Not { found: format!("{name} ({id})") })
 }
 
-/// The name of the new file: `fox.png` becomes `fox-replay.png`. The extension is that of the format.
+/// The name of the new file: `fox.png` becomes `fox-replay.png`. The extension follows from the format.
 fn replay_name(file: &Path, bytes: &[u8]) -> PathBuf {
     let extension = match bytes {
         [0x89, ..] => "png",
