@@ -180,11 +180,11 @@ impl Stop {
     }
 }
 
-/// A read of a small tensor in progress.
+/// A read of a tensor in progress.
 #[derive(Debug)]
-pub enum Reading {
+pub enum Reading<T = f32> {
     /// The values are on the host.
-    Done(Vec<f32>),
+    Done(Vec<T>),
     /// The values are on the device until the ops issued before the read have finished.
     Queued {
         /// The tensor to read. It must not be written before the read has finished.
@@ -194,26 +194,57 @@ pub enum Reading {
     },
 }
 
-impl Reading {
-    /// Begins to read a tensor back. Meanwhile a GPU runs the ops that are issued next. A read need not be finished.
-    pub fn begin(be: &mut dyn Backend, from: Tensor) -> Result<Self> {
+impl<T: Copy + Default> Reading<T> {
+    /// Begins a read: the device tells when it has come this far, and other backends read now.
+    fn begin_with(
+        be: &mut dyn Backend,
+        from: Tensor,
+        read: impl FnOnce(&mut dyn Backend, &mut [T]) -> Result<()>,
+    ) -> Result<Self> {
         if let Some(cuda) = be.cuda() {
             return Ok(Self::Queued { from, place: cuda.begin_read()? });
         }
-        let mut values = vec![0.0; from.len()];
-        be.read(from, &mut values)?;
+        let mut values = vec![T::default(); from.len()];
+        read(be, &mut values)?;
         Ok(Self::Done(values))
     }
 
-    /// Waits for the ops issued before the read was begun, but for no later ones. Returns the values.
-    pub fn finish(self, be: &mut dyn Backend) -> Result<Vec<f32>> {
+    fn finish_with(
+        self,
+        be: &mut dyn Backend,
+        read: impl FnOnce(&mut cuda::Cuda, Tensor, usize) -> Result<Vec<T>>,
+    ) -> Result<Vec<T>> {
         match (self, be.cuda()) {
             (Self::Done(values), _) => Ok(values),
-            (Self::Queued { from, place }, Some(cuda)) => cuda.finish_read(from, place),
+            (Self::Queued { from, place }, Some(cuda)) => read(cuda, from, place),
             (Self::Queued { from, .. }, None) => {
                 Err(Error::Op { op: "read", what: format!("{from:?} is read by another backend") })
             }
         }
+    }
+}
+
+impl Reading {
+    /// Begins to read a tensor back. Meanwhile a GPU runs the ops that are issued next. A read need not be finished.
+    pub fn begin(be: &mut dyn Backend, from: Tensor) -> Result<Self> {
+        Self::begin_with(be, from, |be, values| be.read(from, values))
+    }
+
+    /// Waits for the ops issued before the read was begun, but for no later ones. Returns the values.
+    pub fn finish(self, be: &mut dyn Backend) -> Result<Vec<f32>> {
+        self.finish_with(be, cuda::Cuda::finish_read)
+    }
+}
+
+impl Reading<u8> {
+    /// Begins to read a tensor of bytes back.
+    pub fn begin_bytes(be: &mut dyn Backend, from: Tensor) -> Result<Self> {
+        Self::begin_with(be, from, |be, bytes| be.read_bytes(from, bytes))
+    }
+
+    /// Waits for the ops issued before the read was begun, but for no later ones. Returns the bytes.
+    pub fn finish_bytes(self, be: &mut dyn Backend) -> Result<Vec<u8>> {
+        self.finish_with(be, cuda::Cuda::finish_read_bytes)
     }
 }
 

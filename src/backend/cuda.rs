@@ -234,10 +234,16 @@ impl Cuda {
         let Some(scale) = transferred_scale(from) else {
             return Err(Error::Op { op: "read", what: format!("{from:?} cannot be read in the background") });
         };
-        let (mut bytes, mut values) = (vec![0; from.dtype.bytes(from.len())], vec![0.0; from.len()]);
-        self.transfers.finish_read(place, self.rows(from, "read")?, &mut bytes)?;
+        let (bytes, mut values) = (self.finish_read_bytes(from, place)?, vec![0.0; from.len()]);
         staging::decode(&bytes, from.dtype, scale, &mut values);
         Ok(values)
+    }
+
+    /// Waits for the ops issued before a read was begun, but for no later ones, and returns the bytes of this tensor.
+    pub(crate) fn finish_read_bytes(&mut self, from: Tensor, place: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; from.dtype.bytes(from.len())];
+        self.transfers.finish_read(place, self.rows(from, "read")?, &mut bytes)?;
+        Ok(bytes)
     }
 
     /// Goes through the ops of `body` without running them: a missing kernel fails here, and all kernels are loaded. Results that `body`

@@ -1,7 +1,7 @@
 //! Previews of an image while it is denoised. They are made in buffers of the image that nothing else uses between steps, so they take no
 //! memory of their own.
 
-use crate::backend::{Backend, Op};
+use crate::backend::{Backend, Op, Reading};
 use crate::config::PreviewTable;
 use crate::error::Result;
 use crate::image::Image;
@@ -37,8 +37,16 @@ pub struct Previews<'a> {
     /// When this step of the image began, if one did, and how long the step before took.
     began: Option<Instant>,
     pace: Duration,
-    /// The preview that the device is drawing, whose memory the host has touched before it waits.
-    drawn: Option<Image>,
+    /// The preview on its way from the device.
+    drawn: Option<Drawn>,
+}
+
+/// A preview that the device draws and sends while it works on the next step.
+struct Drawn {
+    /// The number of steps that are done.
+    step: usize,
+    size: [usize; 2],
+    pixels: Reading<u8>,
 }
 
 /// How latents become an image.
@@ -69,7 +77,8 @@ impl<'a> Previews<'a> {
         if let Some(before) = self.began.replace(now) {
             self.pace = now - before;
         }
-        is_due(self.last, now + self.pace)
+        // The buffers hold one preview.
+        self.drawn.is_none() && is_due(self.last, now + self.pace)
     }
 
     /// Where the predicted clean latents belong.
@@ -84,10 +93,10 @@ impl<'a> Previews<'a> {
         be.run(Op::Euler { latents: clean, velocity, dt: -sigma })
     }
 
-    /// Draws the predicted clean latents. The device begins when it has ended the step.
-    pub fn draw(&mut self, be: &mut dyn Backend, ws: &mut Arena) -> Result<()> {
+    /// Issues the drawing of the predicted clean latents. `step` is the number of steps that are done then.
+    pub fn draw(&mut self, be: &mut dyn Backend, ws: &mut Arena, step: usize) -> Result<()> {
         let PreviewBuffers { clean, image, pixels, grid } = self.buffers;
-        let (out, [width, height]) = match self.how {
+        let (out, size) = match self.how {
             How::Table(table) => {
                 let (out, rows) = (pixels.rows(0..4 * clean.rows), image.rows(0..PreviewTable::ROWS));
                 be.write(rows, table.values())?;
@@ -100,17 +109,20 @@ impl<'a> Previews<'a> {
                 (pixels, [PATCH * grid.width, PATCH * grid.height])
             }
         };
-        // Zeros would be pages that the system has yet to find when the pixels arrive.
-        self.drawn = Some(Image { width, height, pixels: vec![1; out.len()] });
+        self.drawn = Some(Drawn { step, size, pixels: Reading::begin_bytes(be, out)? });
         Ok(())
     }
 
-    /// Shows what was drawn, unless the step ended sooner than expected. `step` is the number of steps that are done.
-    pub fn show(&mut self, be: &mut dyn Backend, step: usize) -> Result<()> {
-        let Some(mut image) = self.drawn.take().filter(|_| is_due(self.last, Instant::now())) else { return Ok(()) };
-        be.read_bytes(self.buffers.pixels.rows(0..image.width * image.height), &mut image.pixels)?;
-        self.progress.preview(step, image);
-        self.last = Some(Instant::now());
+    /// Shows what was drawn, once this many steps have ended well. It is passed over if that was sooner than expected.
+    pub fn show(&mut self, be: &mut dyn Backend, done: usize) -> Result<()> {
+        let Some(Drawn { step, size: [width, height], pixels }) = self.drawn.take_if(|drawn| drawn.step <= done) else {
+            return Ok(());
+        };
+        let pixels = pixels.finish_bytes(be)?;
+        if is_due(self.last, Instant::now()) {
+            self.progress.preview(step, Image { width, height, pixels });
+            self.last = Some(Instant::now());
+        }
         Ok(())
     }
 

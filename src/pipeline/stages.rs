@@ -283,9 +283,18 @@ impl Stages {
                 }
                 let (mut checks, mut buffer) = (Checks::new(inputs), None);
                 progress.begin(Phase::Denoise, schedule.steps() as u64);
+                // Steps that have ended well.
+                let mut done = 0;
+                let mut settle =
+                    |be: &mut dyn Backend, checks: &mut Checks<'_>, previews: &mut Option<Previews<'_>>, most: usize| {
+                        let passed = checks.settle(be, most)?;
+                        advance(progress, passed);
+                        done += passed as usize;
+                        previews.as_mut().map_or(Ok(()), |previews| previews.show(be, done))
+                    };
                 for i in 0..schedule.steps() {
                     // The last step's preview is the image.
-                    let mut preview =
+                    let preview =
                         previews.as_mut().filter(|_| i + 1 < schedule.steps()).and_then(|p| p.begin_step().then_some(p));
                     let advance_latents = |be: &mut dyn Backend, velocity: Tensor| {
                         be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
@@ -322,17 +331,13 @@ impl Stages {
                         values.record.latents.push(download(be, latents)?);
                     }
                     buffer.get_or_insert_with(pixel_buffer);
-                    if let Some(preview) = &mut preview {
-                        preview.draw(be, ws)?;
-                    }
-                    // The host stays one step ahead of an asynchronous device, so the device never waits for work. Only a preview waits
-                    // for its step.
-                    advance(progress, checks.settle(be, usize::from(preview.is_none()))?);
                     if let Some(preview) = preview {
-                        preview.show(be, i + 1)?;
+                        preview.draw(be, ws, i + 1)?;
                     }
+                    // The host stays one step ahead of an asynchronous device, so the device never waits for work.
+                    settle(be, &mut checks, &mut previews, 1)?;
                 }
-                advance(progress, checks.settle(be, 0)?);
+                settle(be, &mut checks, &mut previews, 0)?;
                 progress.end();
 
                 progress.begin(Phase::Decode, 1);

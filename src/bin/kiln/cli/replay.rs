@@ -128,7 +128,7 @@ impl Args for ReplayArgs {
 /// The help of the command.
 const ABOUT: &str = "Make an image of kiln again, or variations of it\n\n\
     kiln reads how FILE was made and makes the image again: fox.png becomes fox-replay.png. It prints `identical`, or how many pixels \
-    differ. kiln looks for references, masks, noise and adapters beside FILE and in the current folder, by their digests. A flag \
+    differ. kiln looks for references, masks, noise and adapters next to FILE and in the current folder, by their digests. A flag \
     that changes something makes a variation, which is not compared. Examples are --seed, --prompt, --steps and --count.";
 
 /// Flags that leave the pixels alone, so that the result can be compared.
@@ -197,7 +197,7 @@ impl Subcommand for ReplayArgs {
         };
         if !missing.is_empty() {
             let hint =
-                "name the files with these flags, or copy them beside the image; a file that was saved again is another file";
+                "name the files with these flags, or copy them next to the image; a file that was saved again is another file";
             return Err(Error::bad_file(&file, FAULT, missing.join("; ")).with_hint(hint));
         }
 

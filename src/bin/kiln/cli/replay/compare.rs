@@ -119,6 +119,6 @@ mod tests {
         assert_eq!(keys(&then, &now), [""; 0]);
         let other = ImageMetadata { steps: 5, negative: Some("x".into()), ..now };
         assert_eq!(keys(&then, &other), ["steps", "negative"]);
-        assert_eq!(keys(&other, &then), ["steps", "negative"]);
+        assert_eq!(keys(&other, &then), ["negative", "steps"]);
     }
 }

@@ -1,4 +1,4 @@
-//! Files by their digests, beside an image and in the current folder.
+//! Files by their digests, next to an image and in the current folder.
 
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
@@ -44,7 +44,7 @@ impl Searched {
             extension.is_some_and(|extension| extensions.contains(&&*extension))
         };
         let mut candidates: Vec<PathBuf> = self.files.iter().filter(|path| is_kind(path)).cloned().collect();
-        // The sort is stable: files beside the image stay first.
+        // The sort is stable: files next to the image stay first.
         candidates.sort_by_key(|path| path.file_name().and_then(|own| own.to_str()) != name);
         candidates.into_iter().find(|path| self.digest(path).as_deref() == Some(digest))
     }
