@@ -35,6 +35,8 @@ pub struct StandIn {
     pub launches: Cell<usize>,
     /// Loaded modules: how many before the first launch, and how many after it.
     pub loads: Cell<[usize; 2]>,
+    /// Kernels that were looked up after the first launch.
+    pub late_kernels: Cell<usize>,
     /// How many launches may begin before the preceding one has ended.
     pub overlapping: Cell<usize>,
     /// When each event was reached.
@@ -76,6 +78,7 @@ impl StandIn {
             memory,
             launches: Cell::new(0),
             loads: Cell::default(),
+            late_kernels: Cell::default(),
             overlapping: Cell::new(0),
             reached: RefCell::default(),
             params: RefCell::default(),
@@ -195,6 +198,7 @@ impl Driver for StandIn {
     fn function(&self, module: Module, _symbol: &str, _params: usize, _shared: u32) -> Result<Function> {
         assert!(self.taken.borrow().contains_key(&module.0), "a kernel of a module that is gone");
         self.call("function")?;
+        self.late_kernels.set(self.late_kernels.get() + usize::from(self.launches.get() > 0));
         Ok(Function(0))
     }
 

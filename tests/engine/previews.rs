@@ -32,12 +32,14 @@ pub struct Viewer {
     kind: Option<PreviewKind>,
     pause: Duration,
     phase: Mutex<Option<Phase>>,
+    /// Steps of the image that have ended.
+    done: Mutex<u64>,
     seen: Mutex<Vec<(usize, Image, Instant)>>,
 }
 
 impl Viewer {
     pub fn new(kind: Option<PreviewKind>, pause: Duration) -> Self {
-        Self { kind, pause, phase: Mutex::default(), seen: Mutex::default() }
+        Self { kind, pause, phase: Mutex::default(), done: Mutex::default(), seen: Mutex::default() }
     }
 
     pub fn images(self) -> Vec<(usize, Image)> {
@@ -48,10 +50,14 @@ impl Viewer {
 impl Progress for Viewer {
     fn begin(&self, phase: Phase, _total: u64) {
         *self.phase.lock().unwrap() = Some(phase);
+        if phase == Phase::Denoise {
+            *self.done.lock().unwrap() = 0;
+        }
     }
 
-    fn advance(&self, _amount: u64) {
+    fn advance(&self, amount: u64) {
         if *self.phase.lock().unwrap() == Some(Phase::Denoise) {
+            *self.done.lock().unwrap() += amount;
             std::thread::sleep(self.pause);
         }
     }
@@ -62,6 +68,8 @@ impl Progress for Viewer {
 
     fn preview(&self, step: usize, image: Image) {
         assert!(self.kind.is_some(), "nobody asked for previews");
+        // A step whose values are not finite is an error, and no preview.
+        assert!(step as u64 <= *self.done.lock().unwrap(), "step {step} is shown before it is known to be good");
         self.seen.lock().unwrap().push((step, image, Instant::now()));
     }
 }

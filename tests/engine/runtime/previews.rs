@@ -27,10 +27,26 @@ fn previews_leave_graphs_and_memory_alone() {
     };
     // The first image launches its first step op by op.
     run(None);
+    assert_eq!(driver.late_kernels.take(), 0);
     let (graphs, bytes, launches, seen) = run(None);
     assert_eq!(seen, 0);
     let (fast, full) = (run(Some(PreviewKind::Fast)), run(Some(PreviewKind::Full)));
     assert!((fast.0, fast.1) == (graphs, bytes) && (full.0, full.1) == (graphs, bytes), "{graphs:?} {fast:?} {full:?}");
     assert!(fast.2 > launches && full.2 > fast.2 && fast.3 >= 2, "{launches} {fast:?} {full:?}");
     assert_eq!(run(None), (graphs, bytes, launches, 0));
+}
+
+/// Kernels of previews are found before the image begins, also if an image without previews came before.
+#[test]
+fn kernels_of_previews_are_found_before_the_image() {
+    let (model, driver, stop) = (Model::new(), StandIn::new(PLENTY), Arc::default());
+    let defaults = ModelDefaults { preview: Some(table()), ..ModelDefaults::klein() };
+    let model = opened(tiny_weights(&model.0), Variant::Distilled, defaults);
+    let mut engine = Engine::load(Box::new(cuda(&driver, &stop).unwrap()), model, OPTIONS, &Silent).unwrap();
+    let job = Job { steps: 3, record: false, ..cases()[0].job() };
+    for kind in [None, Some(PreviewKind::Fast), Some(PreviewKind::Full)] {
+        driver.launches.set(0);
+        engine.generate(&job, &Viewer::new(kind, Duration::ZERO), &mut |_| Ok(())).unwrap();
+        assert_eq!(driver.late_kernels.take(), 0, "{kind:?}");
+    }
 }
