@@ -51,7 +51,7 @@ fn is_control_like(c: char) -> bool {
     c.is_control() || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 
-/// JSON whose strings hold no character that controls a terminal. serde_json escapes such characters of ASCII, and this function the others.
+/// JSON whose strings hold no character that controls a terminal. serde_json escapes such characters of ASCII, and this escapes the others.
 pub fn harmless_json(json: &str) -> String {
     let mut out = String::with_capacity(json.len());
     for c in json.chars() {

@@ -1,5 +1,6 @@
 //! Previews of images while they are denoised, against plain definitions, on the CPU.
 
+use common::random::long;
 use common::wrapped::{self, Wrapped};
 use common::{cpu, engine_on, opened, run, small_job, tiny_weights};
 use kiln::error::Result;
@@ -335,4 +336,33 @@ fn previews_of_the_built_in_model_approach_its_image() {
     println!("levels from the last latents: {of_latents:.2?}, from the image: {of_image:.1?}, gray {gray:.1}");
     assert!(of_latents.is_sorted_by(|a, b| a > b), "{of_latents:?}");
     assert!(of_image.iter().all(|off| *off < 0.75 * gray), "{of_image:?}, gray {gray}");
+}
+
+/// Over the first prompts of the score, previews come closer to the image with every step, and are always closer than plain gray.
+#[test]
+fn previews_of_many_prompts_come_closer_to_their_images() {
+    // An image takes two seconds.
+    let count = if long() { 24 } else { return };
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let found = locate(&LocateRequest { model: Some(root.join("models/builtin")), ..LocateRequest::default() }).unwrap();
+    let model = OpenModel::open(&found, None).unwrap();
+    let (defaults, variant) = (model.defaults.clone(), model.variant);
+    let mut engine = Engine::load(Box::new(cpu()), model, LoadOptions::DEFAULT, &Silent).unwrap();
+    let file = std::fs::read(root.join("tests/fixtures/builtin/prompts.json")).unwrap();
+    let file: serde_json::Value = serde_json::from_slice(&file).unwrap();
+    let (mut off, mut gray) = ([0.0; STEPS], 0.0);
+    for (seed, prompt) in file["prompts"].as_array().unwrap().iter().take(count).enumerate() {
+        let job = Job::new(prompt["text"].as_str().unwrap(), seed as u64, &defaults, variant).unwrap();
+        let viewer = Viewer::new(Some(PreviewKind::Fast), LONG);
+        let want = shrunk(&generate(&mut engine, &job, &viewer).remove(0).image, 8);
+        let seen = viewer.images();
+        assert_eq!(seen.len(), STEPS);
+        for (off, (step, preview)) in off.iter_mut().zip(&seen) {
+            let pixels = if *step == STEPS { shrunk(preview, 8) } else { preview.pixels.iter().map(|&v| v.into()).collect() };
+            *off += rms(pixels.iter().zip(&want).map(|(a, b)| a - b)) / count as f64;
+        }
+        gray += rms(want.iter().map(|v| v - 128.0)) / count as f64;
+    }
+    println!("levels from the image, by step: {off:.2?}, gray {gray:.1}");
+    assert!(off.is_sorted_by(|a, b| a > b) && off[0] < gray, "{off:?}, gray {gray}");
 }
