@@ -4,7 +4,8 @@
     python preview.py --kiln target/release/kiln --check   # fails if that file has others
 
 kiln draws images of the training world and records their latents. Least squares give, for each color, the sum of the 32 channels and a bias
-that is closest to the mean of 8x8 pixels. Needs Python alone.
+that is closest to the mean of 8x8 pixels. What is beyond black or white and belongs there is no error, because a preview is clamped. Needs
+Python alone.
 """
 import argparse
 import itertools
@@ -23,6 +24,10 @@ BACKGROUNDS = ["a plain {}", "a {} gradient", "a striped {}"]
 CHANNELS, SCALE = 32, 8
 # Keeps the factors of channels that hardly matter near zero.
 RIDGE = 1e-3
+# How often the pixels that are clamped are left out anew.
+ROUNDS = 8
+# A clamped color is right if the pixel's is at least this far in its direction; 1 is black or white.
+WRONG = 0.9
 
 
 def prompts(count):
@@ -74,27 +79,50 @@ def solve(matrix, right):
     return [row[n:] for row in rows]
 
 
-def fit(kiln, count):
-    size = CHANNELS + 1
-    squares, products = [[0.0] * size for _ in range(size)], [[0.0] * 3 for _ in range(size)]
-    held, samples = [], 0
+def samples(kiln, count):
+    """Pixels to fit, and pixels of other images to measure."""
+    fitted, held = [], []
     with tempfile.TemporaryDirectory() as folder:
         dump = pathlib.Path(folder) / "dump.safetensors"
         for i, prompt in enumerate(prompts(count)):
             arguments = ["--model", FILE.parent, "--seed", str(1000 + i), "--precision", "f32", "-o", f"{folder}/image.png"]
             subprocess.run([kiln, prompt, *arguments, "--dump", dump, "--force", "--quiet"], check=True, stdout=subprocess.DEVNULL)
-            if i % 6 == 5:    # not fitted, but measured
-                held += pixels(dump)
-                continue
-            for x, y in pixels(dump):
-                samples += 1
-                for r, v in enumerate(x):
-                    squares[r] = [a + v * b for a, b in zip(squares[r], x)]
-                    products[r] = [a + v * b for a, b in zip(products[r], y)]
-    for r in range(CHANNELS):
-        squares[r][r] += RIDGE * samples
-    table = [[round(v, 4) + 0.0 for v in row] for row in solve(squares, products)]
-    return table, held
+            (held if i % 6 == 5 else fitted).extend(pixels(dump))
+    return fitted, held
+
+
+def add(sums, x, value, sign=1.0):
+    """Adds a sample of one color to the sums of products of its channels."""
+    squares, products = sums
+    for r, v in enumerate(x):
+        v *= sign
+        squares[r] = [a + v * b for a, b in zip(squares[r], x)]
+        products[r] += v * value
+
+
+def fit(samples):
+    """A column of factors for each color."""
+    size = CHANNELS + 1
+    columns = []
+    for k in range(3):
+        everything = [[0.0] * size for _ in range(size)], [0.0] * size
+        for x, y in samples:
+            add(everything, x, y[k])
+        column = None
+        for _ in range(ROUNDS):
+            sums, used = ([row[:] for row in everything[0]], everything[1][:]), len(samples)
+            for x, y in samples if column else []:
+                found = sum(v * w for v, w in zip(x, column))
+                if abs(found) >= 1.0 and found * y[k] >= WRONG:
+                    add(sums, x, y[k], -1.0)
+                    used -= 1
+            for r in range(CHANNELS):
+                sums[0][r][r] += RIDGE * used
+            new = [row[0] for row in solve(sums[0], [[v] for v in sums[1]])]
+            # Half of the way, because what is clamped changes with it.
+            column = [(a + b) / 2 for a, b in zip(new, column)] if column else new
+        columns.append(column)
+    return [[round(v, 4) + 0.0 for v in row] for row in zip(*columns)]
 
 
 def rms(pairs):
@@ -105,10 +133,11 @@ def rms(pairs):
 if __name__ == "__main__":
     p = argparse.ArgumentParser()
     p.add_argument("--kiln", required=True)
-    p.add_argument("--images", type=int, default=36)
+    p.add_argument("--images", type=int, default=90)
     p.add_argument("--check", action="store_true")
     a = p.parse_args()
-    table, held = fit(a.kiln, a.images)
+    fitted, held = samples(a.kiln, a.images)
+    table = fit(fitted)
     clamp = lambda v: min(1.0, max(-1.0, v))
     color = lambda x: [clamp(sum(v * row[k] for v, row in zip(x, table))) for k in range(3)]
     print(f"images that were not fitted: {rms((color(x), y) for x, y in held):.1f} levels RMS; gray {rms(([0.0] * 3, y) for _, y in held):.1f}")

@@ -153,14 +153,16 @@ fn show(path: &Path, json: bool, way: Option<Way>, out: &mut dyn Write) -> Resul
     if json {
         return print(out, &shown.json()?);
     }
+    let lines = shown.lines();
     if let Some((way, screen)) = way.zip(Screen::of_stdout()) {
         let mut canvas = Canvas::new(way, (image.width, image.height));
-        let drawn = canvas.draw(image, screen, Threads::All)?;
+        let rows = lines.iter().filter(|byte| **byte == b'\n').count();
+        let drawn = canvas.draw(image, screen.leaving(rows), Threads::All)?;
         // An image that the terminal does not take is no reason to keep its text back.
         let _ = write(&drawn, &mut &mut *out);
         let _ = write(&canvas.finish(true), &mut &mut *out);
     }
-    print(out, &shown.lines())
+    print(out, &lines)
 }
 
 /// A key and its text. Lines after the first are indented below it.

@@ -147,7 +147,7 @@ mod tests {
         for (width, height, columns, halves) in [(64, 64, 42, 42), (7, 9, 7, 9), (4, 6, 8, 5), (1, 1, 1, 1), (100, 30, 33, 10)] {
             let image = image(width, height);
             let want = scaled(&image, columns, halves);
-            let area = Area { columns, rows: halves.div_ceil(2), halves, squeezed: false };
+            let area = Area { columns, rows: halves.div_ceil(2), halves };
             let pixel = |x: usize, y: usize| &want.pixels[3 * (y * columns + x)..][..3];
             for colors in [Colors::True, Colors::Cube] {
                 let text = String::from_utf8(encode(&image, area, colors)).unwrap();
@@ -172,7 +172,7 @@ mod tests {
     fn colors_are_written_when_they_change() {
         let row = |colors: [u8; 4]| colors.into_iter().flat_map(|value| [value; 3]).collect::<Vec<_>>();
         let pixels = [row([1, 1, 2, 2]), row([3, 3, 3, 4])].concat();
-        let area = Area { columns: 4, rows: 1, halves: 2, squeezed: false };
+        let area = Area { columns: 4, rows: 1, halves: 2 };
         let text = encode(&Image { width: 4, height: 2, pixels }, area, Colors::True);
         let want = "\x1b[38;2;1;1;1;48;2;3;3;3m▀▀\x1b[38;2;2;2;2m▀\x1b[48;2;4;4;4m▀\x1b[0m\n";
         assert_eq!(String::from_utf8(text).unwrap(), want);

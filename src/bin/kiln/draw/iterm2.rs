@@ -17,7 +17,7 @@ mod tests {
 
     #[test]
     fn the_file_is_in_one_sequence() {
-        let area = Area { columns: 7, rows: 3, halves: 6, squeezed: false };
+        let area = Area { columns: 7, rows: 3, halves: 6 };
         let png: Vec<u8> = (0..10_000).map(|i| (i % 253) as u8).collect();
         let text = String::from_utf8(encode(&png, area)).unwrap();
         let (keys, file) = text.strip_suffix('\x07').unwrap().split_once(':').unwrap();

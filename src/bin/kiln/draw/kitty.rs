@@ -18,11 +18,7 @@ pub fn encode(png: &[u8], id: u32, area: Area, wrapped: bool) -> Vec<u8> {
         let more = u8::from(i + 1 < count);
         // Without q=2 in every chunk the terminal answers, and the answers appear as typed text.
         let keys = match i {
-            0 => {
-                // With the columns alone the terminal keeps the shape.
-                let rows = if area.squeezed { format!(",r={}", area.rows) } else { String::new() };
-                format!("a=T,f=100,i={id},p=1,q=2,C=1,c={}{rows},m={more};", area.columns)
-            }
+            0 => format!("a=T,f=100,i={id},p=1,q=2,C=1,c={},r={},m={more};", area.columns, area.rows),
             _ => format!("q=2,m={more};"),
         };
         push(&mut bytes, keys.as_bytes(), chunk, wrapped);
@@ -67,7 +63,7 @@ mod tests {
 
     #[test]
     fn chunks_join_to_the_file() {
-        let area = Area { columns: 7, rows: 3, halves: 6, squeezed: false };
+        let area = Area { columns: 7, rows: 3, halves: 6 };
         for length in [1, 3, 3071, 3072, 3073, 9217] {
             let png: Vec<u8> = (0..length).map(|i| (i * 7 % 251) as u8).collect();
             let plain = String::from_utf8(encode(&png, 42, area, false)).unwrap();
@@ -77,7 +73,7 @@ mod tests {
             assert_eq!(chunks.len(), (length * 4_usize).div_ceil(3 * 4096).max(1));
             for (i, (keys, chunk)) in chunks.iter().enumerate() {
                 let last = i + 1 == chunks.len();
-                let start = if i == 0 { "a=T,f=100,i=42,p=1,q=2,C=1,c=7," } else { "q=2," };
+                let start = if i == 0 { "a=T,f=100,i=42,p=1,q=2,C=1,c=7,r=3," } else { "q=2," };
                 assert_eq!(*keys, format!("{start}m={}", u8::from(!last)));
                 assert!(chunk.len() <= 4096 && (last || chunk.len() == 4096), "{}", chunk.len());
             }
@@ -85,8 +81,6 @@ mod tests {
             assert_eq!(wrapped.matches("\x1bPtmux;").count(), chunks.len());
             assert_eq!(unwrapped(&wrapped), plain);
         }
-        let squeezed = Area { squeezed: true, ..area };
-        assert!(encode(b"x", 1, squeezed, false).starts_with(b"\x1b_Ga=T,f=100,i=1,p=1,q=2,C=1,c=7,r=3,m=0;"));
     }
 
     #[test]
