@@ -20,7 +20,9 @@
 
 // The internals. The public modules below re-export what callers need from private ones.
 mod adapter;
+pub mod api;
 mod backend;
+pub mod base64;
 mod checkpoint;
 mod component;
 mod config;

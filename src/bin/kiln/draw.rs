@@ -5,7 +5,6 @@
 //! shell. The cursor stays visible and the screen stays the usual one, so a run that ends early leaves nothing to restore.
 
 pub mod area;
-mod base64;
 pub mod blocks;
 mod canvas;
 mod iterm2;

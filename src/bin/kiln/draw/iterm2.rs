@@ -1,7 +1,7 @@
 //! iTerm2's inline images, which WezTerm and mintty have as well.
 
 use super::area::Area;
-use super::base64;
+use kiln::base64;
 
 /// Shows a PNG at the cursor, which moves in ways that differ between terminals. The terminal keeps the shape within the area.
 pub fn encode(png: &[u8], area: Area) -> Vec<u8> {
@@ -12,7 +12,6 @@ pub fn encode(png: &[u8], area: Area) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::base64::tests::decode;
     use super::*;
 
     #[test]
@@ -22,6 +21,6 @@ mod tests {
         let text = String::from_utf8(encode(&png, area)).unwrap();
         let (keys, file) = text.strip_suffix('\x07').unwrap().split_once(':').unwrap();
         assert_eq!(keys, "\x1b]1337;File=inline=1;size=10000;width=7;height=3;preserveAspectRatio=1");
-        assert_eq!(decode(file.as_bytes()), png);
+        assert_eq!(base64::decode(file.as_bytes()).unwrap(), png);
     }
 }
