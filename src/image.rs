@@ -62,6 +62,14 @@ impl Format {
     /// The quality of a JPEG that shows no artifacts next to the original.
     pub const DEFAULT_QUALITY: u8 = 95;
 
+    /// The quality of a JPEG.
+    pub const fn quality(self) -> Option<u8> {
+        match self {
+            Self::Jpeg { quality } => Some(quality),
+            Self::Png | Self::WebP => None,
+        }
+    }
+
     /// An upper bound on the size in bytes of an encoded image, without its text.
     pub fn max_bytes(self, width: usize, height: usize) -> u64 {
         // Incompressible data is stored unmodified, with at most a few more bytes per row. A JPEG of quality 100 can be larger.

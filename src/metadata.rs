@@ -10,7 +10,6 @@ mod stored;
 pub use foreign::{Maker, Program};
 pub use stored::StoredText;
 
-use crate::image::Format;
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
@@ -276,14 +275,6 @@ fn few<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Resul
 
 /// The flags of FP8 and NVFP4 arithmetic.
 pub const QUANTIZED: [&str; 5] = ["quantize", "attention", "fp8-accumulate", "nvfp4-math", "nvfp4-layout"];
-
-/// The quality that a format stores.
-pub fn quality(format: Format) -> Option<u8> {
-    match format {
-        Format::Jpeg { quality } => Some(quality),
-        Format::Png | Format::WebP => None,
-    }
-}
 
 #[cfg(test)]
 mod tests {

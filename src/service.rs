@@ -1,17 +1,20 @@
 //! One engine for many callers. A dedicated thread builds the [`Engine`] and keeps it, because a backend may not move between threads.
-//! Jobs wait in a queue, and each caller receives its own job's images through a [`Ticket`].
+//! Jobs wait in a queue that is fair to callers, and each caller receives its own job's images through a [`Ticket`].
 //!
 //! A canceled or failed job leaves the engine ready for the next one. A panic ends the service: every waiting job and every later one
 //! gets an error.
+
+mod queue;
 
 use crate::error::{Error, Result};
 use crate::pipeline::{Engine, GeneratedImage, Job};
 use crate::progress::Progress;
 use crate::threads;
+use queue::FairQueue;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, TrySendError, channel, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -36,7 +39,7 @@ pub enum Event {
 
 /// An engine on a dedicated thread. Dropping the service cancels all its jobs and waits for the thread to end.
 pub struct Service {
-    queue: Option<Sender<Task>>,
+    queue: Arc<FairQueue<Task>>,
     state: Arc<State>,
     thread: Option<JoinHandle<()>>,
 }
@@ -70,6 +73,15 @@ struct Task {
     events: SyncSender<Event>,
 }
 
+/// Ends the queue with the thread that serves it, so that nobody waits for what no longer comes.
+struct Ended(Arc<FairQueue<Task>>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.clear();
+    }
+}
+
 /// A job that was submitted. Dropping it cancels the job.
 pub struct Ticket {
     events: Receiver<Event>,
@@ -80,7 +92,8 @@ pub struct Ticket {
 impl Service {
     /// Starts the thread and waits until it has built the engine. `build` also returns what the caller needs to know about the engine.
     pub fn start<T: Send + 'static>(build: impl FnOnce() -> Result<(Engine, T)> + Send + 'static) -> Result<(Self, T)> {
-        let (queue, tasks) = channel();
+        let queue = Arc::new(FairQueue::new());
+        let tasks = Ended(queue.clone());
         let (ready, built) = sync_channel(1);
         let state = Arc::<State>::default();
         let own = state.clone();
@@ -88,7 +101,7 @@ impl Service {
             let served = catch_unwind(AssertUnwindSafe(|| match build() {
                 Ok((engine, known)) => {
                     let _ = ready.send(Ok(known));
-                    serve(engine, &tasks, &own);
+                    serve(engine, &tasks.0, &own);
                 }
                 Err(error) => drop(ready.send(Err(error))),
             }));
@@ -99,23 +112,35 @@ impl Service {
         };
         let thread = std::thread::Builder::new().stack_size(threads::STACK).spawn(work);
         let thread = thread.map_err(|error| Error::Threads { count: 1, why: error.to_string() })?;
-        let service = Self { queue: Some(queue), state, thread: Some(thread) };
+        let service = Self { queue, state, thread: Some(thread) };
         match built.recv() {
             Ok(known) => Ok((service, known?)),
             Err(_) => Err(service.state.ended()),
         }
     }
 
-    /// Queues a job.
+    /// Queues a job of the only caller.
     pub fn submit(&self, job: Job, progress: JobProgress) -> Ticket {
+        self.submit_for("", 1.0, job, progress)
+    }
+
+    /// Queues a job of a caller, who has a fair share of the engine. The job is predicted to take this many seconds.
+    pub fn submit_for(&self, caller: &str, seconds: f64, job: Job, progress: JobProgress) -> Ticket {
         let (events, receiver) = sync_channel(WAITING_IMAGES);
         let cancel = Arc::<AtomicBool>::default();
-        let task = Task { job, cancel: cancel.clone(), progress, events };
-        if let Some(queue) = &self.queue {
-            // If nobody takes the task, it is dropped, and the ticket says why.
-            let _ = queue.send(task);
-        }
+        // If nobody takes the task, it is dropped, and the ticket says why.
+        self.queue.push(caller, seconds, Task { job, cancel: cancel.clone(), progress, events });
         Ticket { events: receiver, cancel, state: self.state.clone() }
+    }
+
+    /// How many jobs wait.
+    pub fn waiting(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// The predicted seconds that a job of this caller would wait for others, apart from the job that runs now.
+    pub fn seconds_ahead(&self, caller: &str) -> f64 {
+        self.queue.seconds_ahead(caller)
     }
 }
 
@@ -125,7 +150,7 @@ impl Drop for Service {
         if let Some(cancel) = &*locked(&self.state.running) {
             cancel.store(true, Ordering::Relaxed);
         }
-        self.queue = None;
+        self.queue.close();
         if let Some(thread) = self.thread.take() {
             // The thread's panic was already caught.
             let _ = thread.join();
@@ -163,8 +188,9 @@ impl Drop for Ticket {
 }
 
 /// Runs jobs one after the other until there are no callers.
-fn serve(mut engine: Engine, tasks: &Receiver<Task>, state: &State) {
-    for Task { job, cancel, progress, events } in tasks {
+fn serve(mut engine: Engine, tasks: &FairQueue<Task>, state: &State) {
+    let is_live = |task: &Task| !task.cancel.load(Ordering::Relaxed);
+    while let Some(Task { job, cancel, progress, events }) = tasks.pop(is_live) {
         *locked(&state.running) = Some(cancel.clone());
         // Checked after the flag is published: a service that is dropped now either finds the flag or is noticed here.
         if state.closing.load(Ordering::Relaxed) {

@@ -161,7 +161,7 @@ mod tests {
             ("Steps: 1, Seed: 2, Size: 3", 3),
             ("a: 1, b: 2", 0),
             ("x\na: \"1, b: 2, c: 3, d: 4", 4),
-            ("x\n:::,,,", 3),
+            ("x\n:::,,,", 0),
             ("x\na: \"\\\", b: 1, c: 2, d:", 4),
         ] {
             assert_eq!(Parameters::of(text).settings.len(), settings, "{text:?}");

@@ -11,12 +11,14 @@ use kiln::internals::config::Variant;
 use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise};
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::Region;
-use kiln::progress::Silent;
+use kiln::progress::{Phase, Progress, Silent};
 use kiln::service::{Event, Service, Ticket};
 use std::borrow::Cow;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Barrier, Mutex};
+use std::thread::sleep;
+use std::time::Duration;
 
 const OPTIONS: LoadOptions = LoadOptions { references: true, ..LoadOptions::DEFAULT };
 
@@ -219,4 +221,47 @@ fn errors_of_building_are_returned() {
     assert!(matches!(built.map(drop), Err(Error::Interrupted)));
     let built = Service::start::<()>(|| panic!("planted"));
     assert!(built.map(drop).unwrap_err().to_string().contains("planted"));
+}
+
+/// Notes when its job begins to denoise. The first one waits until all jobs are queued.
+struct Noted {
+    name: &'static str,
+    gate: Option<Arc<Barrier>>,
+    order: Arc<Mutex<Vec<&'static str>>>,
+}
+
+impl Progress for Noted {
+    fn begin(&self, phase: Phase, _total: u64) {
+        if phase == Phase::Denoise {
+            self.order.lock().unwrap().push(self.name);
+            self.gate.iter().for_each(|gate| drop(gate.wait()));
+        }
+    }
+}
+
+/// A caller with many jobs does not keep the others waiting, and a job that is canceled in the queue costs nothing.
+#[test]
+fn callers_have_fair_shares() {
+    let service = service(|| Box::new(cpu()), Variant::Distilled);
+    let (gate, order) = (Arc::new(Barrier::new(2)), Arc::new(Mutex::new(Vec::new())));
+    let submit = |caller: &str, seconds: f64, name: &'static str, gate: Option<Arc<Barrier>>| {
+        service.submit_for(caller, seconds, small_job(), Arc::new(Noted { name, gate, order: order.clone() }))
+    };
+    let first = submit("a", 1.0, "a1", Some(gate.clone()));
+    while order.lock().unwrap().is_empty() {
+        sleep(Duration::from_millis(1));
+    }
+    let rest =
+        [submit("a", 1.0, "a2", None), submit("a", 1.0, "a3", None), submit("b", 2.0, "b1", None), submit("b", 1.0, "b2", None)];
+    let gone = submit("c", 50.0, "c1", None);
+    gone.cancel();
+    let waiting = (service.waiting(), service.seconds_ahead("new"));
+    gate.wait();
+    assert_eq!(waiting, (5, 52.0));
+    for ticket in std::iter::once(first).chain(rest) {
+        one(ticket.wait());
+    }
+    assert!(matches!(gone.wait(), Err(Error::Interrupted)));
+    assert_eq!(*order.lock().unwrap(), ["a1", "b1", "a2", "a3", "b2"]);
+    assert_eq!(service.waiting(), 0);
 }

@@ -11,7 +11,7 @@ use super::stdout::{DASH, STDOUT};
 use kiln::error::{Error, Result};
 use kiln::image::Format;
 use kiln::inspect::ModelSamples;
-use kiln::metadata::{ARITHMETIC, Detail, ImageMetadata, quality};
+use kiln::metadata::{ARITHMETIC, Detail, ImageMetadata};
 use kiln::output::{PlannedFile, check_writable, refuse_replaced};
 use kiln::text::shown_path;
 use kiln::{CHANNELS, Variant, is_dump};
@@ -198,7 +198,7 @@ fn image_metadata(settings: &Settings, seed: u64, format: Format, origin: &Origi
         references: settings.reference_digests.clone(),
         noise: settings.noise.clone(),
         device: origin.device.clone(),
-        quality: quality(format),
+        quality: format.quality(),
         arithmetic: ARITHMETIC,
         version: concat!("kiln ", env!("CARGO_PKG_VERSION")).into(),
     }

@@ -1,0 +1,261 @@
+//! A queue that shares one engine fairly: the next task is of the caller who has had the least of it.
+//!
+//! Each caller has a virtual time, which grows by the seconds of its tasks. Whoever was idle starts where the others are, so idleness saves
+//! nothing up. The tasks of a caller keep their order.
+
+use super::locked;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Condvar, Mutex, PoisonError};
+
+/// How many callers are remembered.
+const MOST: usize = 1000;
+
+/// Tasks of many callers, for one thread that takes them.
+pub struct FairQueue<T> {
+    queues: Mutex<Queues<T>>,
+    /// Notified when a task comes or the queue closes.
+    news: Condvar,
+}
+
+/// The tasks and the state of all callers.
+struct Queues<T> {
+    callers: BTreeMap<String, Caller<T>>,
+    /// The virtual time of the caller who was served last.
+    now: f64,
+    /// How many tasks have come, which decides between callers of one time.
+    count: u64,
+    closed: bool,
+}
+
+/// A caller who has tasks, or who has had more than the others.
+struct Caller<T> {
+    time: f64,
+    waiting: VecDeque<Waiting<T>>,
+}
+
+struct Waiting<T> {
+    number: u64,
+    seconds: f64,
+    task: T,
+}
+
+impl<T> FairQueue<T> {
+    pub fn new() -> Self {
+        let queues = Queues { callers: BTreeMap::new(), now: 0.0, count: 0, closed: false };
+        Self { queues: Mutex::new(queues), news: Condvar::new() }
+    }
+
+    /// Adds a task that is predicted to take this long. A closed queue drops it.
+    pub fn push(&self, caller: &str, seconds: f64, task: T) {
+        let mut queues = locked(&self.queues);
+        if queues.closed {
+            return;
+        }
+        let (now, number) = (queues.now, queues.count);
+        queues.count += 1;
+        let own = queues.callers.entry(caller.into()).or_insert(Caller { time: now, waiting: VecDeque::new() });
+        if own.waiting.is_empty() {
+            own.time = own.time.max(now);
+        }
+        own.waiting.push_back(Waiting { number, seconds, task });
+        self.news.notify_one();
+    }
+
+    /// Waits for a task, and takes it out. `None` if the queue is closed and empty. A task that `is_live` refuses is not counted as the
+    /// caller's.
+    pub fn pop(&self, is_live: impl Fn(&T) -> bool) -> Option<T> {
+        let mut queues = locked(&self.queues);
+        if queues.is_empty() {
+            // The last task is done and nobody waits, so nobody has had too much.
+            queues.callers.clear();
+        }
+        let is_idle = |queues: &mut Queues<T>| !queues.closed && queues.is_empty();
+        let mut queues = self.news.wait_while(queues, is_idle).unwrap_or_else(PoisonError::into_inner);
+        let name = queues.next()?.to_owned();
+        let own = queues.callers.get_mut(&name)?;
+        let (before, Waiting { seconds, task, .. }) = (own.time, own.waiting.pop_front()?);
+        if is_live(&task) {
+            own.time += seconds;
+        }
+        queues.now = queues.now.max(before);
+        queues.forget();
+        Some(task)
+    }
+
+    /// How many tasks wait.
+    pub fn len(&self) -> usize {
+        locked(&self.queues).callers.values().map(|caller| caller.waiting.len()).sum()
+    }
+
+    /// The predicted seconds until a task that this caller adds now would begin, if no other comes. The task that runs is not counted.
+    pub fn seconds_ahead(&self, caller: &str) -> f64 {
+        let queues = locked(&self.queues);
+        let mut times: BTreeMap<&str, (f64, VecDeque<(u64, f64)>)> = BTreeMap::new();
+        for (name, Caller { time, waiting }) in &queues.callers {
+            times.insert(name, (*time, waiting.iter().map(|waiting| (waiting.number, waiting.seconds)).collect()));
+        }
+        let own = times.entry(caller).or_insert((queues.now, VecDeque::new()));
+        if own.1.is_empty() {
+            own.0 = own.0.max(queues.now);
+        }
+        own.1.push_back((queues.count, 0.0));
+        let mut ahead = 0.0;
+        loop {
+            let heads = times.iter().filter_map(|(name, (time, waiting))| Some((*time, waiting.front()?.0, *name)));
+            let Some((_, number, name)) = heads.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else { return ahead };
+            if number == queues.count {
+                return ahead;
+            }
+            if let Some((time, waiting)) = times.get_mut(name)
+                && let Some((_, seconds)) = waiting.pop_front()
+            {
+                *time += seconds;
+                ahead += seconds;
+            }
+        }
+    }
+
+    /// Takes no more tasks. Those that wait are still handed out.
+    pub fn close(&self) {
+        locked(&self.queues).closed = true;
+        self.news.notify_all();
+    }
+
+    /// Closes the queue and drops what waits.
+    pub fn clear(&self) {
+        self.close();
+        let callers = std::mem::take(&mut locked(&self.queues).callers);
+        // Outside of the lock, because dropping a task may wake its caller.
+        drop(callers);
+    }
+}
+
+impl<T> Queues<T> {
+    /// Whether no task waits.
+    fn is_empty(&self) -> bool {
+        self.callers.values().all(|caller| caller.waiting.is_empty())
+    }
+
+    /// Forgets callers who are idle and have had no more than the others, and all idle ones if there are too many.
+    fn forget(&mut self) {
+        let (now, many) = (self.now, self.callers.len() > MOST);
+        self.callers.retain(|_, caller| !caller.waiting.is_empty() || (caller.time > now && !many));
+    }
+
+    /// The caller who comes next.
+    fn next(&self) -> Option<&str> {
+        let heads = self.callers.iter().filter_map(|(name, caller)| Some((caller.time, caller.waiting.front()?.number, name)));
+        heads.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))).map(|(.., name)| name.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    /// The tasks in the order in which they come out.
+    fn order(queue: &FairQueue<&'static str>) -> Vec<&'static str> {
+        queue.close();
+        std::iter::from_fn(|| queue.pop(|_| true)).collect()
+    }
+
+    fn filled(tasks: &[(&str, f64, &'static str)]) -> FairQueue<&'static str> {
+        let queue = FairQueue::new();
+        tasks.iter().for_each(|(caller, seconds, task)| queue.push(caller, *seconds, *task));
+        queue
+    }
+
+    #[test]
+    fn callers_take_turns_by_the_time_that_they_use() {
+        let queue = filled(&[("a", 1.0, "a1"), ("a", 1.0, "a2"), ("a", 1.0, "a3"), ("b", 1.0, "b1"), ("b", 1.0, "b2")]);
+        assert_eq!(order(&queue), ["a1", "b1", "a2", "b2", "a3"]);
+        // A long task counts as many short ones.
+        let queue =
+            filled(&[("a", 3.0, "a1"), ("a", 3.0, "a2"), ("b", 1.0, "b1"), ("b", 1.0, "b2"), ("b", 1.0, "b3"), ("b", 1.0, "b4")]);
+        assert_eq!(order(&queue), ["a1", "b1", "b2", "b3", "a2", "b4"]);
+        // One caller alone is first come, first served.
+        let queue = filled(&[("", 5.0, "1"), ("", 1.0, "2"), ("", 0.0, "3")]);
+        assert_eq!(order(&queue), ["1", "2", "3"]);
+    }
+
+    #[test]
+    fn idleness_saves_nothing_and_hurry_gains_nothing() {
+        let queue = filled(&[("a", 1.0, "a1"), ("a", 1.0, "a2"), ("a", 1.0, "a3"), ("a", 1.0, "a4")]);
+        assert_eq!((queue.pop(|_| true), queue.pop(|_| true)), (Some("a1"), Some("a2")));
+        // Who comes late starts where the others are.
+        ["b1", "b2", "b3"].into_iter().for_each(|task| queue.push("b", 1.0, task));
+        assert_eq!(order(&queue), ["b1", "a3", "b2", "a4", "b3"]);
+        // Who leaves after a long task and comes back at once is still behind.
+        let queue = filled(&[("a", 10.0, "a1"), ("b", 1.0, "b1"), ("b", 1.0, "b2")]);
+        assert_eq!(queue.pop(|_| true), Some("a1"));
+        queue.push("a", 1.0, "a2");
+        assert_eq!(order(&queue), ["b1", "b2", "a2"]);
+    }
+
+    #[test]
+    fn canceled_tasks_cost_nothing_and_callers_are_forgotten() {
+        let queue = filled(&[("a", 9.0, "gone"), ("a", 1.0, "a1"), ("b", 1.0, "b1")]);
+        assert_eq!(queue.pop(|task| *task != "gone"), Some("gone"));
+        assert_eq!(order(&queue), ["a1", "b1"]);
+        let queue = FairQueue::new();
+        for caller in 0..5000 {
+            queue.push(&caller.to_string(), 1.0, "x");
+            queue.pop(|_| true);
+        }
+        assert!(locked(&queue.queues).callers.len() <= MOST + 1, "callers that are gone take memory");
+        queue.close();
+        assert_eq!((queue.pop(|_| true), locked(&queue.queues).callers.len()), (None, 0));
+    }
+
+    #[test]
+    fn waits_are_predicted() {
+        let queue = filled(&[("a", 2.0, "a1"), ("a", 2.0, "a2"), ("b", 1.0, "b1")]);
+        assert_eq!(
+            (queue.len(), queue.seconds_ahead("a"), queue.seconds_ahead("b"), queue.seconds_ahead("new")),
+            (3, 5.0, 3.0, 3.0)
+        );
+        assert_eq!(queue.pop(|_| true), Some("a1"));
+        assert_eq!((queue.seconds_ahead("a"), queue.seconds_ahead("new")), (3.0, 1.0));
+        assert_eq!(FairQueue::<()>::new().seconds_ahead("a"), 0.0);
+        // The prediction is what happens: whoever is added waits as long as it said.
+        let queue = filled(&[("a", 2.0, "a1"), ("b", 1.0, "b1"), ("b", 4.0, "b2"), ("c", 3.0, "c1"), ("c", 1.0, "c2")]);
+        let seconds = |task: &str| {
+            if task == "a1" {
+                2.0
+            } else if task == "b2" {
+                4.0
+            } else if task == "c1" {
+                3.0
+            } else {
+                1.0
+            }
+        };
+        for caller in ["a", "b", "c", "d"] {
+            let again = filled(&[("a", 2.0, "a1"), ("b", 1.0, "b1"), ("b", 4.0, "b2"), ("c", 3.0, "c1"), ("c", 1.0, "c2")]);
+            again.push(caller, 1.0, "new");
+            let ahead: f64 = order(&again).into_iter().take_while(|task| *task != "new").map(seconds).sum();
+            assert_eq!(queue.seconds_ahead(caller), ahead, "{caller}");
+        }
+    }
+
+    #[test]
+    fn a_closed_queue_takes_nothing_and_wakes_who_waits() {
+        let queue = Arc::new(FairQueue::new());
+        let own = queue.clone();
+        let waiting = std::thread::spawn(move || (own.pop(|_| true), own.pop(|_| true)));
+        std::thread::sleep(Duration::from_millis(20));
+        queue.push("a", 1.0, 7);
+        std::thread::sleep(Duration::from_millis(20));
+        queue.close();
+        assert_eq!(waiting.join().unwrap(), (Some(7), None));
+        queue.push("a", 1.0, 8);
+        assert_eq!((queue.len(), queue.pop(|_| true)), (0, None));
+        let queue = FairQueue::new();
+        let task = Arc::new(());
+        queue.push("a", 1.0, task.clone());
+        queue.clear();
+        assert_eq!((Arc::strong_count(&task), queue.len()), (1, 0));
+    }
+}
