@@ -48,17 +48,10 @@ impl<T> FairQueue<T> {
     /// Adds a task that is predicted to take this long. A closed queue drops it.
     pub fn push(&self, caller: &str, seconds: f64, task: T) {
         let mut queues = locked(&self.queues);
-        if queues.closed {
-            return;
+        if !queues.closed {
+            queues.push(caller, seconds, task);
+            self.news.notify_one();
         }
-        let (now, number) = (queues.now, queues.count);
-        queues.count += 1;
-        let own = queues.callers.entry(caller.into()).or_insert(Caller { time: now, waiting: VecDeque::new() });
-        if own.waiting.is_empty() {
-            own.time = own.time.max(now);
-        }
-        own.waiting.push_back(Waiting { number, seconds, task });
-        self.news.notify_one();
     }
 
     /// Waits for a task, and takes it out. `None` if the queue is closed and empty. A task that `is_live` refuses is not counted as the
@@ -71,15 +64,7 @@ impl<T> FairQueue<T> {
         }
         let is_idle = |queues: &mut Queues<T>| !queues.closed && queues.is_empty();
         let mut queues = self.news.wait_while(queues, is_idle).unwrap_or_else(PoisonError::into_inner);
-        let name = queues.next()?.to_owned();
-        let own = queues.callers.get_mut(&name)?;
-        let (before, Waiting { seconds, task, .. }) = (own.time, own.waiting.pop_front()?);
-        if is_live(&task) {
-            own.time += seconds;
-        }
-        queues.now = queues.now.max(before);
-        queues.forget();
-        Some(task)
+        queues.take(is_live).map(|next| next.task)
     }
 
     /// How many tasks wait.
@@ -89,30 +74,14 @@ impl<T> FairQueue<T> {
 
     /// The predicted seconds until a task that this caller adds now would begin, if no other comes. The task that runs is not counted.
     pub fn seconds_ahead(&self, caller: &str) -> f64 {
-        let queues = locked(&self.queues);
-        let mut times: BTreeMap<&str, (f64, VecDeque<(u64, f64)>)> = BTreeMap::new();
-        for (name, Caller { time, waiting }) in &queues.callers {
-            times.insert(name, (*time, waiting.iter().map(|waiting| (waiting.number, waiting.seconds)).collect()));
-        }
-        let own = times.entry(caller).or_insert((queues.now, VecDeque::new()));
-        if own.1.is_empty() {
-            own.0 = own.0.max(queues.now);
-        }
-        own.1.push_back((queues.count, 0.0));
+        let mut queues = locked(&self.queues).without_tasks();
+        let own = queues.count;
+        queues.push(caller, 0.0, ());
         let mut ahead = 0.0;
-        loop {
-            let heads = times.iter().filter_map(|(name, (time, waiting))| Some((*time, waiting.front()?.0, *name)));
-            let Some((_, number, name)) = heads.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else { return ahead };
-            if number == queues.count {
-                return ahead;
-            }
-            if let Some((time, waiting)) = times.get_mut(name)
-                && let Some((_, seconds)) = waiting.pop_front()
-            {
-                *time += seconds;
-                ahead += seconds;
-            }
+        while let Some(Waiting { seconds, .. }) = queues.take(|()| true).filter(|next| next.number != own) {
+            ahead += seconds;
         }
+        ahead
     }
 
     /// Takes no more tasks. Those that wait are still handed out.
@@ -140,6 +109,37 @@ impl<T> Queues<T> {
     fn forget(&mut self) {
         let (now, many) = (self.now, self.callers.len() > MOST);
         self.callers.retain(|_, caller| !caller.waiting.is_empty() || (caller.time > now && !many));
+    }
+
+    fn push(&mut self, caller: &str, seconds: f64, task: T) {
+        let (now, number) = (self.now, self.count);
+        self.count += 1;
+        let own = self.callers.entry(caller.into()).or_insert(Caller { time: now, waiting: VecDeque::new() });
+        if own.waiting.is_empty() {
+            own.time = own.time.max(now);
+        }
+        own.waiting.push_back(Waiting { number, seconds, task });
+    }
+
+    /// Takes the next task out.
+    fn take(&mut self, is_live: impl Fn(&T) -> bool) -> Option<Waiting<T>> {
+        let name = self.next()?.to_owned();
+        let own = self.callers.get_mut(&name)?;
+        let (before, next) = (own.time, own.waiting.pop_front()?);
+        if is_live(&next.task) {
+            own.time += next.seconds;
+        }
+        self.now = self.now.max(before);
+        self.forget();
+        Some(next)
+    }
+
+    /// These queues without what is in them, for predictions.
+    fn without_tasks(&self) -> Queues<()> {
+        let waiting = |of: &Waiting<T>| Waiting { number: of.number, seconds: of.seconds, task: () };
+        let caller = |of: &Caller<T>| Caller { time: of.time, waiting: of.waiting.iter().map(waiting).collect() };
+        let callers = self.callers.iter().map(|(name, of)| (name.clone(), caller(of))).collect();
+        Queues { callers, now: self.now, count: self.count, closed: self.closed }
     }
 
     /// The caller who comes next.

@@ -234,7 +234,9 @@ impl Progress for Noted {
     fn begin(&self, phase: Phase, _total: u64) {
         if phase == Phase::Denoise {
             self.order.lock().unwrap().push(self.name);
-            self.gate.iter().for_each(|gate| drop(gate.wait()));
+            if let Some(gate) = &self.gate {
+                gate.wait();
+            }
         }
     }
 }
