@@ -237,22 +237,22 @@ pub fn generate(
         outputs.check(settings.prompts() * encoder.max_tokens * encoder.features())?;
     }
     session.fit(&settings.job, terminal)?;
-    let watched = Watched::new(terminal, preview.and_then(|preview| preview.start(&session, &settings.job, terminal)));
+    let previewer = preview.and_then(|preview| preview.start(&session, &settings.job, terminal));
     let backend = session.backend.name;
     let mut engine = session.load(&**terminal)?;
     let Outputs { format, force, json, .. } = outputs;
     let (settings, dump) = (&settings, outputs.dump().map(Path::to_owned));
     let sink = ImageSink { settings, origin, backend, format, dump, force, json, terminal, out: Mutex::new(out), stop };
     thread::scope(|scope| {
-        // Its end, however this ends, is the end of a thread that waits for it.
-        let watched = watched;
-        if threads::affordable(1) == 1 {
-            // If the system refuses the thread, the first image that is written asks for the origin.
-            let (loaded, origin) = (watched.when_loaded(), &sink.origin);
-            let identify = move || drop(loaded.recv().map(|()| origin.get()));
-            let thread = thread::Builder::new().name("identify".into()).stack_size(threads::STACK);
-            let _ = thread.spawn_scoped(scope, identify);
-        }
+        let watched = Watched::new(terminal, previewer);
+        let origin = &sink.origin;
+        watched.when_loaded(move || {
+            if threads::affordable(1) == 1 {
+                // If the system refuses the thread, the first image that is written asks for the origin.
+                let thread = thread::Builder::new().name("identify".into()).stack_size(threads::STACK);
+                let _ = thread.spawn_scoped(scope, || drop(origin.get()));
+            }
+        });
         let mut writer = Writer::start(scope, &sink, settings.job.seeds.len());
         let generated = engine.generate(&settings.job, &watched, &mut |image| {
             if stop.load(Ordering::Relaxed) {

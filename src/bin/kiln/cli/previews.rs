@@ -18,7 +18,6 @@ use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
@@ -255,20 +254,18 @@ pub struct Watched<'a> {
     previewer: Option<Previewer>,
     number: Cell<u64>,
     steps: Cell<usize>,
-    /// Whoever waits for the weights.
-    waiting: Cell<Option<Sender<()>>>,
+    /// What is to be done once all weights are loaded.
+    on_loaded: Cell<Option<Box<dyn FnOnce() + 'a>>>,
 }
 
 impl<'a> Watched<'a> {
     pub fn new(terminal: &'a Terminal, previewer: Option<Previewer>) -> Self {
-        Self { terminal, previewer, number: Cell::new(0), steps: Cell::new(0), waiting: Cell::new(None) }
+        Self { terminal, previewer, number: Cell::new(0), steps: Cell::new(0), on_loaded: Cell::new(None) }
     }
 
-    /// Receives a message when all weights are loaded, which they are after the first step.
-    pub fn when_loaded(&self) -> Receiver<()> {
-        let (sender, receiver) = channel();
-        self.waiting.set(Some(sender));
-        receiver
+    /// Does something once all weights are loaded, which they are after the first step.
+    pub fn when_loaded(&self, work: impl FnOnce() + 'a) {
+        self.on_loaded.set(Some(Box::new(work)));
     }
 
     /// The number of the latest image, from 1 on.
@@ -289,9 +286,9 @@ impl Progress for Watched<'_> {
     fn advance(&self, amount: u64) {
         // Before the first image, other phases advance.
         if self.number.get() > 0
-            && let Some(waiting) = self.waiting.take()
+            && let Some(work) = self.on_loaded.take()
         {
-            let _ = waiting.send(());
+            work();
         }
         self.terminal.advance(amount);
     }
