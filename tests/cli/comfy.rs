@@ -172,9 +172,7 @@ fn the_folder_of_models_is_a_model() {
 fn generate_bf16(sandbox: &Sandbox, flags: &[&str]) -> Vec<u8> {
     let size = ["x", "--seed", "5", "--width", "64", "--height", "64", "--steps", "1", "--precision", "bf16"];
     sandbox
-        .run(
-            size.iter().chain(&["--force", "-o", "out.png", "--metadata", "none", "--tokenizer", "tokenizer.json"]).chain(flags),
-        )
+        .run(size.iter().chain(&["--force", "-o", "out.png", "--metadata", "none", "--tokenizer", "tokenizer.json"]).chain(flags))
         .good();
     fs::read(sandbox.path("out.png")).unwrap()
 }
