@@ -54,7 +54,8 @@ impl Searched {
         if let Some(known) = self.digests.get(path) {
             return known.clone();
         }
-        let bytes = path.metadata().ok()?.len();
+        // A flag may name a pipe, and opening one waits for its writer.
+        let bytes = path.metadata().ok().filter(|there| there.is_file())?.len();
         if bytes > self.left {
             return None;
         }
