@@ -160,21 +160,32 @@ impl Fields {
 
     /// Takes images: files, data URLs, or lists of these.
     pub fn images(&mut self, names: &[&str], most: usize) -> ApiResult<Vec<Vec<u8>>> {
-        let mut images = Vec::new();
+        self.list(names, most, "images", |value, place| image(value, place.into()))
+    }
+
+    /// Takes a list: values, or lists of values. `what` names several of them, and `read` gets each with its place.
+    pub fn list<T>(
+        &mut self,
+        names: &[&str],
+        most: usize,
+        what: &str,
+        read: impl Fn(Given, &str) -> ApiResult<T>,
+    ) -> ApiResult<Vec<T>> {
+        let mut all = Vec::new();
         for Field { name, value } in self.take_all(names)? {
             let values = match value {
                 Given::Json(Value::Array(items)) => items.into_iter().map(Given::Json).collect(),
                 one => vec![one],
             };
             for value in values {
-                let place = format!("{name}[{}]", images.len());
-                if images.len() == most {
-                    return Err(ApiError::new("invalid_value", &place, format!("there may be {most} images")));
+                let place = format!("{name}[{}]", all.len());
+                if all.len() == most {
+                    return Err(ApiError::new("invalid_value", &place, format!("there may be {most} {what}")));
                 }
-                images.push(image(value, place)?);
+                all.push(read(value, &place)?);
             }
         }
-        Ok(images)
+        Ok(all)
     }
 
     /// Takes a single image.

@@ -1,6 +1,6 @@
 //! A request with checked values.
 
-use super::fields::{Field, Fields, Given};
+use super::fields::{Fields, Given};
 use super::{ApiError, ApiResult, Part};
 use crate::edit::{Aspect, EditOptions, FEATHER, InitReference, MASK_CROP, Sides, Strength};
 use crate::image::Format;
@@ -173,7 +173,7 @@ impl Request {
             init,
             mask,
             edit,
-            adapters: adapters(fields)?,
+            adapters: fields.list(&["lora", "loras"], MAX_ADAPTERS, "adapters", adapter)?,
             precision: fields.choice(&["precision"], &[("bf16", Precision::Bf16), ("f32", Precision::F32)])?,
             noise: fields.parsed(&["noise_kind"])?,
             format: format(fields)?,
@@ -269,25 +269,7 @@ fn format(fields: &mut Fields) -> ApiResult<Format> {
     Ok(fields.choice(&["output_format"], &kinds)?.unwrap_or(Format::Png))
 }
 
-/// Adapters: a name, `name:scale`, an object of both, or a list of these.
-fn adapters(fields: &mut Fields) -> ApiResult<Vec<AdapterChoice>> {
-    let mut all = Vec::new();
-    for Field { name, value } in fields.take_all(&["lora", "loras"])? {
-        let values = match value {
-            Given::Json(Value::Array(items)) => items.into_iter().map(Given::Json).collect(),
-            one => vec![one],
-        };
-        for value in values {
-            let place = format!("{name}[{}]", all.len());
-            if all.len() == MAX_ADAPTERS {
-                return Err(ApiError::new("invalid_value", &place, format!("there may be {MAX_ADAPTERS} adapters")));
-            }
-            all.push(adapter(value, &place)?);
-        }
-    }
-    Ok(all)
-}
-
+/// An adapter: a name, `name:scale`, or an object of both.
 fn adapter(value: Given, place: &str) -> ApiResult<AdapterChoice> {
     let refused = |why: &str| ApiError::new("invalid_value", place, why);
     let (name, scale) = match value {

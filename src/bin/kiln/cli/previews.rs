@@ -219,7 +219,7 @@ impl Shared {
         self.news.wait_while(self.slot(), is_idle).unwrap_or_else(PoisonError::into_inner).preview.take()
     }
 
-    /// Draws or writes a preview. The first failure is told, and the next preview may succeed.
+    /// Draws or writes a preview. Only the first failure is a warning. Later previews are tried nevertheless.
     fn put(&self, preview: &Preview) {
         // A bug in previews must not cost an image.
         let why = match catch_unwind(AssertUnwindSafe(|| self.try_put(preview))) {

@@ -174,8 +174,8 @@ impl Subcommand for ReplayArgs {
     fn run(self: Box<Self>, process: Process<'_>) -> Result<()> {
         let Self { flags: Flags { file, prompt, any_model, options }, given } = *self;
         let bytes = DecodedReference::read(&file)?;
-        let metadata = stored(&bytes, &file)?;
-        let lossy_text = !bytes.starts_with(b"\x89PNG") && metadata.prompt.contains(LOST);
+        let (metadata, format) = stored(&bytes, &file)?;
+        let lossy_text = format != "PNG" && metadata.prompt.contains(LOST);
         if lossy_text && prompt.is_none() {
             let what = "the file's format could not hold a character of its prompt";
             return Err(Error::bad_file(&file, FAULT, what).with_hint("give the prompt with --prompt"));
@@ -201,7 +201,7 @@ impl Subcommand for ReplayArgs {
             return Err(Error::bad_file(&file, FAULT, missing.join("; ")).with_hint(hint));
         }
 
-        let output = options.output.clone().unwrap_or_else(|| replay_name(&file, &bytes));
+        let output = options.output.clone().unwrap_or_else(|| replay_name(&file, format));
         let another_prompt = prompt.as_deref().is_some_and(|prompt| prompt != OsStr::new(&metadata.prompt));
         let is_variation = plan.changed || !given.is_harmless() || is_another_model || another_prompt;
         let mut words: Vec<OsString> = vec!["kiln".into(), "generate".into()];
@@ -254,11 +254,11 @@ fn report(file: &Path, bytes: &[u8], metadata: &ImageMetadata, output: &Path, js
     if found.is_identical() { Ok(()) } else { Err(Error::NotIdentical { path: file.into(), how: found.to_string() }) }
 }
 
-/// What kiln stored in a file.
-fn stored(bytes: &[u8], file: &Path) -> Result<ImageMetadata> {
+/// What kiln stored in a file, and the name of the file's format.
+fn stored(bytes: &[u8], file: &Path) -> Result<(ImageMetadata, &'static str)> {
     let text = StoredText::of_file(bytes, file)?;
     let why = match (text.metadata(), Maker::of(&text)) {
-        (Some(Ok(metadata)), _) => return Ok(metadata),
+        (Some(Ok(metadata)), _) => return Ok((metadata, text.format)),
         (Some(Err(why)), _) => format!("its metadata cannot be read: {why}"),
         (None, Some(Maker { program: kiln::metadata::Program::Kiln, .. })) => {
             "it does not say which model and files it was made from".into()
@@ -310,10 +310,10 @@ fn model_of(args: &ModelArgs, environment: &Environment, metadata: &ImageMetadat
 }
 
 /// The name of the new file: `fox.png` becomes `fox-replay.png`. The extension follows from the format.
-fn replay_name(file: &Path, bytes: &[u8]) -> PathBuf {
-    let extension = match bytes {
-        [0x89, ..] => "png",
-        [0xFF, ..] => "jpg",
+fn replay_name(file: &Path, format: &str) -> PathBuf {
+    let extension = match format {
+        "PNG" => "png",
+        "JPEG" => "jpg",
         _ => "webp",
     };
     let mut name = file.file_stem().unwrap_or_default().to_owned();
