@@ -155,12 +155,10 @@ fn show(path: &Path, json: bool, way: Option<Way>, out: &mut dyn Write) -> Resul
     }
     let lines = shown.lines();
     if let Some((way, screen)) = way.zip(Screen::of_stdout()) {
-        let mut canvas = Canvas::new(way, (image.width, image.height));
         let rows = lines.iter().filter(|byte| **byte == b'\n').count();
-        let drawn = canvas.draw(image, screen.leaving(rows), Threads::All)?;
+        let drawn = Canvas::new(way, (image.width, image.height)).draw(image, screen.leaving(rows), Threads::All)?;
         // An image that the terminal does not take is no reason to keep its text back.
         let _ = write(&drawn, &mut &mut *out);
-        let _ = write(&canvas.finish(true), &mut &mut *out);
     }
     print(out, &lines)
 }
