@@ -10,7 +10,7 @@ mod request;
 
 pub use error::ApiError;
 pub use fields::Part;
-pub use request::{AdapterChoice, Delivery, Request, Route};
+pub use request::{AdapterChoice, Delivery, MAX_COUNT, MAX_IMAGES, MAX_STEPS, Request, Route, Upload};
 
 /// The result of reading a request.
 pub type ApiResult<T> = std::result::Result<T, ApiError>;

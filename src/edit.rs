@@ -186,7 +186,7 @@ impl Edit {
             reference: is_reference,
         };
         let start = Start {
-            init: ReferenceInput { grid: canvas.grid(), pixels: vae_input(&init) },
+            init: ReferenceInput { grid: canvas.grid(), pixels: Arc::new(vae_input(&init)) },
             strength,
             // A mask that covers every token is none.
             keep: keep.filter(|keep| keep.iter().any(|keep| *keep)),
@@ -258,7 +258,7 @@ impl Prepared {
             if is_reference {
                 let bare = Image { width: size.0, height: size.1, pixels: pixels.clone() };
                 let bare = DecodedReference::from_image(bare).prepare(defaults.max_reference_pixels);
-                reference = Some(ReferenceInput { grid: bare.grid(), pixels: bare.values() });
+                reference = Some(ReferenceInput { grid: bare.grid(), pixels: Arc::new(bare.values()) });
             }
             let kept = opacity.unwrap_or_else(|| vec![0; size.0 * size.1]);
             opacity = Some(frame::<1>(&kept, size, sides, u8::MAX));

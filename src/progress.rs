@@ -85,8 +85,13 @@ pub trait Progress {
         None
     }
 
-    /// How the image looks after a step, the first being 1. The last step's preview is the finished image, of whichever kind. Other steps
-    /// are passed over if they end within 200 ms of the last preview.
+    /// Whether a step has a preview, the first step being 1. `None` leaves it to the pace: steps that end within 200 ms of the last preview
+    /// are passed over.
+    fn wants_preview_of(&self, _step: usize, _steps: usize) -> Option<bool> {
+        None
+    }
+
+    /// How the image looks after a step. The last step's preview is the finished image, of whichever kind.
     fn preview(&self, _step: usize, _image: Image) {}
 }
 
@@ -149,6 +154,10 @@ impl Progress for Traced<'_> {
 
     fn wants_preview(&self) -> Option<PreviewKind> {
         self.to.wants_preview()
+    }
+
+    fn wants_preview_of(&self, step: usize, steps: usize) -> Option<bool> {
+        self.to.wants_preview_of(step, steps)
     }
 
     fn preview(&self, step: usize, image: Image) {

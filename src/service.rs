@@ -1,8 +1,9 @@
 //! One engine for many callers. A dedicated thread builds the [`Engine`] and keeps it, because a backend may not move between threads.
 //! Jobs wait in a queue that is fair to callers, and each caller receives its own job's images through a [`Ticket`].
 //!
-//! A canceled or failed job leaves the engine ready for the next one. A panic ends the service: every waiting job and every later one
-//! gets an error.
+//! A canceled or failed job leaves the engine ready for the next one. After a panic the engine's state is unknown. A service that can build
+//! its engine again does so, and only the job that panicked fails. Otherwise the service ends: every waiting job and every later one gets
+//! an error.
 
 mod queue;
 
@@ -13,11 +14,11 @@ use crate::threads;
 use queue::FairQueue;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The most images of one job that wait for the caller. The engine waits before it adds more.
 const WAITING_IMAGES: usize = 2;
@@ -27,6 +28,12 @@ const PATIENCE: Duration = Duration::from_millis(1);
 
 /// Receives the progress of a job, on the thread of the engine.
 pub type JobProgress = Arc<dyn Progress + Send + Sync>;
+
+/// Makes a job when its turn has come, on the thread of the engine.
+pub type JobSource = Box<dyn FnOnce() -> Result<Job> + Send>;
+
+/// Receives the events of a job, on the thread of the engine, which must not wait for long. An error ends the job.
+pub type EventSink = Box<dyn FnMut(Event) -> Result<()> + Send>;
 
 /// A result of a job.
 #[derive(Debug)]
@@ -49,28 +56,47 @@ pub struct Service {
 struct State {
     /// Set when the service is dropped.
     closing: AtomicBool,
-    /// The flag that cancels the running job.
-    running: Mutex<Option<Arc<AtomicBool>>>,
+    /// The running job.
+    running: Mutex<Option<Running>>,
+    /// Free bytes of the device after the last job; 0 if it does not tell.
+    free: AtomicU64,
     /// The message of the panic that ended the thread.
     panic: Mutex<Option<String>>,
+}
+
+/// The job that runs.
+struct Running {
+    cancel: Arc<AtomicBool>,
+    since: Instant,
+    /// How long the job is predicted to take.
+    seconds: f64,
 }
 
 impl State {
     /// The reason why no further event comes.
     fn ended(&self) -> Error {
-        match &*locked(&self.panic) {
-            Some(message) => Error::Op { op: "service", what: format!("the engine's thread panicked: {message}") },
-            None => Error::Interrupted,
-        }
+        locked(&self.panic).as_deref().map_or(Error::Interrupted, panicked)
     }
+}
+
+/// The error of a job that panicked.
+fn panicked(message: &str) -> Error {
+    Error::Op { op: "service", what: format!("the engine's thread panicked: {message}") }
 }
 
 /// A job in the queue.
 struct Task {
-    job: Job,
+    job: JobSource,
+    seconds: f64,
     cancel: Arc<AtomicBool>,
     progress: JobProgress,
-    events: SyncSender<Event>,
+    events: EventSink,
+}
+
+impl Task {
+    fn is_live(&self) -> bool {
+        !self.cancel.load(Ordering::Relaxed)
+    }
 }
 
 /// Ends the queue with the thread that serves it, so that nobody waits for what no longer comes.
@@ -83,27 +109,56 @@ impl Drop for Ended {
 }
 
 /// A job that was submitted. Dropping it cancels the job.
-pub struct Ticket {
-    events: Receiver<Event>,
+pub struct Handle {
     cancel: Arc<AtomicBool>,
+    queue: Arc<FairQueue<Task>>,
+}
+
+/// A job that was submitted, and its events. Dropping it cancels the job.
+pub struct Ticket {
+    handle: Handle,
+    events: Receiver<Event>,
     state: Arc<State>,
 }
 
 impl Service {
     /// Starts the thread and waits until it has built the engine. `build` also returns what the caller needs to know about the engine.
     pub fn start<T: Send + 'static>(build: impl FnOnce() -> Result<(Engine, T)> + Send + 'static) -> Result<(Self, T)> {
+        let mut build = Some(build);
+        Self::launch(move || build.take().map(|build| build()))
+    }
+
+    /// Like [`Service::start`], and builds the engine again after a panic.
+    pub fn start_renewable<T: Send + 'static>(
+        mut build: impl FnMut() -> Result<(Engine, T)> + Send + 'static,
+    ) -> Result<(Self, T)> {
+        Self::launch(move || Some(build()))
+    }
+
+    /// Starts the thread. `build` returns `None` if it cannot build an engine again.
+    fn launch<T: Send + 'static>(mut build: impl FnMut() -> Option<Result<(Engine, T)>> + Send + 'static) -> Result<(Self, T)> {
         let queue = Arc::new(FairQueue::new());
         let tasks = Ended(queue.clone());
         let (ready, built) = sync_channel(1);
         let state = Arc::<State>::default();
         let own = state.clone();
         let work = move || {
-            let served = catch_unwind(AssertUnwindSafe(|| match build() {
-                Ok((engine, known)) => {
-                    let _ = ready.send(Ok(known));
-                    serve(engine, &tasks.0, &own);
+            let served = catch_unwind(AssertUnwindSafe(|| {
+                let mut engine = match build() {
+                    Some(Ok((engine, known))) => {
+                        let _ = ready.send(Ok(known));
+                        engine
+                    }
+                    Some(Err(error)) => return drop(ready.send(Err(error))),
+                    None => return,
+                };
+                while let Err(panic) = serve(engine, &tasks.0, &own) {
+                    match build() {
+                        Some(Ok((built, _))) => engine = built,
+                        Some(Err(error)) => return *locked(&own.panic) = Some(format!("{panic}; then {error}")),
+                        None => return *locked(&own.panic) = Some(panic),
+                    }
                 }
-                Err(error) => drop(ready.send(Err(error))),
             }));
             // This comes before `ready` is dropped, which the caller notices.
             if let Err(payload) = served {
@@ -126,11 +181,37 @@ impl Service {
 
     /// Queues a job of a caller, who has a fair share of the engine. The job is predicted to take this many seconds.
     pub fn submit_for(&self, caller: &str, seconds: f64, job: Job, progress: JobProgress) -> Ticket {
-        let (events, receiver) = sync_channel(WAITING_IMAGES);
-        let cancel = Arc::<AtomicBool>::default();
-        // If nobody takes the task, it is dropped, and the ticket says why.
-        self.queue.push(caller, seconds, Task { job, cancel: cancel.clone(), progress, events });
-        Ticket { events: receiver, cancel, state: self.state.clone() }
+        let (sender, events) = sync_channel(WAITING_IMAGES);
+        let (cancel, state) = (Arc::<AtomicBool>::default(), self.state.clone());
+        let own = cancel.clone();
+        let deliver = move |event: Event| {
+            // A caller that is gone needs no answer.
+            let flag = if matches!(event, Event::Done(_)) { &state.closing } else { &*own };
+            deliver(&sender, event, &|| if flag.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) })
+        };
+        let handle = self.push(caller, seconds, cancel, Box::new(move || Ok(job)), progress, Box::new(deliver));
+        Ticket { handle, events, state: self.state.clone() }
+    }
+
+    /// Queues a job that is made when its turn has come. Its events go to a function. If the service drops the function before
+    /// [`Event::Done`], nobody will run the job; [`Service::ended`] says why.
+    pub fn submit_to(&self, caller: &str, seconds: f64, job: JobSource, progress: JobProgress, events: EventSink) -> Handle {
+        self.push(caller, seconds, Arc::default(), job, progress, events)
+    }
+
+    fn push(
+        &self,
+        caller: &str,
+        seconds: f64,
+        cancel: Arc<AtomicBool>,
+        job: JobSource,
+        progress: JobProgress,
+        events: EventSink,
+    ) -> Handle {
+        let handle = Handle { cancel: cancel.clone(), queue: self.queue.clone() };
+        // If nobody takes the task, it is dropped with its events.
+        self.queue.push(caller, seconds, Task { job, seconds, cancel, progress, events });
+        handle
     }
 
     /// How many jobs wait.
@@ -138,23 +219,77 @@ impl Service {
         self.queue.len()
     }
 
-    /// The predicted seconds that a job of this caller would wait for others, apart from the job that runs now.
+    /// How many jobs of this caller wait.
+    pub fn waiting_of(&self, caller: &str) -> usize {
+        self.queue.len_of(caller)
+    }
+
+    /// The predicted seconds that a job of this caller would wait for others in the queue.
     pub fn seconds_ahead(&self, caller: &str) -> f64 {
         self.queue.seconds_ahead(caller)
+    }
+
+    /// The predicted seconds of all jobs that wait.
+    pub fn seconds_waiting(&self) -> f64 {
+        self.queue.seconds()
+    }
+
+    /// The predicted seconds until the running job ends.
+    pub fn seconds_running(&self) -> f64 {
+        let running = locked(&self.state.running);
+        running.as_ref().map_or(0.0, |running| (running.seconds - running.since.elapsed().as_secs_f64()).max(0.0))
+    }
+
+    /// Takes no more jobs, and drops the waiting ones that are not predicted to end within this many seconds.
+    pub fn drain(&self, seconds: f64) {
+        self.queue.close();
+        self.queue.keep_first(seconds - self.seconds_running());
+    }
+
+    /// Cancels the running job, and drops the waiting ones.
+    pub fn stop(&self) {
+        self.queue.clear();
+        if let Some(running) = &*locked(&self.state.running) {
+            running.cancel.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Free bytes of the device's memory after the last job, if it tells.
+    pub fn device_free(&self) -> Option<u64> {
+        Some(self.state.free.load(Ordering::Relaxed)).filter(|free| *free > 0)
+    }
+
+    /// Why a job that was dropped did not run.
+    pub fn ended(&self) -> Error {
+        self.state.ended()
     }
 }
 
 impl Drop for Service {
     fn drop(&mut self) {
         self.state.closing.store(true, Ordering::Relaxed);
-        if let Some(cancel) = &*locked(&self.state.running) {
-            cancel.store(true, Ordering::Relaxed);
+        if let Some(running) = &*locked(&self.state.running) {
+            running.cancel.store(true, Ordering::Relaxed);
         }
         self.queue.close();
         if let Some(thread) = self.thread.take() {
             // The thread's panic was already caught.
             let _ = thread.join();
         }
+    }
+}
+
+impl Handle {
+    /// Cancels the job. A job that runs ends before its next op. A job that waits leaves the queue.
+    pub fn cancel(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+        self.queue.retain(Task::is_live);
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.cancel();
     }
 }
 
@@ -177,51 +312,50 @@ impl Ticket {
 
     /// Cancels the job. It ends with [`Error::Interrupted`] unless it finishes first.
     pub fn cancel(&self) {
-        self.cancel.store(true, Ordering::Relaxed);
+        self.handle.cancel();
     }
 }
 
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        self.cancel();
-    }
-}
-
-/// Runs jobs one after the other until there are no callers.
-fn serve(mut engine: Engine, tasks: &FairQueue<Task>, state: &State) {
-    let is_live = |task: &Task| !task.cancel.load(Ordering::Relaxed);
-    while let Some(Task { job, cancel, progress, events }) = tasks.pop(is_live) {
-        *locked(&state.running) = Some(cancel.clone());
+/// Runs jobs one after the other until there are no callers. Returns the message of a panic, after which the engine is gone.
+fn serve(mut engine: Engine, tasks: &FairQueue<Task>, state: &State) -> std::result::Result<(), String> {
+    while let Some(Task { job, seconds, cancel, progress, mut events }) = tasks.pop(Task::is_live) {
+        *locked(&state.running) = Some(Running { cancel: cancel.clone(), since: Instant::now(), seconds });
         // Checked after the flag is published: a service that is dropped now either finds the flag or is noticed here.
         if state.closing.load(Ordering::Relaxed) {
             cancel.store(true, Ordering::Relaxed);
         }
         let check = || if cancel.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
-        let mut work = || {
+        let work = || {
             check()?;
+            let job = job()?;
             engine.check_memory(&job)?;
             engine.set_cancel(Some(cancel.clone()));
             engine.generate(&job, &*progress, &mut |image| {
                 check()?;
-                deliver(&events, Event::Image(image), &check)
+                events(Event::Image(image))
             })
         };
-        let result = match catch_unwind(AssertUnwindSafe(&mut work)) {
-            Ok(result) => result,
+        let (result, panic) = match catch_unwind(AssertUnwindSafe(work)) {
+            Ok(result) => (result, None),
             Err(payload) => {
-                // The message is stored before the channels close, which other callers notice. The engine's state is unknown, so it is
-                // not used again.
-                *locked(&state.panic) = Some(message(payload.as_ref()));
-                let _ = events.send(Event::Done(Err(state.ended())));
-                return;
+                let message = message(payload.as_ref());
+                (Err(panicked(&message)), Some(message))
             }
         };
-        engine.set_cancel(None);
+        if panic.is_none() {
+            engine.set_cancel(None);
+        }
         *locked(&state.running) = None;
-        let open = || if state.closing.load(Ordering::Relaxed) { Err(Error::Interrupted) } else { Ok(()) };
-        // A caller that is gone needs no answer.
-        let _ = deliver(&events, Event::Done(result), &open);
+        let _ = events(Event::Done(result));
+        if let Some(message) = panic {
+            // The engine's state is unknown, so it is not used again, and dropping it may fail as well.
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(engine)));
+            return Err(message);
+        }
+        let free = if engine.backend().reads_files() { None } else { engine.backend().available().ok().flatten() };
+        state.free.store(free.unwrap_or(0), Ordering::Relaxed);
     }
+    Ok(())
 }
 
 /// Sends an event to the caller, who may take long to receive it. It gives up when `check` fails: dropping a service must not wait for a

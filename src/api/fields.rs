@@ -1,6 +1,6 @@
 //! The fields of a request: members of a JSON object, or parts of a form. Both have the same names, and in a form numbers are text.
 
-use super::{ApiError, ApiResult};
+use super::{ApiError, ApiResult, Upload};
 use crate::base64;
 use crate::text::shown;
 use serde_json::Value;
@@ -159,7 +159,7 @@ impl Fields {
     }
 
     /// Takes images: files, data URLs, or lists of these.
-    pub fn images(&mut self, names: &[&str], most: usize) -> ApiResult<Vec<Vec<u8>>> {
+    pub fn images(&mut self, names: &[&str], most: usize) -> ApiResult<Vec<Upload>> {
         self.list(names, most, "images", |value, place| image(value, place.into()))
     }
 
@@ -189,7 +189,7 @@ impl Fields {
     }
 
     /// Takes a single image.
-    pub fn image(&mut self, names: &[&str]) -> ApiResult<Option<Vec<u8>>> {
+    pub fn image(&mut self, names: &[&str]) -> ApiResult<Option<Upload>> {
         self.take(names)?.map(|Field { name, value }| image(value, name)).transpose()
     }
 }
@@ -235,10 +235,10 @@ impl Field {
     }
 }
 
-/// The bytes of an image: a file, a data URL, bare base64, or an object with one of these.
-fn image(value: Given, name: String) -> ApiResult<Vec<u8>> {
+/// An image: a file, a data URL, bare base64, or an object with one of these.
+fn image(value: Given, name: String) -> ApiResult<Upload> {
     let text = match value {
-        Given::File(bytes) => return Ok(bytes),
+        Given::File(bytes) => return Ok(Upload { place: name, bytes }),
         Given::Json(Value::Object(mut members)) => match members.remove("image_url") {
             Some(Value::String(text)) => text,
             // The Chat API nests it once more.
@@ -265,7 +265,10 @@ fn image(value: Given, name: String) -> ApiResult<Vec<u8>> {
         },
         None => &text,
     };
-    base64::decode(data.as_bytes()).ok_or_else(|| ApiError::new("invalid_image", &name, "this is not base64"))
+    match base64::decode(data.as_bytes()) {
+        Some(bytes) => Ok(Upload { place: name, bytes }),
+        None => Err(ApiError::new("invalid_image", &name, "this is not base64")),
+    }
 }
 
 /// Nothing is fetched: whoever may send a request would choose what this machine connects to.

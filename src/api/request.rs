@@ -12,13 +12,13 @@ use crate::tokenizer::check_length;
 use serde_json::Value;
 
 /// The most images of a request.
-const MAX_COUNT: u32 = 10;
+pub const MAX_COUNT: u32 = 10;
 
 /// The most images to edit or combine.
-const MAX_IMAGES: usize = 10;
+pub const MAX_IMAGES: usize = 10;
 
 /// The most steps. Whoever wants more has a machine of their own.
-const MAX_STEPS: usize = 64;
+pub const MAX_STEPS: usize = 64;
 
 /// The largest guidance scale.
 const MAX_GUIDANCE: f32 = 30.0;
@@ -62,6 +62,15 @@ pub struct AdapterChoice {
     pub scale: f32,
 }
 
+/// The file of an image that came with a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Upload {
+    /// The field that it came in, such as `image[1]`.
+    pub place: String,
+    /// The file.
+    pub bytes: Vec<u8>,
+}
+
 /// A request for images.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
@@ -85,12 +94,12 @@ pub struct Request {
     pub size: (Option<usize>, Option<usize>),
     /// The shape, instead of a size.
     pub aspect: Option<Aspect>,
-    /// Files of images to edit or combine, in order.
-    pub images: Vec<Vec<u8>>,
-    /// The file of the image to start from.
-    pub init: Option<Vec<u8>>,
-    /// The file of the mask.
-    pub mask: Option<Vec<u8>>,
+    /// Images to edit or combine, in order.
+    pub images: Vec<Upload>,
+    /// The image to start from.
+    pub init: Option<Upload>,
+    /// The mask.
+    pub mask: Option<Upload>,
     /// What is done with the image to start from.
     pub edit: EditOptions,
     /// Adapters.
@@ -142,12 +151,25 @@ impl Request {
         if aspect.is_some() && size != (None, None) {
             return Err(ApiError::new("invalid_value", "aspect", "a size is there as well, which has a shape"));
         }
-        let images = fields.images(&["image", "images", "ref_images", "reference_image"], MAX_IMAGES)?;
-        if route == Route::Edits && images.is_empty() {
+        let mut images = fields.images(&["image", "images", "ref_images", "reference_image"], MAX_IMAGES)?;
+        let (mut init, mask) = (fields.image(&["init"])?, fields.image(&["mask", "mask_image"])?);
+        if route == Route::Edits && images.is_empty() && init.is_none() {
             return Err(ApiError::new("invalid_value", "image", "there is no image to edit"));
         }
-        let (init, mask) = (fields.image(&["init"])?, fields.image(&["mask", "mask_image"])?);
-        let edit = edit(fields, size)?;
+        let mut edit = edit(fields, size)?;
+        if let (None, Some(name)) = (&init, about_init(&mask, &edit)) {
+            if route == Route::Generations {
+                return Err(ApiError::new("invalid_value", name, "this is about an image to start from, and there is no `init`"));
+            }
+            init = Some(images.remove(0));
+            // With a mask, OpenAI's model sees the image as well.
+            if mask.is_some() && edit.init_reference == InitReference::Auto {
+                edit.init_reference = InitReference::On;
+            }
+        }
+        if aspect.is_some() && init.is_some() {
+            return Err(ApiError::new("invalid_value", "aspect", "the image to start from has a shape; `size` crops it"));
+        }
         for name in UNSUPPORTED {
             if fields.take(&[name])?.is_some() {
                 return Err(ApiError::new("unsupported_parameter", name, "kiln cannot honor this field"));
@@ -227,6 +249,20 @@ fn size(fields: &mut Fields) -> ApiResult<(Option<usize>, Option<usize>)> {
         Pixels::new(width, height).map_err(|error| ApiError::of(&error, Some(name)))?;
     }
     Ok(size)
+}
+
+/// The field that is about an image to start from, if there is one.
+fn about_init(mask: &Option<Upload>, edit: &EditOptions) -> Option<&'static str> {
+    let EditOptions { strength, feather, mask_crop, extend, init_reference, size: _ } = edit;
+    let given = [
+        (mask.is_some(), "mask"),
+        (strength.is_some(), "strength"),
+        (extend.is_some(), "extend"),
+        (feather.is_some(), "feather"),
+        (mask_crop.is_some(), "mask_crop"),
+        (*init_reference == InitReference::On, "init_reference"),
+    ];
+    given.into_iter().find(|(given, _)| *given).map(|(_, name)| name)
 }
 
 /// What is done with the image to start from.
@@ -324,7 +360,10 @@ mod tests {
         let parts = [("n", "1"), ("stream", "false"), ("seed", "18446744073709551615"), ("extra[a]", "1"), ("prompt", "a fox")];
         let files = [("image[]", &b"one"[..]), ("image", b"two"), ("mask", b"three")];
         let edit = form(Route::Edits, &parts, &files).unwrap();
-        assert_eq!((edit.images, edit.mask), (vec![b"one".to_vec(), b"two".to_vec()], Some(b"three".to_vec())));
+        // A mask is about the first image, which the model also sees.
+        let upload = |place: &str, bytes: &[u8]| Upload { place: place.into(), bytes: bytes.into() };
+        assert_eq!((edit.init, edit.images), (Some(upload("image[0]", b"one")), vec![upload("image[1]", b"two")]));
+        assert_eq!((edit.mask, edit.edit.init_reference), (Some(upload("mask", b"three")), InitReference::On));
         assert_eq!((edit.seed, edit.ignored), (Some(u64::MAX), vec!["extra[a]".to_owned()]));
     }
 
@@ -338,9 +377,12 @@ mod tests {
         }));
         let request = request.unwrap();
         assert_eq!((request.steps, request.guidance, request.negative.as_deref()), (Some(8), Some(3.5), Some("y")));
-        assert_eq!((request.seed, request.size, &request.images), (None, (Some(512), None), &vec![b"foo".to_vec()]));
+        assert_eq!(
+            (request.seed, request.size, &request.images),
+            (None, (Some(512), None), &vec![Upload { place: "ref_images[0]".into(), bytes: b"foo".to_vec() }])
+        );
         let names: Vec<(&str, f32)> = request.adapters.iter().map(|adapter| (&*adapter.name, adapter.scale)).collect();
-        assert_eq!((names, request.init), (vec![("style", 0.5), ("ink", -1.0)], Some(b"bar".to_vec())));
+        assert_eq!((names, request.init.unwrap().bytes), (vec![("style", 0.5), ("ink", -1.0)], b"bar".to_vec()));
         assert_eq!((request.edit.strength.map(Strength::share), request.format), (Some(0.25), Format::Jpeg { quality: 1 }));
         assert!(request.edit.extend.is_some() && request.noise == Some(NoiseKind::TorchCpu) && request.ignored.is_empty());
         for image in [
@@ -348,7 +390,7 @@ mod tests {
             json!({"image_url": "data:;base64,Zm9v"}),
             json!({"image_url": {"url": "data:x;base64,Zm9v"}}),
         ] {
-            assert_eq!(read(&json!({"prompt": "x", "images": [image]})).unwrap().images, [b"foo"], "{image}");
+            assert_eq!(read(&json!({"prompt": "x", "images": [image]})).unwrap().images[0].bytes, b"foo", "{image}");
         }
     }
 
@@ -381,6 +423,9 @@ mod tests {
             (json!({"prompt": "x", "steps": 4, "step": 4}), "step", "invalid_value"),
             (json!({"prompt": "x", "guidance": 31}), "guidance", "invalid_value"),
             (json!({"prompt": "x", "strength": 0}), "strength", "invalid_value"),
+            (json!({"prompt": "x", "strength": 0.5}), "strength", "invalid_value"),
+            (json!({"prompt": "x", "mask": "Zm9v"}), "mask", "invalid_value"),
+            (json!({"prompt": "x", "init": "Zm9v", "aspect": "1:1"}), "aspect", "invalid_value"),
             (json!({"prompt": "x", "images": ["https://example.com/a.png"]}), "images[0]", "remote_images_not_supported"),
             (json!({"prompt": "x", "images": [{"file_id": "f"}]}), "images[0]", "remote_images_not_supported"),
             (json!({"prompt": "x", "images": ["Zm9v", "file:///etc/passwd"]}), "images[1]", "remote_images_not_supported"),

@@ -180,7 +180,7 @@ mod tests {
         let grid = Grid { width: 64, height: 64 };
         Job {
             size: Pixels::new(side, side).unwrap(),
-            references: (0..references).map(|_| ReferenceInput { grid, pixels: Vec::new() }).collect(),
+            references: (0..references).map(|_| ReferenceInput { grid, pixels: Arc::default() }).collect(),
             guidance: 1.0,
             ..Job::new("", 0, &ModelDefaults::klein(), Variant::Distilled).unwrap()
         }

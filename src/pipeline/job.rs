@@ -131,8 +131,8 @@ impl Noise {
 pub struct ReferenceInput {
     /// The size of the image in tokens.
     pub grid: Grid,
-    /// The pixels within -1..1, row by row, with three channels each.
-    pub pixels: Vec<f32>,
+    /// The pixels within -1..1, row by row, with three channels each. Copies of a job share them.
+    pub pixels: Arc<Vec<f32>>,
 }
 
 /// How a model is loaded.

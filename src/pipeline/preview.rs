@@ -37,6 +37,8 @@ pub struct Previews<'a> {
     /// When this step of the image began, if one did, and how long the step before took.
     began: Option<Instant>,
     pace: Duration,
+    /// Whether the caller has chosen the step that runs.
+    wanted: bool,
     /// The preview on its way from the device.
     drawn: Option<Drawn>,
 }
@@ -45,6 +47,8 @@ pub struct Previews<'a> {
 struct Drawn {
     /// The number of steps that are done.
     step: usize,
+    /// Whether the caller wants this step's preview, however soon it comes.
+    wanted: bool,
     size: [usize; 2],
     pixels: Reading<u8>,
 }
@@ -67,18 +71,26 @@ impl<'a> Previews<'a> {
             PreviewKind::Fast => How::Table(table?),
             PreviewKind::Full => How::Vae(vae),
         };
-        Some(Self { progress, how, buffers, last: None, began: None, pace: Duration::ZERO, drawn: None })
+        Some(Self { progress, how, buffers, last: None, began: None, pace: Duration::ZERO, wanted: false, drawn: None })
     }
 
-    /// Begins a step. The preview of the step is worth drawing if the last one will be old enough when the step has ended, as far as the
-    /// step before tells. The host issues a step while the device works, so it cannot wait and see.
-    pub fn begin_step(&mut self) -> bool {
+    /// Whether the caller has chosen this step while the preview of the step before is still in the buffers, which hold one preview.
+    pub fn needs_room(&self, step: usize, steps: usize) -> bool {
+        self.drawn.is_some() && self.progress.wants_preview_of(step, steps) == Some(true)
+    }
+
+    /// Begins a step, the first being 1. If the caller leaves the choice of steps to the pace, the preview of the step is worth drawing if the
+    /// last one will be old enough when the step has ended, as far as the step before tells. The host issues a step while the device works,
+    /// so it cannot wait and see.
+    pub fn begin_step(&mut self, step: usize, steps: usize) -> bool {
         let now = Instant::now();
         if let Some(before) = self.began.replace(now) {
             self.pace = now - before;
         }
+        let choice = self.progress.wants_preview_of(step, steps);
+        self.wanted = choice == Some(true);
         // The buffers hold one preview.
-        self.drawn.is_none() && is_due(self.last, now + self.pace)
+        self.drawn.is_none() && choice.unwrap_or_else(|| is_due(self.last, now + self.pace))
     }
 
     /// Where the predicted clean latents belong.
@@ -109,17 +121,17 @@ impl<'a> Previews<'a> {
                 (pixels, [PATCH * grid.width, PATCH * grid.height])
             }
         };
-        self.drawn = Some(Drawn { step, size, pixels: Reading::begin_bytes(be, out)? });
+        self.drawn = Some(Drawn { step, wanted: self.wanted, size, pixels: Reading::begin_bytes(be, out)? });
         Ok(())
     }
 
     /// Shows what was drawn, once this many steps have ended well. It is passed over if that was sooner than expected.
     pub fn show(&mut self, be: &mut dyn Backend, done: usize) -> Result<()> {
-        let Some(Drawn { step, size: [width, height], pixels }) = self.drawn.take_if(|drawn| drawn.step <= done) else {
+        let Some(Drawn { step, wanted, size: [width, height], pixels }) = self.drawn.take_if(|drawn| drawn.step <= done) else {
             return Ok(());
         };
         let pixels = pixels.finish_bytes(be)?;
-        if is_due(self.last, Instant::now()) {
+        if wanted || is_due(self.last, Instant::now()) {
             self.progress.preview(step, Image { width, height, pixels });
             self.last = Some(Instant::now());
         }

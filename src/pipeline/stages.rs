@@ -293,9 +293,14 @@ impl Stages {
                         previews.as_mut().map_or(Ok(()), |previews| previews.show(be, done))
                     };
                 for i in 0..schedule.steps() {
+                    if previews.as_ref().is_some_and(|previews| previews.needs_room(i + 1, schedule.steps())) {
+                        settle(be, &mut checks, &mut previews, 0)?;
+                    }
                     // The last step's preview is the image.
-                    let preview =
-                        previews.as_mut().filter(|_| i + 1 < schedule.steps()).and_then(|p| p.begin_step().then_some(p));
+                    let preview = previews
+                        .as_mut()
+                        .filter(|_| i + 1 < schedule.steps())
+                        .and_then(|previews| previews.begin_step(i + 1, schedule.steps()).then_some(previews));
                     let advance_latents = |be: &mut dyn Backend, velocity: Tensor| {
                         be.run(Op::Euler { latents, velocity, dt: schedule.dt(i) })?;
                         preview.as_ref().map_or(Ok(()), |p| p.predict(be, latents, velocity, schedule.sigma(i + 1)))

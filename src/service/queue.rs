@@ -4,7 +4,7 @@
 //! nothing up. The tasks of a caller keep their order.
 
 use super::locked;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 /// How many callers are remembered.
@@ -70,6 +70,48 @@ impl<T> FairQueue<T> {
     /// How many tasks wait.
     pub fn len(&self) -> usize {
         locked(&self.queues).callers.values().map(|caller| caller.waiting.len()).sum()
+    }
+
+    /// How many tasks of a caller wait.
+    pub fn len_of(&self, caller: &str) -> usize {
+        locked(&self.queues).callers.get(caller).map_or(0, |caller| caller.waiting.len())
+    }
+
+    /// The predicted seconds of all tasks that wait.
+    pub fn seconds(&self) -> f64 {
+        let queues = locked(&self.queues);
+        queues.callers.values().flat_map(|caller| &caller.waiting).map(|waiting| waiting.seconds).sum()
+    }
+
+    /// Drops the tasks that a condition refuses. They do not count as their callers'.
+    pub fn retain(&self, keep: impl Fn(&T) -> bool) {
+        self.retain_waiting(|waiting| keep(&waiting.task));
+    }
+
+    /// Keeps the tasks that come out within this many predicted seconds, and drops the others.
+    pub fn keep_first(&self, seconds: f64) {
+        let mut queues = locked(&self.queues).without_tasks();
+        let (mut sum, mut kept) = (0.0, BTreeSet::new());
+        while let Some(Waiting { number, seconds: own, .. }) = queues.take(|()| true) {
+            sum += own;
+            if sum <= seconds {
+                kept.insert(number);
+            }
+        }
+        self.retain_waiting(|waiting| kept.contains(&waiting.number));
+    }
+
+    fn retain_waiting(&self, keep: impl Fn(&Waiting<T>) -> bool) {
+        let mut dropped = Vec::new();
+        for caller in locked(&self.queues).callers.values_mut() {
+            if !caller.waiting.iter().all(&keep) {
+                let (kept, gone) = caller.waiting.drain(..).partition(&keep);
+                caller.waiting = kept;
+                dropped.extend::<VecDeque<_>>(gone);
+            }
+        }
+        // Outside of the lock, because dropping a task may wake its caller.
+        drop(dropped);
     }
 
     /// The predicted seconds until a task that this caller adds now would begin, if no other comes. The task that runs is not counted.

@@ -102,7 +102,7 @@ pub fn test_image(i: usize, w: usize, h: usize) -> ReferenceInput {
             pixels.extend((0..3).map(|c| 2.0 * (f32::from(test_pixel(i, w, top + y, left + x, c)) / 255.0) - 1.0));
         }
     }
-    ReferenceInput { grid, pixels }
+    ReferenceInput { grid, pixels: pixels.into() }
 }
 
 impl Case {

@@ -55,7 +55,7 @@ impl Disc {
     }
 
     fn reference(&self) -> ReferenceInput {
-        let pixels = self.pixels().into_iter().map(|v| 2.0 * (f32::from(v) / 255.0) - 1.0).collect();
+        let pixels = self.pixels().into_iter().map(|v| 2.0 * (f32::from(v) / 255.0) - 1.0).collect::<Vec<f32>>().into();
         ReferenceInput { grid: Grid { width: self.width / PATCH, height: self.height / PATCH }, pixels }
     }
 }

@@ -102,7 +102,7 @@ fn job(width: usize) -> Job {
 fn masked(width: usize) -> Job {
     let job = job(width);
     let grid = job.size.grid();
-    let pixels = (0..256 * grid.tokens() * 3).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
+    let pixels = (0..256 * grid.tokens() * 3).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect::<Vec<f32>>().into();
     let start = Start {
         init: ReferenceInput { grid, pixels },
         strength: kiln::edit::Strength::WHOLE,

@@ -259,7 +259,7 @@ impl Model {
             sigmas: None,
             padding: Padding::Right,
             negative: String::new(),
-            references: references.iter().map(|p| ReferenceInput { grid: size.grid(), pixels: values(p) }).collect(),
+            references: references.iter().map(|p| ReferenceInput { grid: size.grid(), pixels: values(p).into() }).collect(),
             guidance: 1.0,
             seeds: vec![seed],
             noise,

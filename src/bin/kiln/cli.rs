@@ -25,6 +25,8 @@ mod replay;
 mod report;
 mod request;
 pub mod selftest;
+#[cfg(feature = "serve")]
+mod serve;
 mod session;
 mod settings;
 mod show;
@@ -37,6 +39,18 @@ mod writer;
 pub use hint::{REPORT_BUG, SAVE_MEMORY, hint, message};
 pub use process::{Process, Signals};
 pub use stdout::{STDOUT, reader_left};
+
+// What the server is made of.
+#[cfg(feature = "serve")]
+pub use self::{
+    adapters::Library,
+    edit::PreparedEdit,
+    outputs::Origin,
+    report::{field, flat_image_warning, ignored_settings, saturation_warning, unknown_words_note},
+    request::{ImageRequest, Setup, random_seed},
+    session::Session,
+    settings::{ModelProfile, Settings},
+};
 
 use args::PlanArgs;
 use batch::BatchArgs;
@@ -52,6 +66,8 @@ use lora::LoraCommand;
 use quantize::QuantizeArgs;
 use replay::ReplayArgs;
 use selftest::SelftestArgs;
+#[cfg(feature = "serve")]
+use serve::ServeArgs;
 use show::ShowFileArgs;
 use std::ffi::OsString;
 use tiny::TinyArgs;
@@ -88,6 +104,8 @@ pub struct Cli {
 pub enum Command {
     Generate(Box<GenerateArgs>),
     Run(Box<BatchArgs>),
+    #[cfg(feature = "serve")]
+    Serve(Box<ServeArgs>),
     Show(Box<ShowFileArgs>),
     Replay(Box<ReplayArgs>),
     Plan(Box<PlanArgs>),
@@ -108,6 +126,8 @@ impl Command {
         match self {
             Self::Generate(args) => args,
             Self::Run(args) => args,
+            #[cfg(feature = "serve")]
+            Self::Serve(args) => args,
             Self::Show(args) => args,
             Self::Replay(args) => args,
             Self::Plan(args) => args,

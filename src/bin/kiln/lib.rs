@@ -8,6 +8,8 @@ pub mod cli;
 #[doc(hidden)]
 pub mod draw;
 mod program;
+#[cfg(feature = "serve")]
+mod serve;
 #[doc(hidden)]
 pub mod terminal;
 

@@ -7,6 +7,8 @@ mod builtin;
 mod cli;
 mod draw;
 mod program;
+#[cfg(feature = "serve")]
+mod serve;
 mod terminal;
 
 use std::process::ExitCode;

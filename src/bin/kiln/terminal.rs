@@ -209,6 +209,11 @@ impl Terminal {
         self.line(Verbosity::Normal, text);
     }
 
+    /// Prints a line whatever the verbosity is.
+    pub fn log(&self, text: &str) {
+        self.line(Verbosity::Quiet, text);
+    }
+
     fn line(&self, least: Verbosity, text: &str) {
         if self.verbosity < least {
             return;

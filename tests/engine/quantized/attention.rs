@@ -185,7 +185,7 @@ fn cached_keys_have_the_format_of_their_block() {
     let mut model = open(&content);
     model.variant = Variant::Kv;
     let grid = Grid { width: 4, height: 4 };
-    let pixels = (0..3 * 256 * grid.tokens()).map(|i| ((i * 7919) % 257) as f32 / 128.0 - 1.0).collect();
+    let pixels = (0..3 * 256 * grid.tokens()).map(|i| ((i * 7919) % 257) as f32 / 128.0 - 1.0).collect::<Vec<f32>>().into();
     let job = Job { references: vec![ReferenceInput { grid, pixels }], ..small_job() };
     let options = LoadOptions { references: true, ..LoadOptions::DEFAULT };
     // The plan uses the same formats. If its memory were too small, an op would fail.

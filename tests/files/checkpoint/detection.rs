@@ -118,7 +118,7 @@ fn any_sizes_that_keep_the_rules_are_run() {
         sigmas: None,
         padding: Padding::Right,
         negative: String::new(),
-        references: vec![ReferenceInput { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3] }],
+        references: vec![ReferenceInput { grid: Grid { width: 4, height: 5 }, pixels: vec![0.5; 4 * 5 * 256 * 3].into() }],
         guidance: 1.0,
         seeds: vec![1],
         noise: Noise::Drawn(NoiseKind::HOPPER),

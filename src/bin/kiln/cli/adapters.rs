@@ -1,5 +1,9 @@
 //! Requested adapters: locates and opens their files, and describes them to the user and in the metadata of images.
 
+mod library;
+
+pub use library::Library;
+
 use super::args::{LoraArg, LoraArgs};
 use crate::terminal::Terminal;
 use kiln::error::Result;

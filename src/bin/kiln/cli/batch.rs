@@ -6,20 +6,19 @@
 
 mod args;
 mod existing;
-mod library;
 pub mod line;
 mod source;
 
 pub use args::BatchArgs;
 
-use super::adapters::applied;
+use super::adapters::{Library, applied};
 use super::args::{FileArgs, ImageOptions, LoraArg, PromptArgs};
 use super::generate::GenerateArgs;
 use super::hint::{hint_of_line, message_of_line};
 use super::names::{Target, content_name};
 use super::outputs::{Origin, Outputs, extension, file_format, refuse_same};
 use super::previews::{Preview, PreviewRequest, Previewer};
-use super::report::{field, ignored_settings, unknown_words_note, warn_of_flat_image, warn_of_saturation};
+use super::report::{field, ignored_settings, unknown_words_note, warn_of_image};
 use super::request::{ImageRequest, Setup};
 use super::session::Session;
 use super::settings::{ModelProfile, Settings};
@@ -37,7 +36,6 @@ use kiln::progress::{Phase, PreviewKind, Progress};
 use kiln::service::{Event, Service, Ticket};
 use kiln::text::shown_path;
 use kiln::{GeneratedImage, threads};
-use library::Library;
 use line::{Line, MAX_LINE_BYTES};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -530,8 +528,7 @@ impl Run<'_> {
             saved => saved?,
         }
         self.terminal.show(*place, &image.image, Threads::All);
-        warn_of_flat_image(image, self.terminal);
-        warn_of_saturation(image.saturated, settings, self.terminal);
+        warn_of_image(image, settings, self.terminal);
         self.terminal.say(&format!("line {number}: {}", shown_path(path)));
         let path = path.to_string_lossy();
         json_line(&Done { line: *number, image: ImageLine::new(&path, image, settings, self.known.backend, seconds) })

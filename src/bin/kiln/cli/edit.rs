@@ -1,7 +1,7 @@
 //! The edit of a request: its files are read here, and what it does is put into words, metadata and JSON.
 
 use super::args::EditFlags;
-use kiln::edit::{Area, Edit, Mask, Sides, Strength, Summary};
+use kiln::edit::{Area, Edit, EditOptions, Mask, Sides, Strength, Summary};
 use kiln::error::Result;
 use kiln::metadata::InitMetadata;
 use kiln::text::grouped;
@@ -51,20 +51,30 @@ impl PreparedEdit {
         let Some(init) = &flags.init else { return Ok(None) };
         let mask = flags.mask.as_deref().map(Mask::open).transpose()?;
         let init = DecodedReference::open(init)?;
+        let files = flags.init.iter().chain(&flags.mask).cloned().collect();
+        Self::new(init, mask, &flags.options(size), defaults, files).map(Some)
+    }
+
+    /// Prepares an edit of a decoded image. `files` are its files, if it has any.
+    pub fn new(
+        init: DecodedReference,
+        mask: Option<Mask>,
+        options: &EditOptions,
+        defaults: &ModelDefaults,
+        files: Vec<PathBuf>,
+    ) -> Result<Self> {
         let (sha256, mask_sha256) = (init.digest().to_owned(), mask.as_ref().map(|mask| mask.digest().to_owned()));
-        let options = flags.options(size);
-        let edit = Edit::new(init, mask, &options, defaults)?;
+        let edit = Edit::new(init, mask, options, defaults)?;
         let facts = Facts {
             sha256,
             mask_sha256,
             mask_crop: options.mask_crop,
-            sized: size != (None, None),
+            sized: options.size != (None, None),
             summary: edit.summary.clone(),
             strength: edit.start.strength,
             tokens: edit.canvas.grid().tokens(),
         };
-        let files = flags.init.iter().chain(&flags.mask).cloned().collect();
-        Ok(Some(Self { edit, files, facts }))
+        Ok(Self { edit, files, facts })
     }
 
     /// What is reported of it.

@@ -165,19 +165,18 @@ fn details(settings: &Settings, found: &Found, model: &OpenModel, backend: &Sele
     lines
 }
 
-/// Warns of an image whose pixels all have the same color.
-pub fn warn_of_flat_image(image: &GeneratedImage, terminal: &Terminal) {
-    if let Some([red, green, blue]) = image.image.flat_color() {
-        terminal.warn(&format!(
-            "the image is one flat color ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
-        ));
-    }
+/// The warning about an image whose pixels all have the same color.
+pub fn flat_image_warning(image: &GeneratedImage) -> Option<String> {
+    let [red, green, blue] = image.image.flat_color()?;
+    Some(format!(
+        "the image is one flat color ({red}, {green}, {blue}); unless the prompt asks for that, the model's files may be damaged"
+    ))
 }
 
-/// Warns of activations that did not fit into FP8.
-pub fn warn_of_saturation(saturated: u64, settings: &Settings, terminal: &Terminal) {
+/// The warning about activations that did not fit into FP8.
+pub fn saturation_warning(saturated: u64, settings: &Settings) -> Option<String> {
     let what = match saturated {
-        0 => return,
+        0 => return None,
         1 => "1 activation was".into(),
         many => format!("{} activations were", grouped(many)),
     };
@@ -185,9 +184,15 @@ pub fn warn_of_saturation(saturated: u64, settings: &Settings, terminal: &Termin
         Some(_) => ("--quantize does not calibrate its input scales", "a model without it"),
         None => ("the model's input scales are too small for this prompt", "a bf16 model"),
     };
-    terminal.warn(&format!(
+    Some(format!(
         "{what} beyond the range of FP8 and clamped, so the image may be wrong: {why}; {remedy} or --precision f32 has no such limit"
-    ));
+    ))
+}
+
+/// Warns of what is remarkable about a finished image.
+pub fn warn_of_image(image: &GeneratedImage, settings: &Settings, terminal: &Terminal) {
+    let warnings = flat_image_warning(image).into_iter().chain(saturation_warning(image.saturated, settings));
+    warnings.for_each(|warning| terminal.warn(&warning));
 }
 
 /// Lists the GPU kernels that ran, with `--verbose` only.

@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Images to generate. Defaults that depend on the model's files are not resolved yet.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ImageRequest {
     /// The prompt.
     pub prompt: String,
@@ -51,7 +51,7 @@ pub struct ImageRequest {
 }
 
 /// The model that generates the images, and the device it runs on.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Setup {
     /// The model.
     pub found: Found,
@@ -84,7 +84,17 @@ impl ImageRequest {
     pub fn new(options: ImageOptions, defaults: &ModelDefaults) -> Result<Self> {
         let edit = PreparedEdit::open(&options.edit, (options.width, options.height), defaults)?;
         let prepare = |path: &PathBuf| Ok(DecodedReference::open(path)?.prepare(defaults.max_reference_pixels));
-        let references: Vec<PreparedReference> = options.references.iter().map(prepare).collect::<Result<_>>()?;
+        let references = options.references.iter().map(prepare).collect::<Result<_>>()?;
+        Self::of_images(options, edit, references, defaults)
+    }
+
+    /// A request for one image with an empty prompt, whose images are read.
+    pub fn of_images(
+        options: ImageOptions,
+        edit: Option<PreparedEdit>,
+        references: Vec<PreparedReference>,
+        defaults: &ModelDefaults,
+    ) -> Result<Self> {
         // The default is the size of the first reference, or without references the model's own size.
         let first = references.first().map(|reference| (reference.width, reference.height));
         let size = match &edit {

@@ -10,6 +10,7 @@ use kiln::{
     Formats, Guidance, Job, ModelDefaults, Noise, NoiseKind, Precision, PreparedReference, ReferenceInput, Sigmas, Variant,
 };
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The properties of a model that settings depend on.
 pub struct ModelProfile {
@@ -69,7 +70,8 @@ impl Settings {
         let reference_digests = request.references.iter().map(|reference| reference.sha256.clone()).collect();
         let noise = noise_metadata(&request.noise, request.noise_sha256);
         let adapters = request.adapters.as_deref().map_or_else(|| model.adapters.clone(), applied);
-        let input = |reference: &PreparedReference| ReferenceInput { grid: reference.grid(), pixels: reference.values() };
+        let input =
+            |reference: &PreparedReference| ReferenceInput { grid: reference.grid(), pixels: Arc::new(reference.values()) };
         let job = Job {
             prompt: request.prompt,
             size: request.size,

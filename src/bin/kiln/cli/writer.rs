@@ -3,7 +3,7 @@
 
 use super::edit::{EditReport, Facts};
 use super::outputs::LaterOrigin;
-use super::report::{warn_of_flat_image, warn_of_saturation};
+use super::report::warn_of_image;
 use super::settings::Settings;
 use super::stdout::{DASH, json_line, line_of, print_line};
 use crate::terminal::{Seconds, Terminal};
@@ -113,8 +113,7 @@ impl ImageSink<'_> {
                 written.map_err(|source| Error::Write { path: DASH.into(), source })
             }
         };
-        warn_of_flat_image(image, terminal);
-        warn_of_saturation(image.saturated, settings, terminal);
+        warn_of_image(image, settings, terminal);
         // The dump comes after the report of the image, which exists even if writing the dump fails.
         if let (Some(dump), Some(record)) = (&self.dump, &image.record) {
             save_new(dump, &record.to_safetensors()?, self.force)?;

@@ -2,7 +2,7 @@
 
 use super::super::formats::format_lines;
 use super::super::outputs::Origin;
-use super::super::report::{announce_run, warn_of_saturation};
+use super::super::report::{announce_run, saturation_warning};
 use super::super::request::{ImageRequest, Setup};
 use super::super::session::Session;
 use super::super::settings::Settings;
@@ -333,7 +333,7 @@ fn start<'a>(measurement: Measurement, stop: &Arc<AtomicBool>, terminal: &'a Ter
     }
 
     let (png, saturated) = generate_once(&mut engine, &settings, &origin, &watch, stop)?;
-    warn_of_saturation(saturated, &settings, terminal);
+    saturation_warning(saturated, &settings).iter().for_each(|warning| terminal.warn(warning));
     cold = cold.finish(&watch.spans.take(), png, started.elapsed().as_secs_f64());
     watch.shown.set(false);
     let report = Report {

@@ -1,7 +1,7 @@
-//! The adapters that lines name. A file is opened once, and again if it changes.
+//! The adapters that lines and requests name. A file is opened once, and again if it changes.
 
-use super::super::adapters::{AS_BRANCHES, describe, open_adapter};
 use super::super::args::LoraArg;
+use super::{AS_BRANCHES, describe, open_adapter};
 use kiln::error::Result;
 use kiln::locate::{Environment, locate_adapter};
 use kiln::lora::{Adapter, Adapters, LayerTargets};
@@ -26,7 +26,7 @@ impl Library {
         Self { targets, environment, partial, open: Vec::new() }
     }
 
-    /// The adapters of a line. Describes newly opened files to `tell`, one line of text each.
+    /// The adapters of a line or a request. Describes newly opened files to `tell`, one line of text each.
     pub fn open(&mut self, list: &[LoraArg], tell: &mut dyn FnMut(&str)) -> Result<Arc<Adapters>> {
         let open = |lora: &LoraArg| Ok((self.adapter(lora, tell)?, lora.scale));
         list.iter().map(open).collect::<Result<_>>().map(|list| Arc::new(Adapters(list)))
