@@ -226,7 +226,12 @@ impl Service {
 
     /// The predicted seconds that a job of this caller would wait for others in the queue.
     pub fn seconds_ahead(&self, caller: &str) -> f64 {
-        self.queue.seconds_ahead(caller)
+        self.queue.ahead(caller).1
+    }
+
+    /// How many jobs in the queue come before a job of this caller.
+    pub fn jobs_ahead(&self, caller: &str) -> usize {
+        self.queue.ahead(caller).0
     }
 
     /// The predicted seconds of all jobs that wait.

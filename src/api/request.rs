@@ -108,8 +108,10 @@ pub struct Request {
     pub precision: Option<Precision>,
     /// The noise generator.
     pub noise: Option<NoiseKind>,
-    /// The file format.
-    pub format: Format,
+    /// The file format, if the client chose one.
+    pub format: Option<Format>,
+    /// The quality of JPEGs.
+    pub jpeg_quality: u8,
     /// How images are handed over.
     pub delivery: Delivery,
     /// Whether the answer is a stream of events.
@@ -181,6 +183,7 @@ impl Request {
         fields.choice(&["background"], &[("auto", ()), ("opaque", ())])?;
         let (user, other) = (fields.text(&["safety_identifier"])?, fields.text(&["user"])?);
         let delivery = delivery(fields, model.as_deref())?;
+        let (format, jpeg_quality) = format(fields)?;
         let request = Self {
             route,
             prompt,
@@ -198,7 +201,8 @@ impl Request {
             adapters: fields.list(&["lora", "loras"], MAX_ADAPTERS, "adapters", adapter)?,
             precision: fields.choice(&["precision"], &[("bf16", Precision::Bf16), ("f32", Precision::F32)])?,
             noise: fields.parsed(&["noise_kind"])?,
-            format: format(fields)?,
+            format,
+            jpeg_quality,
             delivery,
             stream: fields.truth(&["stream"])?.unwrap_or(false),
             partial_images: fields.whole(&["partial_images"], 0..=3)?.unwrap_or(0),
@@ -216,6 +220,11 @@ impl Request {
             return Err(ApiError::new("invalid_value", name, "only a stream has these events; set `stream`"));
         }
         Ok(Self { ignored: all.rest(), ..request })
+    }
+
+    /// The file format.
+    pub fn format(&self) -> Format {
+        self.format.unwrap_or(Format::Png)
     }
 }
 
@@ -297,12 +306,12 @@ fn delivery(fields: &mut Fields, model: Option<&str>) -> ApiResult<Delivery> {
     Ok(fields.choice(&["response_format"], &[("b64_json", Delivery::Base64), ("url", Delivery::Url)])?.unwrap_or(usual))
 }
 
-/// The file format. A compression of 100 is a JPEG in which nobody sees artifacts.
-fn format(fields: &mut Fields) -> ApiResult<Format> {
+/// The file format, and the quality of JPEGs. A compression of 100 is a JPEG in which nobody sees artifacts.
+fn format(fields: &mut Fields) -> ApiResult<(Option<Format>, u8)> {
     let compression = fields.whole(&["output_compression"], 0..=100_u8)?.filter(|compression| *compression < 100);
     let quality = compression.map_or(Format::DEFAULT_QUALITY, |compression| compression.max(1));
     let kinds = [("png", Format::Png), ("jpeg", Format::Jpeg { quality }), ("webp", Format::WebP)];
-    Ok(fields.choice(&["output_format"], &kinds)?.unwrap_or(Format::Png))
+    Ok((fields.choice(&["output_format"], &kinds)?, quality))
 }
 
 /// An adapter: a name, `name:scale`, or an object of both.
@@ -353,9 +362,9 @@ mod tests {
         let request = read(&json!({"prompt": "a fox", "model": "gpt-image-1", "n": 2, "size": "1024x768", "quality": "high", "user": "u1", "stream": true, "partial_images": 2, "style": null, "free": {"deep": [1]}})).unwrap();
         assert_eq!((request.count, request.size, request.partial_images, request.stream), (2, (Some(1024), Some(768)), 2, true));
         assert_eq!((&*request.quality, request.user.as_deref(), request.delivery), ("high", Some("u1"), Delivery::Base64));
-        assert_eq!((request.ignored, request.seed, request.format), (vec!["free".to_owned()], None, Format::Png));
+        assert_eq!((request.ignored, request.seed, request.format), (vec!["free".to_owned()], None, None));
         let small = read(&json!({"prompt": "", "model": "dall-e-3", "output_format": "jpeg"})).unwrap();
-        assert_eq!((small.delivery, small.format, small.size), (Delivery::Url, Format::Jpeg { quality: 95 }, (None, None)));
+        assert_eq!((small.delivery, small.format, small.size), (Delivery::Url, Some(Format::Jpeg { quality: 95 }), (None, None)));
         // A form: the prompt last, both names of images, numbers as text.
         let parts = [("n", "1"), ("stream", "false"), ("seed", "18446744073709551615"), ("extra[a]", "1"), ("prompt", "a fox")];
         let files = [("image[]", &b"one"[..]), ("image", b"two"), ("mask", b"three")];
@@ -383,7 +392,7 @@ mod tests {
         );
         let names: Vec<(&str, f32)> = request.adapters.iter().map(|adapter| (&*adapter.name, adapter.scale)).collect();
         assert_eq!((names, request.init.unwrap().bytes), (vec![("style", 0.5), ("ink", -1.0)], b"bar".to_vec()));
-        assert_eq!((request.edit.strength.map(Strength::share), request.format), (Some(0.25), Format::Jpeg { quality: 1 }));
+        assert_eq!((request.edit.strength.map(Strength::share), request.format), (Some(0.25), Some(Format::Jpeg { quality: 1 })));
         assert!(request.edit.extend.is_some() && request.noise == Some(NoiseKind::TorchCpu) && request.ignored.is_empty());
         for image in [
             json!("data:image/png;base64,Zm9v"),

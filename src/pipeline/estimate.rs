@@ -175,6 +175,7 @@ mod tests {
     use crate::pipeline::ReferenceInput;
     use crate::sequence::{Grid, Pixels};
     use crate::tensor::DType;
+    use std::sync::Arc;
 
     fn job(side: usize, references: usize) -> Job {
         let grid = Grid { width: 64, height: 64 };

@@ -114,14 +114,15 @@ impl<T> FairQueue<T> {
         drop(dropped);
     }
 
-    /// The predicted seconds until a task that this caller adds now would begin, if no other comes. The task that runs is not counted.
-    pub fn seconds_ahead(&self, caller: &str) -> f64 {
+    /// How many tasks come before a task that this caller adds now, if no other comes, and their predicted seconds. The task that runs is not
+    /// counted.
+    pub fn ahead(&self, caller: &str) -> (usize, f64) {
         let mut queues = locked(&self.queues).without_tasks();
         let own = queues.count;
         queues.push(caller, 0.0, ());
-        let mut ahead = 0.0;
+        let mut ahead = (0, 0.0);
         while let Some(Waiting { seconds, .. }) = queues.take(|()| true).filter(|next| next.number != own) {
-            ahead += seconds;
+            ahead = (ahead.0 + 1, ahead.1 + seconds);
         }
         ahead
     }
@@ -254,13 +255,10 @@ mod tests {
     #[test]
     fn waits_are_predicted() {
         let queue = filled(&[("a", 2.0, "a1"), ("a", 2.0, "a2"), ("b", 1.0, "b1")]);
-        assert_eq!(
-            (queue.len(), queue.seconds_ahead("a"), queue.seconds_ahead("b"), queue.seconds_ahead("new")),
-            (3, 5.0, 3.0, 3.0)
-        );
+        assert_eq!((queue.len(), queue.ahead("a"), queue.ahead("b"), queue.ahead("new")), (3, (3, 5.0), (2, 3.0), (2, 3.0)));
         assert_eq!(queue.pop(|_| true), Some("a1"));
-        assert_eq!((queue.seconds_ahead("a"), queue.seconds_ahead("new")), (3.0, 1.0));
-        assert_eq!(FairQueue::<()>::new().seconds_ahead("a"), 0.0);
+        assert_eq!((queue.ahead("a"), queue.ahead("new")), ((2, 3.0), (1, 1.0)));
+        assert_eq!(FairQueue::<()>::new().ahead("a"), (0, 0.0));
         // The prediction is what happens: whoever is added waits as long as it said.
         let queue = filled(&[("a", 2.0, "a1"), ("b", 1.0, "b1"), ("b", 4.0, "b2"), ("c", 3.0, "c1"), ("c", 1.0, "c2")]);
         let seconds = |task: &str| {
@@ -278,8 +276,20 @@ mod tests {
             let again = filled(&[("a", 2.0, "a1"), ("b", 1.0, "b1"), ("b", 4.0, "b2"), ("c", 3.0, "c1"), ("c", 1.0, "c2")]);
             again.push(caller, 1.0, "new");
             let ahead: f64 = order(&again).into_iter().take_while(|task| *task != "new").map(seconds).sum();
-            assert_eq!(queue.seconds_ahead(caller), ahead, "{caller}");
+            assert_eq!(queue.ahead(caller).1, ahead, "{caller}");
         }
+    }
+
+    #[test]
+    fn tasks_leave_the_queue_before_their_turn() {
+        let queue = filled(&[("a", 2.0, "a1"), ("a", 2.0, "gone"), ("b", 1.0, "b1"), ("b", 3.0, "b2")]);
+        queue.retain(|task| *task != "gone");
+        assert_eq!((queue.len(), queue.len_of("a"), queue.len_of("c"), queue.seconds()), (3, 1, 0, 6.0));
+        // In the order of their turns, a1 ends after 2 s, b1 after 3 s and b2 after 6 s.
+        queue.keep_first(5.9);
+        assert_eq!((queue.len(), queue.seconds()), (2, 3.0));
+        queue.keep_first(-1.0);
+        assert_eq!((queue.len(), order(&queue).len()), (0, 0));
     }
 
     #[test]

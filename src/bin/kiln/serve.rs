@@ -29,7 +29,7 @@ mod work;
 
 pub use engine::EngineRequest;
 pub use keys::Keys;
-pub use limits::WAITING;
+pub use limits::{CONNECTIONS, CONNECTIONS_OF_ADDRESS, WAITING};
 pub use listen::{tcp, usual_socket};
 pub use model::adapters_in;
 pub use run::{ServeRequest, serve};
@@ -45,6 +45,8 @@ pub struct Config {
     pub public_url: Option<String>,
     /// The most images that wait.
     pub max_waiting: usize,
+    /// The most connections of one address.
+    pub client_connections: usize,
     /// Whether requests that succeed are left out of the log.
     pub is_quiet: bool,
 }
@@ -59,6 +61,7 @@ impl Config {
             allowed_origins: Vec::new(),
             public_url: None,
             max_waiting: limits::WAITING,
+            client_connections: limits::CONNECTIONS_OF_ADDRESS,
             is_quiet: false,
         }
     }

@@ -4,7 +4,10 @@ use super::args::{DetailArg, ImageOptions, LoraArgs, ModelArgs, PromptArgs, RunA
 use super::generate::GenerateArgs;
 use super::request::ImageRequest;
 use super::{Process, Subcommand};
-use crate::serve::{Config, EngineRequest, Keys, ServeRequest, WAITING, adapters_in, serve, tcp, usual_socket};
+use crate::serve::{
+    CONNECTIONS, CONNECTIONS_OF_ADDRESS, Config, EngineRequest, Keys, ServeRequest, WAITING, adapters_in, serve, tcp,
+    usual_socket,
+};
 use clap::Args;
 use kiln::error::{Error, Result};
 use kiln::locate::Environment;
@@ -93,6 +96,12 @@ pub struct ServeArgs {
     /// Let this many images wait at most
     #[arg(long, value_name = "N", value_parser = within(1usize..=10_000), default_value_t = WAITING, help_heading = "Server")]
     pub max_waiting: usize,
+
+    /// Let one address hold this many connections at most
+    ///
+    /// Behind a reverse proxy all clients have the proxy's address.
+    #[arg(long, value_name = "N", value_parser = within(1usize..=CONNECTIONS), default_value_t = CONNECTIONS_OF_ADDRESS, help_heading = "Server")]
+    pub client_connections: usize,
 
     /// Choose what images say about how they were made
     ///
@@ -197,6 +206,7 @@ impl ServeArgs {
             allowed_origins: self.allow_origin,
             public_url: self.public_url,
             max_waiting: self.max_waiting,
+            client_connections: self.client_connections,
             is_quiet,
         };
         let detail = self.metadata.into();

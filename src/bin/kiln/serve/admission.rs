@@ -41,12 +41,12 @@ fn check(load: Load) -> Result<(), Refusal> {
     }
     let refused = |code, message: String, wait: f64| {
         let wait = Some(wait.ceil().clamp(1.0, 60.0) as u64);
-        Err(Refusal { error: ApiError { status: 429, code, param: None, message }, wait })
+        Err(Refusal { wait, ..ApiError { status: 429, code, param: None, message }.into() })
     };
     let mean = if waiting > 0 { seconds / waiting as f64 } else { each };
     if waiting + images > most {
         let excess = (waiting + images - most) as f64;
-        return refused("queue_full", format!("{waiting} images wait, and the limit is {most}"), running + excess * mean);
+        return refused("queue_full", format!("{waiting} of {most} places in the queue are taken"), running + excess * mean);
     }
     let total = seconds + each * images as f64;
     if total > WAITING_SECONDS {
@@ -75,7 +75,7 @@ pub fn admit(server: &Arc<Server>, running: &Running, share: &str, plan: Plan, u
     };
     check(load)?;
     let predicted = service.seconds_ahead(share) + load.running;
-    let position = load.waiting.0 + usize::from(load.running > 0.0);
+    let position = service.jobs_ahead(share) + usize::from(load.running > 0.0);
     let work = Work::new(plan, (predicted, position), server.metrics.clone(), uploads, open);
     let jobs = work.plan.seeds.iter().enumerate().map(|(index, &seed)| {
         let watch = Watch::new(&work, index, encoder.clone(), model.rates.clone());

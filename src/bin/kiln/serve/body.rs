@@ -7,6 +7,7 @@ use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::header::{CONTENT_TYPE, HeaderMap};
 use kiln::api::{ApiError, ApiResult, Part, Request, Route};
 use multer::{Constraints, Multipart, SizeLimit};
+use sha2::{Digest as _, Sha256};
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -135,13 +136,57 @@ impl Form {
         }
     }
 
-    /// Reads a request. This takes time with large images, and waits for nothing.
-    pub async fn request(self, route: Route, body: Vec<u8>) -> ApiResult<Request> {
+    /// Takes a body apart. This takes time with large images, and waits for nothing.
+    pub async fn open(self, body: Vec<u8>) -> ApiResult<Content> {
         match self {
-            Self::Json => Request::of_json(route, &body),
-            Self::Multipart(boundary) => Request::of_form(route, parts(body, boundary).await?),
+            Self::Json => Ok(Content::Json(body)),
+            Self::Multipart(boundary) => parts(body, boundary).await.map(Content::Parts),
         }
     }
+}
+
+/// What a body holds.
+pub enum Content {
+    Json(Vec<u8>),
+    /// The parts of a form, in order.
+    Parts(Vec<(String, Part)>),
+}
+
+impl Content {
+    /// A digest of the content. The boundary of a form is another one whenever a client sends it.
+    pub fn digest(&self) -> Digest {
+        match self {
+            Self::Json(body) => digest(&[b"json", body]),
+            Self::Parts(parts) => {
+                let of = |(name, part): &(String, Part)| match part {
+                    Part::Text(text) => digest(&[name.as_bytes(), b"text", text.as_bytes()]),
+                    Part::File(bytes) => digest(&[name.as_bytes(), b"file", bytes]),
+                };
+                digest(&parts.iter().map(of).collect::<Vec<_>>().iter().map(|part| &part[..]).collect::<Vec<_>>())
+            }
+        }
+    }
+
+    /// Reads the request.
+    pub fn request(self, route: Route) -> ApiResult<Request> {
+        match self {
+            Self::Json(body) => Request::of_json(route, &body),
+            Self::Parts(parts) => Request::of_form(route, parts),
+        }
+    }
+}
+
+/// The SHA-256 of pieces and of where they end.
+pub type Digest = [u8; 32];
+
+/// A digest of pieces.
+pub fn digest(pieces: &[&[u8]]) -> Digest {
+    let mut hash = Sha256::new();
+    for piece in pieces {
+        hash.update((piece.len() as u64).to_le_bytes());
+        hash.update(piece);
+    }
+    hash.finalize().into()
 }
 
 /// The parts of a form, in order.
@@ -209,6 +254,16 @@ mod tests {
             assert_eq!(of(Route::Edits, kind), Err(415), "{kind}");
         }
         assert_eq!(of(Route::Generations, "multipart/form-data; boundary=x"), Err(415));
+    }
+
+    #[test]
+    fn the_boundary_is_no_content() {
+        let of = |boundary: &str, text: &str| {
+            let body = format!("--{boundary}\r\nContent-Disposition: form-data; name=\"a\"\r\n\r\n{text}\r\n--{boundary}--\r\n");
+            block_on(Form::Multipart(boundary.into()).open(body.into())).unwrap().digest()
+        };
+        assert!(of("x", "1") == of("yy", "1") && of("x", "1") != of("x", "2"));
+        assert!(digest(&[b"ab", b"c"]) != digest(&[b"a", b"bc"]));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use super::Config;
 use super::connection::Peer;
 use super::route::Route;
+use hyper::Method;
 use hyper::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, HeaderValue, ORIGIN};
 use hyper::http::request::Parts;
 use kiln::api::{ApiError, ApiResult};
@@ -18,8 +19,8 @@ pub struct Caller {
     pub key: Option<String>,
     /// The key of fair shares.
     pub share: String,
-    /// The origin that may read the answer, if it is another one than the server's.
-    pub origin: Option<HeaderValue>,
+    /// Whether a browser asks on behalf of a page of an allowed origin what the page may send.
+    pub is_preflight: bool,
     /// The name by which the client reached the server.
     pub host: Option<String>,
 }
@@ -45,8 +46,10 @@ pub fn check(config: &Config, peer: &Peer, parts: &Parts, route: Option<Route>) 
     if let Peer::Address { local, .. } = peer {
         check_host(config, *local, host.as_deref())?;
     }
-    let origin = check_origin(config, headers, host.as_deref())?;
-    let is_open = route.is_some_and(Route::is_open);
+    check_origin(config, headers, host.as_deref())?;
+    // A browser asks without the page's key.
+    let is_preflight = parts.method == Method::OPTIONS && allowed_origin(config, headers).is_some();
+    let is_open = is_preflight || route.is_some_and(Route::is_open);
     let key = match single(headers, &AUTHORIZATION)? {
         _ if !config.keys.are_required() || is_open || matches!(peer, Peer::Socket { .. }) => None,
         value => Some(key_of(config, value)?),
@@ -56,7 +59,7 @@ pub fn check(config: &Config, peer: &Peer, parts: &Parts, route: Option<Route>) 
         (None, Peer::Address { remote, .. }) => format!("address {remote}"),
         (None, Peer::Socket { uid }) => format!("user {uid}"),
     };
-    Ok(Caller { key, share, origin, host })
+    Ok(Caller { key, share, is_preflight, host })
 }
 
 /// The name of the key of a header.
@@ -109,25 +112,31 @@ fn address(name: &str) -> Option<IpAddr> {
     }
 }
 
-/// Refuses requests that a page of another origin makes. Returns the origin if it is one that the user allows.
-fn check_origin(config: &Config, headers: &HeaderMap, host: Option<&str>) -> ApiResult<Option<HeaderValue>> {
+/// The origin of a request, if it is one that the user allows. Its pages may read the answer.
+pub fn allowed_origin(config: &Config, headers: &HeaderMap) -> Option<HeaderValue> {
+    let origin = single(headers, &ORIGIN).ok()??;
+    config.allowed_origins.iter().any(|allowed| allowed.as_bytes() == origin.as_bytes()).then(|| origin.clone())
+}
+
+/// Refuses requests that a page of another origin makes.
+fn check_origin(config: &Config, headers: &HeaderMap, host: Option<&str>) -> ApiResult<()> {
     let no = |message: &str| refused(403, "origin_not_allowed", message);
     let origin = single(headers, &ORIGIN)?;
     if let Some(origin) = origin {
-        let text = origin.to_str().unwrap_or_default();
-        if config.allowed_origins.iter().any(|allowed| allowed == text) {
-            return Ok(Some(origin.clone()));
+        if allowed_origin(config, headers).is_some() {
+            return Ok(());
         }
+        let text = origin.to_str().unwrap_or_default();
         let own = |scheme: &str| host.is_some_and(|host| text.strip_prefix(scheme) == Some(host));
         // Behind a reverse proxy the page's scheme is the proxy's.
         let public = config.public_url.as_deref().is_some_and(|url| url == text);
         if !own("http://") && !public {
             return Err(no("pages of other origins may not use this server; `kiln serve --allow-origin ORIGIN` lets one in"));
         }
-        return Ok(None);
+        return Ok(());
     }
     match single(headers, &SEC_FETCH_SITE)?.map(HeaderValue::as_bytes) {
-        None | Some(b"same-origin" | b"none") => Ok(None),
+        None | Some(b"same-origin" | b"none") => Ok(()),
         Some(_) => Err(no("pages of other origins may not use this server")),
     }
 }
@@ -194,8 +203,7 @@ mod tests {
         let config = config();
         let with = |name: &str, value: &str| verdict(&config, &[("host", "localhost:7878"), (name, value)]);
         assert!(with("origin", "http://localhost:7878").is_ok() && with("origin", "https://images.example").is_ok());
-        let allowed = with("origin", "https://app.example").unwrap();
-        assert_eq!(allowed.origin.unwrap(), "https://app.example");
+        assert!(with("origin", "https://app.example").is_ok_and(|caller| !caller.is_preflight));
         for origin in [
             "null",
             "",
@@ -231,6 +239,15 @@ mod tests {
             assert_eq!(with(key), Err(401), "{key}");
         }
         assert_eq!(verdict(&config, &[("host", "localhost:7878")]), Err(401));
+        // A browser asks without a key, and only for a page of an allowed origin.
+        let preflight = |origin: &str| {
+            let request = Request::builder().method("OPTIONS").header("host", "localhost:7878").header("origin", origin);
+            let peer = Peer::Address { remote: [10, 0, 0, 9].into(), local: "192.168.1.5:7878".parse().unwrap() };
+            let parts = request.body(()).unwrap().into_parts().0;
+            check(&config, &peer, &parts, Some(Route::Edits)).map(|caller| caller.is_preflight).map_err(|error| error.status)
+        };
+        assert_eq!(preflight("https://app.example"), Ok(true));
+        assert_eq!((preflight("http://localhost:7878"), preflight("https://evil.example")), (Err(401), Err(403)));
         let twice = [("host", "localhost:7878"), ("authorization", "Bearer 0123456789abcdef"), ("authorization", "x")];
         assert_eq!(verdict(&config, &twice), Err(400));
     }

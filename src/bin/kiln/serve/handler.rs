@@ -1,22 +1,23 @@
 //! Answers requests: lets them in, reads them, hands them to the engine and puts what it makes into words.
 
 use super::answer::{self, Answer, Body};
-use super::body::{self, Form, Held};
+use super::body::{self, Content, Digest, Form, Held, digest};
 use super::connection::{Activity, Peer};
 use super::guard::{self, Caller};
 use super::images;
 use super::log::Record;
 use super::route::{self, Route};
 use super::server::{Phase, Server};
-use super::store::{Repeated, digest};
+use super::store::Repeated;
 use super::{admission, plan::Handover, plan::Plan, status};
 use crate::serve::work::Work;
 use futures_util::FutureExt;
 use hyper::body::Incoming;
-use hyper::header::{ACCEPT, HeaderMap, HeaderName, HeaderValue, ORIGIN, VARY};
+use hyper::header::{ACCEPT, ALLOW, HeaderMap, HeaderName, HeaderValue, ORIGIN, VARY};
 use hyper::http::request::Parts;
 use hyper::{Method, Request};
 use kiln::api::{ApiError, ApiResult};
+use kiln::image::Format;
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Weak};
@@ -30,15 +31,21 @@ const CORS_HEADERS: &str = "authorization, content-type, accept, idempotency-key
 /// Headers of answers that such a page may read.
 const CORS_EXPOSED: &str = "x-request-id, x-kiln-seed, x-kiln-ms, x-kiln-ignored, retry-after";
 
-/// An error, and when another try is worthwhile.
+/// Bodies of this size are taken apart at once, without another thread.
+const SMALL_BODY: usize = 64 << 10;
+
+/// An error, and what its answer says in headers.
 pub struct Refusal {
     pub error: ApiError,
+    /// When another try is worthwhile, in seconds.
     pub wait: Option<u64>,
+    /// The method that the path takes.
+    pub allow: Option<Method>,
 }
 
 impl From<ApiError> for Refusal {
     fn from(error: ApiError) -> Self {
-        Self { error, wait: None }
+        Self { error, wait: None, allow: None }
     }
 }
 
@@ -69,7 +76,7 @@ pub async fn handle(
         is_whole: false,
     };
     let caller = guard::check(&server.config, &peer, &parts, found.map(|(route, _)| route));
-    // A client that leaves drops this future here. The record then says that nobody took the answer.
+    // A client that leaves drops this future at one of its pauses. The record then says that nobody took the answer.
     let answered = match &caller {
         Ok(caller) => {
             record.key = caller.key.clone();
@@ -81,11 +88,14 @@ pub async fn handle(
         }
         Err(error) => Err(error.clone().into()),
     };
-    let mut answer = answered.unwrap_or_else(|Refusal { error, wait }| {
+    let mut answer = answered.unwrap_or_else(|Refusal { error, wait, allow }| {
         record.code = Some(error.code);
-        answer::error(&error, wait)
+        let mut answer = answer::error(&error, wait);
+        let allow = allow.and_then(|method| HeaderValue::from_str(method.as_str()).ok());
+        allow.map(|allow| answer.headers_mut().insert(ALLOW, allow));
+        answer
     });
-    finish(&mut answer, &id, &caller, &server);
+    finish(&mut answer, &id, guard::allowed_origin(&server.config, &parts.headers), &server);
     record.status = answer.status().as_u16();
     Ok(answer.map(|body| body.with(record, activity)))
 }
@@ -111,7 +121,7 @@ fn request_id(headers: &HeaderMap) -> String {
 }
 
 /// Adds the headers that every answer has.
-fn finish(answer: &mut Answer, id: &str, caller: &ApiResult<Caller>, server: &Server) {
+fn finish(answer: &mut Answer, id: &str, origin: Option<HeaderValue>, server: &Server) {
     let headers = answer.headers_mut();
     if let Ok(id) = HeaderValue::from_str(id) {
         headers.insert("x-request-id", id);
@@ -122,8 +132,8 @@ fn finish(answer: &mut Answer, id: &str, caller: &ApiResult<Caller>, server: &Se
     if !server.config.allowed_origins.is_empty() {
         headers.insert(VARY, HeaderValue::from_name(ORIGIN));
     }
-    if let Ok(Caller { origin: Some(origin), .. }) = caller {
-        headers.insert("access-control-allow-origin", origin.clone());
+    if let Some(origin) = origin {
+        headers.insert("access-control-allow-origin", origin);
         headers.insert("access-control-expose-headers", HeaderValue::from_static(CORS_EXPOSED));
     }
     if !matches!(server.phase(), Phase::Loading | Phase::Ready) {
@@ -143,17 +153,13 @@ async fn dispatch(
         return Err(not_found(parts.uri.path()).into());
     };
     let method = if parts.method == Method::HEAD { Method::GET } else { parts.method.clone() };
-    if method == Method::OPTIONS && caller.origin.is_some() {
+    if caller.is_preflight {
         return Ok(preflight(route));
     }
     if method != route.method() {
         let message = format!("this path takes {}", route.method());
         let error = ApiError { status: 405, code: "method_not_allowed", param: None, message };
-        let mut answer = answer::error(&error, None);
-        if let Ok(allow) = HeaderValue::from_str(route.method().as_str()) {
-            answer.headers_mut().insert(hyper::header::ALLOW, allow);
-        }
-        return Ok(answer);
+        return Err(Refusal { allow: Some(route.method()), ..error.into() });
     }
     match route {
         Route::Generations => generate(server, caller, parts, kiln::api::Route::Generations, body).await,
@@ -201,10 +207,14 @@ fn preflight(route: Route) -> Answer {
     answer
 }
 
-/// Whether the client wants the file itself.
-fn wants_file(headers: &HeaderMap, format: kiln::image::Format) -> bool {
+/// Whether the client wants the file itself. Its kind is then the file's format, unless the request has another one.
+fn wants_file(headers: &HeaderMap, request: &mut kiln::api::Request) -> bool {
     let kinds = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok()).flat_map(|value| value.split(','));
-    kinds.map(|kind| kind.split(';').next().unwrap_or_default().trim()).any(|kind| kind == answer::media_type(format))
+    let kinds: Vec<&str> = kinds.map(|kind| kind.split(';').next().unwrap_or_default().trim()).collect();
+    let is_accepted = |format: Format| kinds.contains(&answer::media_type(format));
+    let formats = [Format::Png, Format::Jpeg { quality: request.jpeg_quality }, Format::WebP];
+    request.format = request.format.or_else(|| formats.into_iter().find(|format| is_accepted(*format)));
+    is_accepted(request.format())
 }
 
 /// Makes or edits images.
@@ -220,7 +230,9 @@ async fn generate(
     let (bytes, uploads) = body::read(body, &server.uploads).await?;
     let running = server.check_open()?;
     let given = parts.headers.get(HeaderName::from_static("idempotency-key")).map(HeaderValue::as_bytes);
-    let (bytes, content) = content_digest(caller, parts, route, bytes).await?;
+    let body = open(form, bytes).await?;
+    let accept = parts.headers.get(ACCEPT).map_or(&b""[..], HeaderValue::as_bytes);
+    let content = digest(&[caller.share.as_bytes(), format!("{route:?}").as_bytes(), accept, &body.digest]);
     let key = given.map_or(content, |key| digest(&[caller.share.as_bytes(), key]));
     // The lock ends with the statement.
     let repeated = server.store().repeated(&key, &content);
@@ -233,10 +245,10 @@ async fn generate(
         }
     }
     let (headers, model, decoded) = (parts.headers.clone(), running.model.clone(), server.decoded.clone());
-    let (handle, empty) = (tokio::runtime::Handle::current(), Held::nothing(&server.uploads));
+    let empty = Held::nothing(&server.uploads);
     let read = tokio::task::spawn_blocking(move || -> ApiResult<(Plan, Option<String>, Held)> {
-        let request = handle.block_on(form.request(route, bytes))?;
-        let (wants_file, user) = (wants_file(&headers, request.format), request.user.clone());
+        let mut request = body.content.request(route)?;
+        let (wants_file, user) = (wants_file(&headers, &mut request), request.user.clone());
         let plan = Plan::new(request, wants_file, &model, &decoded)?;
         // The files are gone once their images are decoded.
         let uploads = if plan.settings.keeps_files() { uploads } else { empty };
@@ -274,25 +286,25 @@ async fn keep_answer(server: Arc<Server>, key: [u8; 32], work: Weak<Work>) {
     }
 }
 
-/// A digest of all that an answer depends on. A large body takes a while, in which other requests are answered.
-async fn content_digest(
-    caller: &Caller,
-    parts: &Parts,
-    route: kiln::api::Route,
-    body: Vec<u8>,
-) -> Result<(Vec<u8>, [u8; 32]), Refusal> {
-    let header = |name: HeaderName| parts.headers.get(name).map_or(Vec::new(), |value| value.as_bytes().to_vec());
-    let head = digest(&[
-        caller.share.as_bytes(),
-        format!("{route:?}").as_bytes(),
-        &header(ACCEPT),
-        &header(hyper::header::CONTENT_TYPE),
-    ]);
-    let whole = move || {
-        let content = digest(&[&head, &body]);
-        (body, content)
+/// The content of a body, and its digest.
+struct Opened {
+    content: Content,
+    digest: Digest,
+}
+
+/// Takes a body apart. A large one takes a while, in which other requests are answered.
+async fn open(form: Form, body: Vec<u8>) -> Result<Opened, Refusal> {
+    let is_small = body.len() <= SMALL_BODY;
+    let work = async move {
+        let content = form.open(body).await?;
+        let digest = content.digest();
+        Ok(Opened { content, digest })
     };
-    Ok(tokio::task::spawn_blocking(whole).await.map_err(|_| internal())?)
+    if is_small {
+        return Ok(work.await.map_err(|error: ApiError| error)?);
+    }
+    let handle = tokio::runtime::Handle::current();
+    Ok(tokio::task::spawn_blocking(move || handle.block_on(work)).await.map_err(|_| internal())??)
 }
 
 /// Answers with the images of a request, once they are there or as they come.
@@ -306,7 +318,7 @@ async fn respond(server: &Arc<Server>, caller: &Caller, work: Arc<Work>) -> Resu
             let error = work.state().error.clone();
             if let Some(error) = error {
                 let wait = if error.code == "memory_short" { 10 } else { 1 };
-                return Err(Refusal { error, wait: Some(wait) });
+                return Err(Refusal { wait: Some(wait), ..error.into() });
             }
             match handover {
                 Handover::File => images::file(&work),

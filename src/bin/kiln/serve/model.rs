@@ -116,10 +116,14 @@ impl Model {
             let mask =
                 request.mask.as_ref().map(|mask| Mask::from_bytes(&mask.bytes, Path::new(&mask.place)).map_err(of(&mask.place)));
             let decoded = DecodedReference::from_bytes(&init.bytes, Path::new(&init.place)).map_err(of(&init.place))?;
-            let prepared = PreparedEdit::new(decoded, mask.transpose()?, &request.edit, defaults, Vec::new());
+            // A mask has the size of its image, so a result of another size would be a surprise.
+            let mut edit_options = request.edit.clone();
+            if request.mask.is_some() {
+                edit_options.size = (None, None);
+            }
+            let prepared = PreparedEdit::new(decoded, mask.transpose()?, &edit_options, defaults, Vec::new());
             let prepared = prepared.map_err(|error| ApiError::of(&error, fault_of_edit(&error, request)))?;
             let size = prepared.edit.summary.size;
-            // A mask has the size of its image, so a result of another size would be a surprise.
             let is_other = width.is_some_and(|width| width != size.0) || height.is_some_and(|height| height != size.1);
             if request.mask.is_some() && is_other {
                 let message = format!("with a mask the image has {}x{}; send that, or `auto`", size.0, size.1);
@@ -140,8 +144,8 @@ impl Model {
             ..image
         };
         let settings = Settings::resolve(image, &self.profile);
-        let text = self.origin.text(&settings, last, request.format);
-        request.format.check_text(&text).map_err(|error| ApiError::of(&error, Some("prompt")))?;
+        let text = self.origin.text(&settings, last, request.format());
+        request.format().check_text(&text).map_err(|error| ApiError::of(&error, Some("prompt")))?;
         Ok(settings)
     }
 
@@ -192,7 +196,7 @@ impl Model {
 
     /// What a client may not expect of its request.
     pub fn warnings(&self, settings: &Settings) -> Vec<String> {
-        let mut warnings = ignored_settings(settings, field);
+        let mut warnings = ignored_settings(settings, spelled);
         let notes = settings.edit.iter().flat_map(|edit| edit.notes(&settings.job)).filter(|note| note.starts_with("note: "));
         warnings.extend(notes);
         warnings.extend(unknown_words_note(&settings.job.prompt, &self.found, &self.profile.defaults));
@@ -219,6 +223,11 @@ impl Model {
         let fixed = units(&estimate, Phase::Encode) * rate(Phase::Encode);
         Some([fixed, a * rate(Phase::Denoise), b * rate(Phase::Denoise), pixel * rate(Phase::Decode)])
     }
+}
+
+/// How a setting is called in requests.
+fn spelled(name: &str) -> String {
+    field(if name == "negative" { "negative_prompt" } else { name })
 }
 
 /// The field that an error of an edit is about.

@@ -119,7 +119,7 @@ impl Plan {
             has_seed,
             seeds: settings.job.seeds.clone(),
             handover,
-            format: request.format,
+            format: request.format(),
             partial_images: request.partial_images,
             preview: request.preview,
             wants_progress: request.progress,

@@ -5,7 +5,7 @@ use super::connection::{Peer, Timed};
 use super::engine::{EngineRequest, check_adapters};
 use super::handler::handle;
 use super::images::unix_time;
-use super::limits::{CONNECTIONS, CONNECTIONS_OF_ADDRESS, DRAIN_SECONDS, DRAIN_TIME, FLUSH_TIME, HEADER_BYTES, READERS};
+use super::limits::{CONNECTIONS, DRAIN_SECONDS, DRAIN_TIME, FLUSH_TIME, HEADER_BYTES, READERS};
 use super::listen::{self, Socket};
 use super::log::Log;
 use super::server::{Phase, Running, Server};
@@ -198,7 +198,7 @@ async fn live(
         accepting.push(tokio::spawn(accept_socket(server.clone(), listener)));
     }
     let signaled = pin!(signaled(wake));
-    let ended = pin!(at_end(server.phases()));
+    let ended = pin!(at(Phase::Draining, server.phases()));
     if let Either::Left(_) = select(signaled, ended).await {
         if server.phase() == Phase::Loading {
             halt.store(true, Ordering::Relaxed);
@@ -211,13 +211,14 @@ async fn live(
         if server.phase() == Phase::Draining {
             server.log.write("drain", &[("waiting", service.waiting().to_string())]);
             service.drain(DRAIN_SECONDS);
-            let fault = pin!(at_fault(server.phases()));
+            let fault = pin!(at(Phase::Faulted, server.phases()));
             let answered = pin!(timeout(DRAIN_TIME, server.all_answered()));
             select(fault, answered).await;
         }
         service.stop();
     }
     let _ = timeout(FLUSH_TIME, server.all_answered()).await;
+    server.enter(Phase::Ended);
     // Answers are on their way to clients who may be slow to take them.
     let flushed = async {
         while server.connections() > 0 {
@@ -241,14 +242,9 @@ async fn signaled(wake: std::os::unix::net::UnixStream) {
     }
 }
 
-/// Waits until the server takes no more requests.
-async fn at_end(mut phases: watch::Receiver<Phase>) {
-    let _ = phases.wait_for(|phase| matches!(phase, Phase::Draining | Phase::Faulted)).await;
-}
-
-/// Waits until the device fails.
-async fn at_fault(mut phases: watch::Receiver<Phase>) {
-    let _ = phases.wait_for(|phase| *phase == Phase::Faulted).await;
+/// Waits until the server is at least that far.
+async fn at(phase: Phase, mut phases: watch::Receiver<Phase>) {
+    let _ = phases.wait_for(|now| *now as u8 >= phase as u8).await;
 }
 
 /// How many connections each address has.
@@ -270,7 +266,7 @@ impl Slot {
         if let Some((addresses, address)) = address {
             let mut all = addresses.lock().unwrap_or_else(PoisonError::into_inner);
             let count = all.entry(address).or_default();
-            if *count >= CONNECTIONS_OF_ADDRESS {
+            if *count >= server.config.client_connections {
                 return None;
             }
             *count += 1;
@@ -335,7 +331,7 @@ async fn talk(server: Arc<Server>, stream: impl AsyncRead + AsyncWrite + Send + 
     http.header_read_timeout(None).max_buf_size(HEADER_BYTES);
     let talk = pin!(http.serve_connection(TokioIo::new(stream), service));
     // A connection that ends in an error has nobody to tell.
-    match select(talk, pin!(at_end(phases))).await {
+    match select(talk, pin!(at(Phase::Ended, phases))).await {
         Either::Left(_) => {}
         Either::Right((_, mut talk)) => {
             talk.as_mut().graceful_shutdown();

@@ -27,6 +27,8 @@ pub enum Phase {
     Draining,
     /// The device failed.
     Faulted,
+    /// All requests have their answers.
+    Ended,
 }
 
 /// The engine, and what requests need to know about it.
@@ -117,7 +119,7 @@ impl Server {
         match (self.phase(), self.running()) {
             (Phase::Ready, Some(running)) => Ok(running),
             (Phase::Loading | Phase::Ready, _) => Err(not_now("loading", "the model is being loaded; try again")),
-            (Phase::Draining, _) => Err(not_now("shutting_down", "the server is ending")),
+            (Phase::Draining | Phase::Ended, _) => Err(not_now("shutting_down", "the server is ending")),
             (Phase::Faulted, _) => Err(not_now("gpu_fault", "the GPU failed, and the server is ending")),
         }
     }

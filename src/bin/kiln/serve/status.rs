@@ -35,7 +35,7 @@ pub fn ready(server: &Server) -> Answer {
     let (status, word) = match server.phase() {
         Phase::Ready => (200, "ready"),
         Phase::Loading => (503, "loading"),
-        Phase::Draining => (503, "shutting_down"),
+        Phase::Draining | Phase::Ended => (503, "shutting_down"),
         Phase::Faulted => (503, "gpu_fault"),
     };
     answer::json(status, &json!({"status": word}))
@@ -67,7 +67,7 @@ pub fn status(server: &Server) -> Value {
     let phase = match server.phase() {
         Phase::Loading => "loading",
         Phase::Ready => "ready",
-        Phase::Draining => "shutting_down",
+        Phase::Draining | Phase::Ended => "shutting_down",
         Phase::Faulted => "gpu_fault",
     };
     let mut status = json!({"server": {"version": VERSION, "boot": server.boot, "state": phase}});

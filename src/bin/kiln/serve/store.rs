@@ -1,8 +1,8 @@
 //! Finished images that a client will ask for once more: by the URL in an answer, or by repeating a request with its idempotency key. They
 //! are in memory only. Nothing here answers a request that has no key and no URL.
 
+use super::body::Digest;
 use super::work::{Made, Work};
-use sha2::{Digest, Sha256};
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Write;
 use std::sync::{Arc, Weak};
@@ -30,13 +30,10 @@ pub struct Store {
 /// A request that may be repeated.
 struct Retry {
     at: Instant,
-    key: Digits,
-    body: Digits,
+    key: Digest,
+    body: Digest,
     work: Kept,
 }
-
-/// A digest.
-type Digits = [u8; 32];
 
 /// The work of a request: kept alive by its clients while it runs, and here once it is done.
 enum Kept {
@@ -71,16 +68,6 @@ pub enum Repeated {
     Other,
 }
 
-/// A digest of pieces.
-pub fn digest(pieces: &[&[u8]]) -> Digits {
-    let mut hash = Sha256::new();
-    for piece in pieces {
-        hash.update((piece.len() as u64).to_le_bytes());
-        hash.update(piece);
-    }
-    hash.finalize().into()
-}
-
 impl Store {
     /// Keeps an image, and returns the id of its URL: 128 random bits, which are its permission.
     pub fn add_url(&mut self, made: Arc<Made>, random: [u8; 16]) -> String {
@@ -102,7 +89,7 @@ impl Store {
     }
 
     /// Looks for an earlier request with this key.
-    pub fn repeated(&mut self, key: &Digits, body: &Digits) -> Repeated {
+    pub fn repeated(&mut self, key: &Digest, body: &Digest) -> Repeated {
         self.forget(Instant::now());
         let Some(retry) = self.retries.iter().find(|retry| retry.key == *key) else { return Repeated::No };
         match retry.work.get() {
@@ -116,14 +103,14 @@ impl Store {
     }
 
     /// Remembers a request that may be repeated.
-    pub fn add_retry(&mut self, key: Digits, body: Digits, work: &Arc<Work>) {
+    pub fn add_retry(&mut self, key: Digest, body: Digest, work: &Arc<Work>) {
         self.retries.retain(|retry| retry.key != key);
         self.retries.push_back(Retry { at: Instant::now(), key, body, work: Kept::Running(Arc::downgrade(work)) });
         self.forget(Instant::now());
     }
 
     /// Keeps the answer of a request that may be repeated, once it is done.
-    pub fn finish_retry(&mut self, key: &Digits, work: &Arc<Work>) {
+    pub fn finish_retry(&mut self, key: &Digest, work: &Arc<Work>) {
         if let Some(retry) = self.retries.iter_mut().find(|retry| retry.key == *key) {
             retry.work = Kept::Done(work.clone());
         }
