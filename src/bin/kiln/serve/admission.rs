@@ -65,7 +65,7 @@ pub fn admit(server: &Arc<Server>, running: &Running, share: &str, plan: Plan, u
     // One at a time, so that two requests do not take the same place.
     let _turn = server.admitting();
     let Running { service, model, encoder, .. } = running;
-    let open = server.check_open().map(|_| server.count_open())?;
+    server.check_open()?;
     let load = Load {
         waiting: (service.waiting(), service.seconds_waiting()),
         own: service.waiting_of(share),
@@ -76,7 +76,7 @@ pub fn admit(server: &Arc<Server>, running: &Running, share: &str, plan: Plan, u
     check(load)?;
     let predicted = service.seconds_ahead(share) + load.running;
     let position = service.jobs_ahead(share) + usize::from(load.running > 0.0);
-    let work = Work::new(plan, (predicted, position), server.metrics.clone(), uploads, open);
+    let work = Work::new(plan, (predicted, position), server.metrics.clone(), uploads);
     let jobs = work.plan.seeds.iter().enumerate().map(|(index, &seed)| {
         let watch = Watch::new(&work, index, encoder.clone(), model.rates.clone());
         submit(server, service, share, &work.plan, (seed, watch))

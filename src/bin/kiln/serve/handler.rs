@@ -12,6 +12,7 @@ use super::store::Repeated;
 use super::{admission, plan::Handover, plan::Plan, status};
 use crate::serve::work::Work;
 use futures_util::FutureExt;
+use futures_util::future::{Either, select};
 use hyper::body::Incoming;
 use hyper::header::{ACCEPT, ALLOW, HeaderMap, HeaderName, HeaderValue, ORIGIN, VARY};
 use hyper::http::request::Parts;
@@ -20,6 +21,7 @@ use kiln::api::{ApiError, ApiResult};
 use kiln::image::Format;
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -62,6 +64,7 @@ pub async fn handle(
     let (found, id) = (route::find(parts.uri.path()), request_id(&parts.headers));
     let mut record = Record {
         log: server.log.clone(),
+        _open: server.count_open(),
         metrics: server.metrics.clone(),
         // Probes come every few seconds.
         is_quiet: server.config.is_quiet || found.is_some_and(|(route, _)| route.is_probe()),
@@ -227,7 +230,13 @@ async fn generate(
 ) -> Result<Answer, Refusal> {
     let form = Form::of(route, &parts.headers)?;
     server.check_open()?;
-    let (bytes, uploads) = body::read(body, &server.uploads).await?;
+    // A server that ends does not wait for bodies.
+    let reading = pin!(body::read(body, &server.uploads));
+    let ending = pin!(server.at(Phase::Draining));
+    let (bytes, uploads) = match select(reading, ending).await {
+        Either::Left((read, _)) => read?,
+        Either::Right(_) => Err(server.check_open().err().unwrap_or_else(internal))?,
+    };
     let running = server.check_open()?;
     let given = parts.headers.get(HeaderName::from_static("idempotency-key")).map(HeaderValue::as_bytes);
     let body = open(form, bytes).await?;

@@ -51,13 +51,13 @@ pub const WAITING_SECONDS: f64 = 120.0;
 pub const IMAGE_SECONDS: f64 = 300.0;
 
 /// The time that a server takes for images that it has accepted, once it is asked to end.
-pub const DRAIN_TIME: Duration = Duration::from_secs(30);
+pub const DRAIN_TIME: Duration = Duration::from_secs(27);
 
 /// Waiting images that are predicted to end later than this are refused at the end.
 pub const DRAIN_SECONDS: f64 = 25.0;
 
 /// The time for answers to reach their clients after the last image.
-pub const FLUSH_TIME: Duration = Duration::from_secs(2);
+pub const FLUSH_TIME: Duration = Duration::from_secs(1);
 
 /// The pause before a comment tells a client and its proxies that a stream is alive.
 pub const STREAM_PAUSE: Duration = Duration::from_secs(10);

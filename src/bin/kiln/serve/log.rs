@@ -5,6 +5,7 @@ use crate::terminal::Terminal;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
 
 /// Writes the log.
 pub struct Log {
@@ -52,6 +53,8 @@ fn timestamp(at: SystemTime) -> String {
 /// A request, for its line of the log and its row of the metrics, which are written when this is dropped.
 pub struct Record {
     pub log: Arc<Log>,
+    /// Ends the server's count of requests that have no answer yet.
+    pub _open: watch::Receiver<()>,
     pub metrics: Arc<Metrics>,
     /// Whether a request has no line unless the server is at fault.
     pub is_quiet: bool,

@@ -32,7 +32,6 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 /// The pause after the system refused a connection, for example because all file handles are taken.
@@ -198,7 +197,7 @@ async fn live(
         accepting.push(tokio::spawn(accept_socket(server.clone(), listener)));
     }
     let signaled = pin!(signaled(wake));
-    let ended = pin!(at(Phase::Draining, server.phases()));
+    let ended = pin!(server.at(Phase::Draining));
     if let Either::Left(_) = select(signaled, ended).await {
         if server.phase() == Phase::Loading {
             halt.store(true, Ordering::Relaxed);
@@ -211,7 +210,7 @@ async fn live(
         if server.phase() == Phase::Draining {
             server.log.write("drain", &[("waiting", service.waiting().to_string())]);
             service.drain(DRAIN_SECONDS);
-            let fault = pin!(at(Phase::Faulted, server.phases()));
+            let fault = pin!(server.at(Phase::Faulted));
             let answered = pin!(timeout(DRAIN_TIME, server.all_answered()));
             select(fault, answered).await;
         }
@@ -240,11 +239,6 @@ async fn signaled(wake: std::os::unix::net::UnixStream) {
             _ => return,
         }
     }
-}
-
-/// Waits until the server is at least that far.
-async fn at(phase: Phase, mut phases: watch::Receiver<Phase>) {
-    let _ = phases.wait_for(|now| *now as u8 >= phase as u8).await;
 }
 
 /// How many connections each address has.
@@ -324,14 +318,14 @@ async fn accept_socket(server: Arc<Server>, listener: tokio::net::UnixListener) 
 async fn talk(server: Arc<Server>, stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static, peer: Peer, slot: Slot) {
     let _slot = slot;
     let (stream, activity) = Timed::new(stream);
-    let phases = server.phases();
+    let ended = server.at(Phase::Ended);
     let service = service_fn(move |request| handle(server.clone(), peer.clone(), activity.clone(), request));
     let mut http = http1::Builder::new();
     // The connection has timers of its own, which allow more time between requests than within a header.
     http.header_read_timeout(None).max_buf_size(HEADER_BYTES);
     let talk = pin!(http.serve_connection(TokioIo::new(stream), service));
     // A connection that ends in an error has nobody to tell.
-    match select(talk, pin!(at(Phase::Ended, phases))).await {
+    match select(talk, pin!(ended)).await {
         Either::Left(_) => {}
         Either::Right((_, mut talk)) => {
             talk.as_mut().graceful_shutdown();

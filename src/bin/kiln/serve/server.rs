@@ -85,9 +85,12 @@ impl Server {
         *self.phase.borrow()
     }
 
-    /// Who is told when the phase changes.
-    pub fn phases(&self) -> watch::Receiver<Phase> {
-        self.phase.subscribe()
+    /// Waits until the server is at least that far.
+    pub fn at(&self, phase: Phase) -> impl Future<Output = ()> + Send + use<> {
+        let mut phases = self.phase.subscribe();
+        async move {
+            let _ = phases.wait_for(|now| *now as u8 >= phase as u8).await;
+        }
     }
 
     /// Goes on to a phase. No phase comes back, and a fault stays a fault.

@@ -62,8 +62,6 @@ pub struct Work {
     handles: Mutex<Vec<Handle>>,
     metrics: Arc<Metrics>,
     _uploads: Held,
-    /// Ends the server's count of open requests.
-    _open: watch::Receiver<()>,
 }
 
 /// What has been made so far.
@@ -96,13 +94,7 @@ impl State {
 }
 
 impl Work {
-    pub fn new(
-        plan: Plan,
-        (predicted, position): (f64, usize),
-        metrics: Arc<Metrics>,
-        uploads: Held,
-        open: watch::Receiver<()>,
-    ) -> Arc<Self> {
+    pub fn new(plan: Plan, (predicted, position): (f64, usize), metrics: Arc<Metrics>, uploads: Held) -> Arc<Self> {
         let state =
             State { images: plan.seeds.iter().map(|_| None).collect(), warnings: plan.warnings.clone(), ..State::default() };
         Arc::new(Self {
@@ -115,7 +107,6 @@ impl Work {
             handles: Mutex::default(),
             metrics,
             _uploads: uploads,
-            _open: open,
         })
     }
 
