@@ -23,4 +23,5 @@ mod quantize;
 mod replay;
 mod run;
 mod schema;
+mod serve;
 mod show;

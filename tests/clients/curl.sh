@@ -26,7 +26,8 @@ check() {
 # Sends a request. The status is in $status, and files have headers and body.
 send() {
     rm -f headers body
-    status=$(curl --silent --show-error --max-time 60 --dump-header headers --output body --write-out '%{http_code}' "$@") || status="$status, curl failed"
+    local options=(--disable --silent --show-error --max-time 60 --dump-header headers --output body --write-out "%{http_code}")
+    status=$(curl "${options[@]}" "$@") || status="$status, curl failed"
 }
 
 type=(-H 'Content-Type: application/json')
@@ -52,32 +53,35 @@ sys.exit(0 if eval(sys.argv[1]) else 1)' "$1"
 # The status and the code of an error, and the field that it names.
 error() {
     [ "$status" = "$1" ] && [ -n "$(header x-request-id)" ] &&
-        holds "set(body['error']) == {'message', 'type', 'param', 'code'} and body['error']['code'] == '$2' and body['error']['param'] == $3"
+        holds "set(body['error']) == {'message', 'type', 'param', 'code'}" &&
+        holds "(body['error']['code'], body['error']['param']) == ('$2', $3)"
 }
 
 # Keeps a file for the comparison with the command line. The arguments are the file and the members of the request.
 keep() {
     number=$((number + 1))
-    mv "$1" "$number"
+    check "image $number" mv "$1" "$number"
     printf '{"file": "%s", %s}\n' "$number" "$2" >>requests.jsonl
 }
 
 # Stores image number $1 of the JSON `body`.
 decode() {
+    rm -f image
     python3 -c 'import base64, json, sys
 data = json.load(open("body"))["data"][int(sys.argv[1])]
-open("image", "wb").write(base64.b64decode(data["b64_json"], validate=True))' "$1"
+open("image", "wb").write(base64.b64decode(data["b64_json"], validate=True))' "$1" || true
 }
 
 for format in png jpeg webp; do
     json generations '{"prompt": "'"$star"'", "size": "96x64", "output_format": "'$format'", "seed": 7}'
     check "$format" [ "$status" = 200 ]
-    check "$format: answer" holds "body['data'][0]['seed'] == 7 and body['output_format'] == '$format' and body['usage']['output_tokens'] > 0"
+    check "$format: answer" holds "(body['data'][0]['seed'], body['output_format']) == (7, '$format')"
+    check "$format: usage" holds "body['usage']['output_tokens'] > 0"
     decode 0
     keep image "\"prompt\": \"$star\", \"size\": \"96x64\", \"output_format\": \"$format\", \"seed\": 7"
 
     # The file itself, without JSON.
-    json generations '{"prompt": "'"$star"'", "size": "96x64", "seed": 7}' -H "Accept: image/$format"
+    json generations '{"prompt": "'"$star"'", "size": "96x64", "output_format": "'$format'", "seed": 7}' -H "Accept: image/$format"
     check "$format: file" [ "$status $(header content-type) $(header x-kiln-seed)" = "200 image/$format 7" ]
     keep body "\"prompt\": \"$star\", \"size\": \"96x64\", \"output_format\": \"$format\", \"seed\": 7"
 done
@@ -102,14 +106,16 @@ decode 0
 keep image "\"prompt\": \"$star\", \"seed\": 7"
 
 # The prompt comes last, an image is both `image` and `image[]`, and numbers are text.
-send -F image=@"$IMAGES/scene.png" -F 'image[]'=@"$IMAGES/ring.jpg" -F image=@"$IMAGES/stripes.webp" -F seed=3 -F size=64x80 -F prompt="$shapes" \
-    "$MAIN/v1/images/edits"
+send -F image=@"$IMAGES/scene.png" -F 'image[]'=@"$IMAGES/ring.jpg" -F image=@"$IMAGES/stripes.webp" \
+    -F seed=3 -F size=64x80 -F prompt="$shapes" "$MAIN/v1/images/edits"
 check "edit of three images" [ "$status" = 200 ]
-check "edit of three images: answer" holds "body['data'][0]['seed'] == 3 and body['usage']['input_tokens_details']['image_tokens'] > 0"
+check "edit of three images: answer" holds "body['data'][0]['seed'] == 3"
+check "edit of three images: usage" holds "body['usage']['input_tokens_details']['image_tokens'] > 0"
 decode 0
 keep image "\"prompt\": \"$shapes\", \"size\": \"64x80\", \"seed\": 3, \"images\": [\"scene.png\", \"ring.jpg\", \"stripes.webp\"]"
 
-send -H 'Transfer-Encoding: chunked' -F prompt="$shapes" -F seed=3 -F image=@"$IMAGES/scene.png" -F mask=@"$IMAGES/mask.png" "$MAIN/v1/images/edits"
+send -H 'Transfer-Encoding: chunked' -F prompt="$shapes" -F seed=3 -F image=@"$IMAGES/scene.png" -F mask=@"$IMAGES/mask.png" \
+    "$MAIN/v1/images/edits"
 check "edit with mask" [ "$status" = 200 ]
 decode 0
 keep image "\"prompt\": \"$shapes\", \"seed\": 3, \"images\": [\"scene.png\"], \"mask\": \"mask.png\""
@@ -125,6 +131,7 @@ done
 
 # Stores the image of the last event of a stream, and checks the events before it.
 events() {
+    rm -f image
     python3 - "$@" <<'PYTHON'
 import base64, json, sys
 frames = [frame for frame in open("body").read().split("\n\n") if frame and not frame.startswith(":")]
@@ -190,13 +197,24 @@ check "key" [ "$status" = 200 ]
 send "$BUSY/ready"
 check "ready without a key" [ "$status" = 200 ]
 
+# Waits until an image is made and this many images wait.
+queue_has() {
+    for _ in $(seq 500); do
+        send -H "Authorization: Bearer $KEY" "$BUSY/kiln/status"
+        queue=$(grep -o '"queue":{[^}]*}' body)
+        [[ $queue != *'"waiting":'$1[,}]* || $queue != *'"predicted_ms":'[1-9]* ]] || return 0
+        sleep 0.02
+    done
+    return 1
+}
+
 # One image runs and one waits, so the third request is refused. curl waits as long as Retry-After says.
 authorized=(--silent --max-time 60 "${type[@]}" -H "Authorization: Bearer $KEY" "$BUSY/v1/images/generations")
-curl "${authorized[@]}" -d '{"prompt": "'"$star"'", "steps": 24}' --output first &
-sleep 0.4
-curl "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64"}' --output second &
-sleep 0.4
-send "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64"}'
+curl --disable "${authorized[@]}" -d '{"prompt": "'"$star"'", "seed": 7, "steps": 16}' --output first &
+check "running image" queue_has 0
+curl --disable "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64", "seed": 8}' --output second &
+check "waiting image" queue_has 1
+send "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64", "seed": 9}'
 check "full queue" error 429 queue_full None
 check "full queue: Retry-After" [ "$(header retry-after)" -ge 1 ]
 send "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64", "seed": 7}' --retry 2
@@ -205,5 +223,9 @@ check "retry after a refusal" grep -q ' 429' headers
 decode 0
 keep image "\"prompt\": \"$star\", \"size\": \"64x64\", \"seed\": 7"
 wait
+mv first body; decode 0
+keep image "\"prompt\": \"$star\", \"seed\": 7, \"steps\": 16"
+mv second body; decode 0
+keep image "\"prompt\": \"$star\", \"size\": \"64x64\", \"seed\": 8"
 
 [ $failed = 0 ]

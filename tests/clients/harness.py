@@ -7,6 +7,7 @@ the command line are the same program, so the pixels of a request and of its com
 import hashlib
 import inspect
 import io
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ KILN = Path(os.environ.get("KILN") or ROOT / "target/debug/kiln").resolve()
 CACHE = ROOT / "target/clients"
 IMAGES = ROOT / "tests/clients/images"
 
-# The same model and the same arithmetic everywhere, whatever this machine has.
+# One model and one arithmetic everywhere, whatever this machine has.
 ENGINE = ["--model", "builtin", "--backend", "cpu", "--threads", "1"]
 
 # The key of the server that has one.
@@ -54,9 +55,10 @@ def environment():
 
 
 class Server:
-    """A server on a free port. It starts at once, and a `with` statement waits until it is ready."""
+    """A server on a free port. It starts at once, and a `with` statement waits until it is ready, or at least until it listens."""
 
-    def __init__(self, *flags):
+    def __init__(self, *flags, waits=True):
+        self.waits = waits
         self.lines = []
         self.address = None
         self.announced = threading.Event()
@@ -81,7 +83,7 @@ class Server:
         end = time.monotonic() + 60
         if not self.announced.wait(60) or self.address is None:
             raise RuntimeError(f"the server did not start:\n{''.join(self.lines)}")
-        while self.status("/ready") != 200:
+        while self.waits and self.status("/ready") != 200:
             if time.monotonic() > end or self.process.poll() is not None:
                 raise RuntimeError(f"the server did not become ready:\n{''.join(self.lines)}")
             time.sleep(0.05)
@@ -95,6 +97,18 @@ class Server:
             return error.code
         except OSError:
             return None
+
+    def wait_for_queue(self, waiting):
+        """Waits until an image is made and this many images wait."""
+        request = urllib.request.Request(self.address + "/kiln/status", headers={"Authorization": f"Bearer {KEY}"})
+        end = time.monotonic() + 20
+        while True:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                queue = json.load(answer)["queue"]
+            if queue["waiting"] == waiting and queue["predicted_ms"] > 0:
+                return
+            assert time.monotonic() < end, f"the queue does not come to {waiting} images: {queue}"
+            time.sleep(0.02)
 
     @property
     def url(self):
@@ -129,15 +143,17 @@ class Server:
         if self.process.returncode is not None:
             return
         ended = self.process.poll()
+        start = time.monotonic()
         try:
             if ended is None:
                 self.terminate()
             code = self.wait()
         finally:
             self.kill()
-        if ended is not None or code != 143:
-            when = "early" if ended is not None else "after SIGTERM"
-            raise RuntimeError(f"the server ended {when} with exit code {code}:\n{''.join(self.lines)}") from None
+        seconds = time.monotonic() - start
+        if ended is not None or code != 143 or (kind is None and seconds > 5):
+            when = "early" if ended is not None else f"{seconds:.1f} s after SIGTERM"
+            raise RuntimeError(f"the server ended {when} with exit code {code}:\n{''.join(self.lines[-40:])}")
 
 
 def main_server():
@@ -151,6 +167,37 @@ def busy_server():
     keys.write_text(f"tests:{KEY}\n")
     keys.chmod(0o600)
     return Server("--api-key-file", keys, "--max-waiting", "1")
+
+
+# A request that takes long enough for others to come, about two seconds.
+SLOW = {"prompt": STAR, "extra_body": {"seed": 7, "steps": 16}}
+
+
+def check_slow(data):
+    check(data, prompt=STAR, seed=7, steps=16)
+
+
+def in_background(call):
+    """Starts a call, and returns a function that waits for its result."""
+    results = []
+
+    def work():
+        try:
+            results.append((call(), None))
+        except Exception as error:
+            results.append((None, error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+
+    def wait():
+        thread.join()
+        value, error = results[0]
+        if error:
+            raise error
+        return value
+
+    return wait
 
 
 def adapters():

@@ -3,13 +3,11 @@
 import base64
 import os
 import sys
-import threading
-import time
 import urllib.request
 from importlib.metadata import version
 
 import harness
-from harness import IMAGES, KEY, SHAPES, SIZE, STAR, check, equal
+from harness import IMAGES, KEY, SHAPES, SIZE, SLOW, STAR, check, equal, in_background
 
 # Nothing is fetched from the network.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -44,14 +42,14 @@ def files(*names):
 
 
 def failure(kind, status, code, param, call):
-    """Checks the exception that a call raises. LiteLLM has no members for code and param, and quotes the answer."""
+    """Checks the exception that a call raises. LiteLLM has no members for code and param, and quotes the answer in its message."""
     try:
         call()
     except Exception as error:
         assert type(error) is kind and error.status_code == status, f"{error!r} is no {kind}"
-        text = str(error).replace('"', "'")
-        assert f"'code': '{code}'" in text, error
-        assert param is None or f"'param': '{param}'" in text, error
+        text = str(error).replace('"', "'").replace("': '", "':'")
+        assert f"'code':'{code}'" in text, error
+        assert param is None or f"'param':'{param}'" in text, error
         return
     raise AssertionError(f"{code} was expected")
 
@@ -124,20 +122,17 @@ def test_keys():
 
 
 def test_retry_when_the_queue_is_full():
-    fields = {"size": "64x64", "extra_body": {"seed": 7}}
-    images = []
-    threads = []
-    for request in ({"extra_body": {"seed": 7, "steps": 24}}, fields):
-        threads.append(threading.Thread(target=lambda request=request: images.append(generate(busy, KEY, **request))))
-        threads[-1].start()
-        time.sleep(0.5)
+    # Each request has a seed of its own: one that is the same as a waiting one would share its image.
+    running = in_background(lambda: generate(busy, KEY, **SLOW))
+    busy.wait_for_queue(0)
+    waiting = in_background(lambda: generate(busy, KEY, size="64x64", extra_body={"seed": 8}))
+    busy.wait_for_queue(1)
     # Only generations are sent again.
-    failure(litellm.RateLimitError, 429, "queue_full", None, lambda: edit(busy, KEY, image=files("scene.png"), **fields))
-    images.append(generate(busy, KEY, **fields))
-    for thread in threads:
-        thread.join()
-    equal(len(images), 3)
-    check(content(images[-1].data[0]), prompt=STAR, size="64x64", seed=7)
+    failure(litellm.RateLimitError, 429, "queue_full", None, lambda: edit(busy, KEY, image=files("scene.png")))
+    images = generate(busy, KEY, size="64x64", extra_body={"seed": 7})
+    check(content(images.data[0]), prompt=STAR, size="64x64", seed=7)
+    check(content(waiting().data[0]), prompt=STAR, size="64x64", seed=8)
+    harness.check_slow(content(running().data[0]))
 
 
 if __name__ == "__main__":

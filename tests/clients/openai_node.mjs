@@ -60,6 +60,16 @@ async function failure(kind, status, code, param, call, words = "") {
   return error;
 }
 
+/** Waits until an image is made and this many images wait. */
+async function queueHas(waiting) {
+  for (const end = performance.now() + 20_000; performance.now() < end; await sleep(20)) {
+    const status = await fetch(`${BUSY}/kiln/status`, { headers: { authorization: `Bearer ${KEY}` } });
+    const { queue } = await status.json();
+    if (queue.waiting === waiting && queue.predicted_ms > 0) return;
+  }
+  assert.fail(`the queue does not come to ${waiting} images`);
+}
+
 function checkUsage(usage, edits = false) {
   const { input_tokens, output_tokens, total_tokens, input_tokens_details } = usage;
   assert.ok(output_tokens > 0 && input_tokens_details.text_tokens > 0);
@@ -215,7 +225,7 @@ test("errors", async () => {
     assert.equal(error.type, "invalid_request_error");
   }
   const other = () => client().images.generate({ prompt: STAR, model: "stable-diffusion-3" });
-  await failure(OpenAI.NotFoundError, 404, "model_not_found", "model", other, "kiln");
+  await failure(OpenAI.NotFoundError, 404, "model_not_found", "model", other, "builtin");
 });
 
 test("damaged images", async () => {
@@ -251,15 +261,16 @@ test("keys", async () => {
 });
 
 test("retry when the queue is full", async () => {
-  const fields = { prompt: STAR, size: "64x64", seed: 7 };
-  const running = busy().images.generate({ prompt: STAR, seed: 7, steps: 24 });
-  await sleep(400);
-  const waiting = busy().images.generate(fields);
-  await sleep(400);
-  const hasty = () => busy({ maxRetries: 0 }).images.generate(fields);
+  // Each request has a seed of its own: one that is the same as a waiting one would share its image.
+  const small = (seed) => ({ prompt: STAR, size: "64x64", seed });
+  const running = busy().images.generate({ prompt: STAR, seed: 7, steps: 16 });
+  await queueHas(0);
+  const waiting = busy().images.generate(small(8));
+  await queueHas(1);
+  const hasty = () => busy({ maxRetries: 0 }).images.generate(small(9));
   await failure(OpenAI.RateLimitError, 429, "queue_full", null, hasty);
   const patient = busy();
-  const late = await patient.images.generate(fields);
+  const late = await patient.images.generate(small(7));
   const statuses = patient.answers.map(({ status }) => status);
   assert.deepEqual([...new Set(statuses)], [429, 200]);
   for (const [index, { headers, time }] of patient.answers.slice(0, -1).entries()) {
@@ -267,8 +278,9 @@ test("retry when the queue is full", async () => {
     assert.ok(seconds >= 1 && seconds <= 60, `Retry-After is ${seconds}`);
     assert.ok(patient.answers[index + 1].time - time > seconds * 1000 - 100, "the SDK did not wait");
   }
-  for (const images of [late, await waiting]) compare(content(images.data[0]), fields);
-  compare(content((await running).data[0]), { prompt: STAR, seed: 7, steps: 24 });
+  compare(content(late.data[0]), small(7));
+  compare(content((await waiting).data[0]), small(8));
+  compare(content((await running).data[0]), { prompt: STAR, seed: 7, steps: 16 });
 });
 
 let failed = 0;
@@ -278,7 +290,7 @@ for (const [name, work] of tests) {
   try {
     await work();
   } catch (error) {
-    console.log(error.stack);
+    console.log(error.stack, error.cause ?? "");
     failed += 1;
     result = "FAILED";
   }

@@ -3,16 +3,17 @@
 import asyncio
 import base64
 import contextlib
+import http.client
 import io
+import json
 import sys
-import threading
 import time
 import urllib.request
 
 import openai
 
 import harness
-from harness import IMAGES, KEY, SHAPES, SIZE, STAR, check, equal
+from harness import IMAGES, KEY, SHAPES, SIZE, SLOW, STAR, check, equal, in_background
 
 main = busy = None
 
@@ -22,8 +23,8 @@ class Client(openai.OpenAI):
 
     def __init__(self, server, **options):
         self.answers = []
-        http = openai.DefaultHttpxClient(event_hooks={"response": [self.note]})
-        super().__init__(**{"base_url": server.url, "api_key": "none", "http_client": http, "timeout": 60, **options})
+        sender = openai.DefaultHttpxClient(event_hooks={"response": [self.note]})
+        super().__init__(**{"base_url": server.url, "api_key": "none", "http_client": sender, "timeout": 60, **options})
 
     def note(self, answer):
         self.answers.append((answer.status_code, answer.headers, time.monotonic()))
@@ -240,7 +241,7 @@ def test_errors():
 
 def test_unknown_model():
     call = lambda: client().images.generate(prompt=STAR, model="stable-diffusion-3")
-    failure(openai.NotFoundError, 404, "model_not_found", "model", call, "kiln")
+    failure(openai.NotFoundError, 404, "model_not_found", "model", call, "builtin")
 
 
 def test_unknown_route():
@@ -292,6 +293,14 @@ def test_error_of_the_server():
     check(content(images.data[0]), prompt=STAR, size=SIZE, seed=7)
 
 
+def test_idempotency_key():
+    fields = {"prompt": STAR, "size": "64x64", "extra_headers": {"Idempotency-Key": "once"}}
+    images = [client().images.generate(**fields).data[0] for _ in range(3)]
+    equal(len({image.b64_json for image in images}), 1)
+    call = lambda: client().images.generate(**{**fields, "prompt": SHAPES})
+    failure(openai.UnprocessableEntityError, 422, "invalid_value", None, call, "idempotency")
+
+
 def test_async_client():
     async def generate():
         async with openai.AsyncOpenAI(base_url=main.url, api_key="none") as sender:
@@ -323,64 +332,69 @@ def test_keys():
         check(answer.read(), prompt=STAR, size=SIZE, seed=7)
 
 
-def in_background(call):
-    """Starts a call, and gives it time to reach the server. Returns a function that waits for the result."""
-    results = []
-
-    def work():
-        try:
-            results.append((call(), None))
-        except Exception as error:
-            results.append((None, error))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    time.sleep(0.4)
-
-    def wait():
-        thread.join()
-        value, error = results[0]
-        if error:
-            raise error
-        return value
-
-    return wait
-
-
-SLOW = {"prompt": STAR, "extra_body": {"seed": 7, "steps": 24}}
+def small(seed):
+    """A request for a small image. Each has a seed of its own: one that is the same as a waiting one would share its image."""
+    return {"prompt": STAR, "size": "64x64", "extra_body": {"seed": seed}}
 
 
 def test_retry_when_the_queue_is_full():
-    fields = {"prompt": STAR, "size": "64x64", "extra_body": {"seed": 7}}
     running = in_background(lambda: Client(busy, api_key=KEY).images.generate(**SLOW))
-    waiting = in_background(lambda: Client(busy, api_key=KEY).images.generate(**fields))
+    busy.wait_for_queue(0)
+    waiting = in_background(lambda: Client(busy, api_key=KEY).images.generate(**small(8)))
+    busy.wait_for_queue(1)
     hasty = Client(busy, api_key=KEY, max_retries=0)
-    error = failure(openai.RateLimitError, 429, "queue_full", None, lambda: hasty.images.generate(**fields))
+    error = failure(openai.RateLimitError, 429, "queue_full", None, lambda: hasty.images.generate(**small(9)))
     equal(error.type, "rate_limit_error")
     patient = Client(busy, api_key=KEY)
-    raw = patient.images.with_raw_response.generate(**fields)
+    raw = patient.images.with_raw_response.generate(**small(7))
     assert raw.retries_taken > 0, "nothing was retried"
     equal([status for status, _, _ in patient.answers], [429] * raw.retries_taken + [200])
     for (_, headers, before), (_, _, after) in zip(patient.answers, patient.answers[1:]):
         seconds = int(headers["retry-after"])
         assert 1 <= seconds <= 60 and after - before > seconds - 0.1, (seconds, after - before)
-    for images in (waiting(), raw.parse()):
+    for images, seed in ((waiting(), 8), (raw.parse(), 7)):
+        check(content(images.data[0]), prompt=STAR, size="64x64", seed=seed)
+    harness.check_slow(content(running().data[0]))
+
+
+def test_request_before_the_server_is_ready():
+    with harness.Server(waits=False) as server:
+        sender = Client(server, max_retries=20)
+        images = sender.images.generate(**small(7))
         check(content(images.data[0]), prompt=STAR, size="64x64", seed=7)
-    check(content(running().data[0]), prompt=STAR, seed=7, steps=24)
+        *early, (status, _, _) = sender.answers
+        equal((status, {status for status, _, _ in early} - {503}), (200, set()))
+        assert all(1 <= int(headers["retry-after"]) <= 60 for _, headers, _ in early)
 
 
 def test_end_of_the_server():
+    body = json.dumps({"prompt": STAR, "size": "64x64"}).encode()
+    late = http.client.HTTPConnection(busy.address.removeprefix("http://"), timeout=20)
+    late.putrequest("POST", "/v1/images/generations")
+    for name, value in {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Content-Length": len(body)}.items():
+        late.putheader(name, str(value))
+    late.endheaders(body[:5])
     sender = Client(busy, api_key=KEY, max_retries=0)
     assert list(sender.models.list())
     running = in_background(lambda: Client(busy, api_key=KEY).images.generate(**SLOW))
+    busy.wait_for_queue(0)
     busy.terminate()
     time.sleep(0.2)
-    # The SDK uses its open connection. The server makes what it has begun, and nothing new.
-    call = lambda: sender.images.generate(prompt=STAR, size="64x64")
-    error = failure(openai.InternalServerError, 503, "shutting_down", None, call)
-    equal(error.type, "server_error")
-    assert int(error.response.headers["retry-after"]) >= 1
-    check(content(running().data[0]), prompt=STAR, seed=7, steps=24)
+    # The server makes what it has begun, and nothing new.
+    late.send(body[5:])
+    answer = late.getresponse()
+    error = json.load(answer)["error"]
+    equal((answer.status, error["code"], error["type"], error["param"]), (503, "shutting_down", "server_error", None))
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    # The SDK's open connection is closed, or has the same answer.
+    try:
+        sender.images.generate(prompt=STAR, size="64x64")
+        raise AssertionError("the server took a new request")
+    except openai.APIConnectionError:
+        pass
+    except openai.InternalServerError as error:
+        equal((error.status_code, error.code), (503, "shutting_down"))
+    harness.check_slow(content(running().data[0]))
     equal(busy.wait(), 143)
 
 

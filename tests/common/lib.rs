@@ -9,6 +9,8 @@ pub mod english;
 pub mod fnv;
 pub mod goldens;
 pub mod header;
+#[cfg(unix)]
+pub mod http;
 pub mod lora;
 pub mod merging;
 #[cfg(unix)]

@@ -32,6 +32,8 @@ const LONG: Duration = Duration::from_millis(205);
 pub struct Viewer {
     kind: Option<PreviewKind>,
     pause: Duration,
+    /// The steps to look at, however soon they come. Without it the pace decides.
+    chosen: Option<Vec<usize>>,
     phase: Mutex<Option<Phase>>,
     /// Steps of the image that have ended.
     done: Mutex<u64>,
@@ -40,7 +42,7 @@ pub struct Viewer {
 
 impl Viewer {
     pub fn new(kind: Option<PreviewKind>, pause: Duration) -> Self {
-        Self { kind, pause, phase: Mutex::default(), done: Mutex::default(), seen: Mutex::default() }
+        Self { kind, pause, chosen: None, phase: Mutex::default(), done: Mutex::default(), seen: Mutex::default() }
     }
 
     pub fn images(self) -> Vec<(usize, Image)> {
@@ -65,6 +67,11 @@ impl Progress for Viewer {
 
     fn wants_preview(&self) -> Option<PreviewKind> {
         self.kind
+    }
+
+    fn wants_preview_of(&self, step: usize, steps: usize) -> Option<bool> {
+        assert!((1..=steps).contains(&step));
+        self.chosen.as_ref().map(|chosen| chosen.contains(&step))
     }
 
     fn preview(&self, step: usize, image: Image) {
@@ -265,6 +272,25 @@ fn nobody_pays_for_previews_who_does_not_look() {
     let (fast, full) = (of(Some(table()), Some(PreviewKind::Fast)), of(None, Some(PreviewKind::Full)));
     assert!(count(&fast, OpKind::Preview) == STEPS - 1 && count(&fast, OpKind::Pixels) == 1);
     assert!(count(&full, OpKind::Preview) == 0 && count(&full, OpKind::Pixels) == STEPS);
+}
+
+/// Steps that the caller chooses have previews, also right after each other, and they are the ones that a patient viewer sees.
+#[test]
+fn chosen_steps_have_previews() {
+    let job = Job { record: false, ..masked(WIDE) };
+    let mut engine = engine(Variant::Distilled);
+    for kind in [PreviewKind::Fast, PreviewKind::Full] {
+        let patient = Viewer::new(Some(kind), LONG);
+        let image = generate(&mut engine, &job, &patient).remove(0).image;
+        let all = patient.images();
+        for chosen in [vec![], vec![2], vec![1, 3], vec![1, 2, 3]] {
+            let viewer = Viewer { chosen: Some(chosen.clone()), ..Viewer::new(Some(kind), Duration::ZERO) };
+            assert!(generate(&mut engine, &job, &viewer).remove(0).image == image, "{chosen:?}");
+            let seen = viewer.images();
+            let want: Vec<_> = all.iter().filter(|(step, _)| chosen.contains(step) || *step == STEPS).collect();
+            assert!(seen.iter().eq(want), "{kind:?} {chosen:?}: {:?}", seen.iter().map(|(step, _)| step).collect::<Vec<_>>());
+        }
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use kiln::internals::pipeline::{Engine, GeneratedImage, Job, LoadOptions, Noise}
 use kiln::internals::sequence::Pixels;
 use kiln::internals::tensor::Region;
 use kiln::progress::{Phase, Progress, Silent};
-use kiln::service::{Event, Service, Ticket};
+use kiln::service::{Event, JobSource, Service, Ticket};
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -215,6 +215,88 @@ fn a_panic_is_an_error_for_everyone() {
     }
 }
 
+/// A service that can build its engine again survives a panic: only the job that panicked fails, and those that wait are done.
+#[test]
+fn a_service_that_can_be_renewed_survives_panics() {
+    let built = Arc::<AtomicUsize>::default();
+    let count = built.clone();
+    let build = move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        Ok((engine(Box::new(cpu()), Variant::Distilled)?, ()))
+    };
+    let service = Service::start_renewable(build).unwrap().0;
+    let job = small_job();
+    let good = one(submit(&service, &job).wait());
+    let (sender, receiver) = channel();
+    let run = |make: JobSource| {
+        let sender = sender.clone();
+        let events = move |event: Event| {
+            sender.send(event).unwrap();
+            Ok(())
+        };
+        service.submit_to("", 1.0, make, Arc::new(Silent), Box::new(events))
+    };
+    for round in 1..4 {
+        let bad = run(Box::new(|| panic!("planted")));
+        let waiting = submit(&service, &job);
+        let Event::Done(Err(error)) = receiver.recv().unwrap() else { panic!("an image of a job that panics") };
+        assert!(error.exit_code() == 70 && error.to_string().contains("planted"), "{error}");
+        assert!(one(waiting.wait()) == good);
+        drop(bad);
+        assert_eq!(built.load(Ordering::Relaxed), 1 + round);
+    }
+    // A job that cannot be made fails alone, and needs no new engine.
+    let missing = run(Box::new(|| Err(Error::Interrupted)));
+    assert!(matches!(receiver.recv().unwrap(), Event::Done(Err(Error::Interrupted))));
+    drop(missing);
+    assert_eq!((one(submit(&service, &job).wait()) == good, built.load(Ordering::Relaxed)), (true, 4));
+}
+
+/// Notes when it is dropped.
+struct Dropped(Sender<()>);
+
+impl Drop for Dropped {
+    fn drop(&mut self) {
+        let _ = self.0.send(());
+    }
+}
+
+/// A canceled job leaves the queue at once, with all that it holds, and a service that drains keeps what ends in time.
+#[test]
+fn jobs_leave_the_queue() {
+    let ((reached, at_op), (go, go_on)) = (channel(), channel());
+    let service = service(move || Box::new(halting(20, reached, go_on)), Variant::Distilled);
+    let job = small_job();
+    let running = service.submit_for("a", 5.0, job.clone(), Arc::new(Silent));
+    at_op.recv().unwrap();
+    let (dropped, gone) = channel();
+    let own = Dropped(dropped);
+    let events = move |_: Event| {
+        let _whole = &own;
+        Ok(())
+    };
+    let make = job.clone();
+    let handle = service.submit_to("b", 2.0, Box::new(move || Ok(make)), Arc::new(Silent), Box::new(events));
+    let [kept, late] = [1.0, 30.0].map(|seconds| service.submit_for("b", seconds, job.clone(), Arc::new(Silent)));
+    assert_eq!((service.waiting(), service.waiting_of("b"), service.seconds_waiting()), (3, 3, 33.0));
+    assert!(gone.try_recv().is_err());
+    drop(handle);
+    gone.recv_timeout(Duration::from_secs(5)).unwrap();
+    assert_eq!((service.waiting(), service.seconds_waiting()), (2, 31.0));
+    let left = service.seconds_running();
+    assert!(left > 0.0 && left <= 5.0, "{left}");
+    service.drain(25.0);
+    assert_eq!(service.waiting(), 1);
+    assert!(matches!(late.next(), Event::Done(Err(Error::Interrupted))));
+    // A closed queue takes nothing.
+    assert!(matches!(submit(&service, &job).wait(), Err(Error::Interrupted)));
+    go.send(()).unwrap();
+    for ticket in [running, kept] {
+        one(ticket.wait());
+    }
+    assert_eq!(service.seconds_running(), 0.0);
+}
+
 #[test]
 fn errors_of_building_are_returned() {
     let built = Service::start::<()>(|| Err(Error::Interrupted));
@@ -256,10 +338,12 @@ fn callers_have_fair_shares() {
     let rest =
         [submit("a", 1.0, "a2", None), submit("a", 1.0, "a3", None), submit("b", 2.0, "b1", None), submit("b", 1.0, "b2", None)];
     let gone = submit("c", 50.0, "c1", None);
+    let waiting = || (service.waiting(), service.seconds_ahead("new"));
+    let before = waiting();
     gone.cancel();
-    let waiting = (service.waiting(), service.seconds_ahead("new"));
+    let after = waiting();
     gate.wait();
-    assert_eq!(waiting, (5, 52.0));
+    assert_eq!((before, after), ((5, 52.0), (4, 2.0)));
     for ticket in std::iter::once(first).chain(rest) {
         one(ticket.wait());
     }

@@ -20,6 +20,7 @@ mod metrics;
 mod model;
 mod plan;
 mod rates;
+mod retries;
 mod route;
 mod run;
 mod server;

@@ -1,6 +1,6 @@
 //! Decides whether a request is taken, and queues its images. A request that is taken is never dropped for a later one.
 
-use super::body::Held;
+use super::body::{Digest, Held};
 use super::handler::Refusal;
 use super::limits::{IMAGE_SECONDS, WAITING_SECONDS};
 use super::plan::Plan;
@@ -60,8 +60,15 @@ fn check(load: Load) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Queues the images of a request. `share` is the client's key of fair shares.
-pub fn admit(server: &Arc<Server>, running: &Running, share: &str, plan: Plan, uploads: Held) -> Result<Arc<Work>, Refusal> {
+/// Queues the images of a request. `share` is the client's key of fair shares. With the key `repeat`, the request may come again.
+pub fn admit(
+    server: &Arc<Server>,
+    running: &Running,
+    share: &str,
+    plan: Plan,
+    uploads: Held,
+    repeat: Option<Digest>,
+) -> Result<Arc<Work>, Refusal> {
     // One at a time, so that two requests do not take the same place.
     let _turn = server.admitting();
     let Running { service, model, encoder, .. } = running;
@@ -76,7 +83,8 @@ pub fn admit(server: &Arc<Server>, running: &Running, share: &str, plan: Plan, u
     check(load)?;
     let predicted = service.seconds_ahead(share) + load.running;
     let position = service.jobs_ahead(share) + usize::from(load.running > 0.0);
-    let work = Work::new(plan, (predicted, position), server.metrics.clone(), uploads);
+    let work =
+        Work::new(plan, (predicted, position), server.metrics.clone(), uploads, repeat.map(|key| (server.retries.clone(), key)));
     let jobs = work.plan.seeds.iter().enumerate().map(|(index, &seed)| {
         let watch = Watch::new(&work, index, encoder.clone(), model.rates.clone());
         submit(server, service, share, &work.plan, (seed, watch))

@@ -6,9 +6,9 @@ use super::connection::{Activity, Peer};
 use super::guard::{self, Caller};
 use super::images;
 use super::log::Record;
+use super::retries::Found;
 use super::route::{self, Route};
 use super::server::{Phase, Server};
-use super::store::Repeated;
 use super::{admission, plan::Handover, plan::Plan, status};
 use crate::serve::work::Work;
 use futures_util::FutureExt;
@@ -22,7 +22,7 @@ use kiln::image::Format;
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
 use std::pin::pin;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Headers that the SDKs of OpenAI send, which a page of an allowed origin may send as well.
@@ -243,16 +243,20 @@ async fn generate(
     let accept = parts.headers.get(ACCEPT).map_or(&b""[..], HeaderValue::as_bytes);
     let content = digest(&[caller.share.as_bytes(), format!("{route:?}").as_bytes(), accept, &body.digest]);
     let key = given.map_or(content, |key| digest(&[caller.share.as_bytes(), key]));
-    // The lock ends with the statement.
-    let repeated = server.store().repeated(&key, &content);
-    match repeated {
-        Repeated::No => {}
-        Repeated::Same(work) => return respond(server, caller, work).await,
-        Repeated::Other => {
-            let message = "another request had this idempotency key".into();
-            return Err(ApiError { status: 422, code: "invalid_value", param: None, message }.into());
+    let claim = loop {
+        // The lock ends with the statement.
+        let found = server.retries.find(key, content);
+        match found {
+            Found::New(claim) => break claim,
+            // It ends when the twin was read.
+            Found::Wait(mut twin) => drop(twin.changed().await),
+            Found::Same(work) => return respond(server, caller, work).await,
+            Found::Other => {
+                let message = "another request had this idempotency key".into();
+                return Err(ApiError { status: 422, code: "invalid_value", param: None, message }.into());
+            }
         }
-    }
+    };
     let (headers, model, decoded) = (parts.headers.clone(), running.model.clone(), server.decoded.clone());
     let empty = Held::nothing(&server.uploads);
     let read = tokio::task::spawn_blocking(move || -> ApiResult<(Plan, Option<String>, Held)> {
@@ -269,30 +273,13 @@ async fn generate(
         Some(user) => format!("{} {user}", caller.share),
         None => caller.share.clone(),
     };
-    let work = admission::admit(server, running, &share, plan, uploads)?;
+    let work = admission::admit(server, running, &share, plan, uploads, given.map(|_| key))?;
     // The seed makes a request a pure function, so the same one joins it while it runs. With a key, a later one has its answer, too.
-    if given.is_some() || work.plan.has_seed {
-        server.store().add_retry(key, content, &work);
-    }
-    if given.is_some() {
-        tokio::spawn(keep_answer(server.clone(), key, Arc::downgrade(&work)));
+    match given.is_some() || work.plan.has_seed {
+        true => claim.share(&work),
+        false => drop(claim),
     }
     respond(server, caller, work).await
-}
-
-/// Keeps the answer of a request once it is there. Only its clients keep the request alive until then.
-async fn keep_answer(server: Arc<Server>, key: [u8; 32], work: Weak<Work>) {
-    let Some(mut news) = work.upgrade().map(|work| work.news()) else { return };
-    loop {
-        let Some(work) = work.upgrade() else { return };
-        if work.state().is_over() {
-            return server.store().finish_retry(&key, &work);
-        }
-        drop(work);
-        if news.changed().await.is_err() {
-            return;
-        }
-    }
 }
 
 /// The content of a body, and its digest.

@@ -107,7 +107,7 @@ fn url(server: &Server, caller: &Caller, made: &Arc<Made>) -> ApiResult<String> 
     while taken < random.len() {
         taken += rustix::rand::getrandom(&mut random[taken..], rustix::rand::GetRandomFlags::empty()).map_err(|_| failed())?;
     }
-    let id = server.store().add_url(made.clone(), random);
+    let id = server.store().add(made.clone(), random);
     let base = server.config.public_url.clone();
     let base = base.or_else(|| caller.host.as_ref().map(|host| format!("http://{host}")));
     Ok(format!("{}/v1/images/{id}", base.unwrap_or_default()))

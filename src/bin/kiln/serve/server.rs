@@ -6,6 +6,7 @@ use super::limits::{DECODED_BYTES, UPLOADED_BYTES};
 use super::log::Log;
 use super::metrics::Metrics;
 use super::model::Model;
+use super::retries::Retries;
 use super::store::Store;
 use super::work::Encode;
 use kiln::api::ApiError;
@@ -52,6 +53,7 @@ pub struct Server {
     pub boot: String,
     running: OnceLock<Running>,
     store: Mutex<Store>,
+    pub retries: Retries,
     phase: watch::Sender<Phase>,
     /// Why the server ends, if no signal ended it.
     failure: Mutex<Option<Error>>,
@@ -73,6 +75,7 @@ impl Server {
             boot: format!("{:x}", since.as_micros()),
             running: OnceLock::new(),
             store: Mutex::default(),
+            retries: Retries::default(),
             phase: watch::channel(Phase::Loading).0,
             failure: Mutex::default(),
             admitting: Mutex::default(),

@@ -115,7 +115,7 @@ pub fn status(server: &Server) -> Value {
 pub fn metrics(server: &Server) -> String {
     let running = server.running();
     let service = running.map(|running| &running.service);
-    let kept = server.store().bytes();
+    let kept = [("urls", server.store().bytes()), ("retries", server.retries.bytes())];
     let held = [("uploads", server.uploads.held()), ("decoded", server.decoded.held())];
     server.metrics.text(&Gauges {
         queue_length: service.map_or(0, |service| service.waiting()),

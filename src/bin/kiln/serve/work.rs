@@ -2,10 +2,11 @@
 //! leave the queue, and the one that runs stops before its next step.
 
 use super::answer::media_type;
-use super::body::Held;
+use super::body::{Digest, Held};
 use super::metrics::Metrics;
 use super::plan::{Handover, Plan};
 use super::rates::{Rates, Stopwatch};
+use super::retries::Retries;
 use hyper::body::Bytes;
 use kiln::api::ApiError;
 use kiln::error::Error;
@@ -62,6 +63,8 @@ pub struct Work {
     handles: Mutex<Vec<Handle>>,
     metrics: Arc<Metrics>,
     _uploads: Held,
+    /// Where the answer is kept, if the request may come again.
+    repeat: Option<(Retries, Digest)>,
 }
 
 /// What has been made so far.
@@ -94,7 +97,13 @@ impl State {
 }
 
 impl Work {
-    pub fn new(plan: Plan, (predicted, position): (f64, usize), metrics: Arc<Metrics>, uploads: Held) -> Arc<Self> {
+    pub fn new(
+        plan: Plan,
+        (predicted, position): (f64, usize),
+        metrics: Arc<Metrics>,
+        uploads: Held,
+        repeat: Option<(Retries, Digest)>,
+    ) -> Arc<Self> {
         let state =
             State { images: plan.seeds.iter().map(|_| None).collect(), warnings: plan.warnings.clone(), ..State::default() };
         Arc::new(Self {
@@ -107,6 +116,7 @@ impl Work {
             handles: Mutex::default(),
             metrics,
             _uploads: uploads,
+            repeat,
         })
     }
 
@@ -128,6 +138,24 @@ impl Work {
     fn change(&self, change: impl FnOnce(&mut State)) {
         change(&mut self.state());
         self.news.send_modify(|count| *count += 1);
+    }
+
+    /// Adds an image. The last one ends the request.
+    fn finish(self: &Arc<Self>, index: usize, made: Made) {
+        // The answer is kept before the first client can take it: the request lives no longer than its clients.
+        if let Some((retries, key)) = &self.repeat
+            && self.state().images.iter().enumerate().all(|(other, image)| other == index || image.is_some())
+        {
+            retries.keep(key, self);
+        }
+        self.change(|state| {
+            if let Some(place) = state.images.get_mut(index) {
+                *place = Some(Arc::new(made));
+            }
+            if state.is_over() {
+                state.ended.get_or_insert_with(Instant::now);
+            }
+        });
     }
 
     /// Adds the jobs of the images.
@@ -197,14 +225,7 @@ pub fn encode_all(tasks: std::sync::mpsc::Receiver<Encode>, encode: impl Fn(&Pla
                         work.metrics.count_image("done");
                         work.metrics.add_image_time(begun.elapsed().as_secs_f64());
                         warnings.iter().for_each(|warning| work.warn(warning));
-                        work.change(|state| {
-                            if let Some(place) = state.images.get_mut(index) {
-                                *place = Some(Arc::new(made));
-                            }
-                            if state.is_over() {
-                                state.ended.get_or_insert_with(Instant::now);
-                            }
-                        });
+                        work.finish(index, made);
                     }
                     Err(error) => {
                         work.metrics.count_image("failed");
