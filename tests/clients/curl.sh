@@ -217,7 +217,7 @@ check "waiting image" queue_has 1
 send "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64", "seed": 9}'
 check "full queue" error 429 queue_full None
 check "full queue: Retry-After" [ "$(header retry-after)" -ge 1 ]
-send "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64", "seed": 7}' --retry 2
+send "${authorized[@]}" -d '{"prompt": "'"$star"'", "size": "64x64", "seed": 7}' --retry 20
 check "retry" [ "$status" = 200 ]
 check "retry after a refusal" grep -q ' 429' headers
 decode 0

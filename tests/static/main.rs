@@ -119,6 +119,38 @@ fn unsafe_code_stands_where_it_is_allowed() {
     assert_eq!(found, allowed);
 }
 
+/// The dependencies of a section of Cargo.toml, with their lines.
+fn dependencies<'a>(manifest: &'a str, section: &str) -> Vec<(&'a str, &'a str)> {
+    let after = manifest.split(&format!("\n[{section}]\n")).nth(1).unwrap_or_else(|| panic!("no [{section}]"));
+    let lines = after.split("\n[").next().unwrap().lines().filter(|line| !line.starts_with('#'));
+    lines.filter_map(|line| line.split_once('=').map(|(name, rest)| (name.trim().trim_end_matches(".workspace"), rest))).collect()
+}
+
+/// We know what we build from: few crates, each with a reason, and none of the server's without the server.
+#[test]
+fn dependencies_are_few_and_have_reasons() {
+    let read = |name: &str| std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap();
+    let (manifest, lock, guide) = (read("Cargo.toml"), read("Cargo.lock"), read("CONTRIBUTING.md"));
+    let sections = ["dependencies", "target.'cfg(target_os = \"linux\")'.dependencies", "target.'cfg(unix)'.dependencies"];
+    let direct: Vec<_> = sections.iter().flat_map(|section| dependencies(&manifest, section)).collect();
+    assert!((15..=30).contains(&direct.len()), "{} direct dependencies", direct.len());
+    let all = lock.matches("\n[[package]]\n").count();
+    assert!((100..=200).contains(&all), "{all} crates in Cargo.lock");
+    let table = guide.split("\n## Dependencies\n").nth(1).unwrap();
+    for (name, _) in direct.iter().filter(|(name, _)| *name != "kiln-numerics") {
+        assert!(table.contains(&format!("`{name}`")), "CONTRIBUTING.md does not say what {name} is for");
+    }
+    let feature = |name: &str| {
+        let line = manifest.lines().find(|line| line.starts_with(&format!("{name} = [")));
+        line.unwrap_or_else(|| panic!("no feature {name}")).to_owned()
+    };
+    let server = ["futures-util", "hyper", "hyper-util", "multer", "tokio"];
+    for (name, rest) in direct.iter().filter(|(name, _)| server.contains(name)) {
+        assert!(rest.contains("optional = true") && feature("serve").contains(&format!("\"dep:{name}\"")), "{name}");
+        assert!(!feature("cli").contains(name) && !feature("builtin").contains(name), "{name}");
+    }
+}
+
 #[test]
 fn files_can_be_read_in_one_sitting() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

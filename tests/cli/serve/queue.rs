@@ -73,12 +73,13 @@ fn clients_take_turns() {
     let server = Server::start(&[]);
     let occupant = server.occupy();
     // Three images of one client wait, then one of another: it comes after the first, and not at the end.
-    let mut first = queue(&server, &of("a", 1, 3), 3);
-    let mut second = queue(&server, &of("b", 2, 1), 4);
+    let mut first = queue(&server, &of("a", 1, 3).with("X-Request-Id", "many"), 3);
+    let mut second = queue(&server, &of("b", 2, 1).with("X-Request-Id", "one"), 4);
     drop(occupant);
     second.answer().good();
-    assert!(server.metric(LENGTH) >= 1.0, "the other client's last image still waits");
     assert_eq!(first.answer().good().json()["data"].as_array().unwrap().len(), 3);
+    let log = server.wait_for(" id=many ");
+    assert!(log.find(" id=one ").expect(&log) < log.find(" id=many ").unwrap(), "{log}");
 }
 
 #[test]

@@ -206,12 +206,7 @@ impl Server {
 
     /// Starts an image that takes long, and waits until the engine works on it. Dropping the connection cancels it.
     pub fn occupy(&self) -> Connection {
-        self.occupy_for("occupant")
-    }
-
-    /// Like [`Server::occupy`], for a user.
-    pub fn occupy_for(&self, user: &str) -> Connection {
-        let body = json!({"prompt": "", "size": "128x128", "steps": 64, "stream": true, "progress": true, "user": user});
+        let body = json!({"prompt": "", "size": "192x192", "steps": 64, "stream": true, "progress": true, "user": "occupant"});
         let mut connection = self.begin(&Request::json("/v1/images/generations", &body));
         assert_eq!(connection.head().unwrap().status, 200);
         while connection.event().expect("progress").1["phase"] != "denoise" {}
