@@ -50,6 +50,9 @@ NOISE = 0.25
 QUICK = {"prompt": "a large red star on a blue background", "size": "64x64", "steps": 1}
 ENDLESS = {"size": "256x256", "steps": 64}
 
+# A body that no server takes.
+TOO_LARGE = bytes(BODY_BYTES + 1)
+
 # Processes that were started.
 PROCESSES = []
 
@@ -214,8 +217,14 @@ class Connection:
 
     async def ask(self, request):
         """Sends a request."""
-        await self.send(request.head(self.port) + (b"" if request.is_chunked else request.body))
-        if request.is_chunked:
+        head = request.head(self.port)
+        if not request.is_chunked:
+            # One segment, unless the copy would be large.
+            small = request.body[:MIB]
+            await self.send(head + small)
+            await self.send(memoryview(request.body)[len(small) :])
+        else:
+            await self.send(head)
             for start in range(0, len(request.body), 5000):
                 piece = request.body[start : start + 5000]
                 await self.send(b"%x\r\n%b\r\n" % (len(piece), piece))
@@ -283,7 +292,7 @@ class Server:
     """A server in a process of its own."""
 
     def __init__(self, folder, *flags, port=0):
-        self.log, self.port = Path(tempfile.mkstemp(dir=folder, suffix=".log")[1]), None
+        self.log, self.port = folder / f"{len(PROCESSES)}.log", None
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KILN_", "XDG_", "HF_"))}
         command = [folder / "kiln", "serve", "--listen", f"127.0.0.1:{port}", "--model", "builtin", "--backend", "cpu", "--threads", "1"]
         with self.log.open("wb") as log:
@@ -488,7 +497,7 @@ def draw(rng, image, bad):
     """A random request. One in ten is wrong, one in a hundred too large, and one in twenty is left by its client."""
     dice = rng.random()
     if dice < 0.11:
-        return Request(bytes(BODY_BYTES + 1), statuses=(413,)) if dice < 0.01 else rng.choice(bad)
+        return Request(TOO_LARGE, statuses=(413,)) if dice < 0.01 else rng.choice(bad)
     size = rng.choice(["64x64", "64x64", "96x64", "64x128"])
     fields = {"size": size, "steps": rng.choice([1, 1, 2]), "n": rng.choice([1] * 8 + [2, 3])}
     fields |= {"seed": rng.getrandbits(53)} if dice < 0.5 else {}
@@ -674,12 +683,12 @@ async def bounds(server, checks, rng):
     is_running = lambda event: event.get("phase") == "denoise"
     held = [(await begin(server, stream(**ENDLESS), is_running))[0]]
 
-    async def fill(address, fields):
+    async def fill(address):
         """Sends requests of ten images and then of one, until each is refused. Returns how many images wait, and the refusals."""
         waiting, refusals = 0, []
         for n in (10, 1):
             while True:
-                connection, record = await begin(server, stream(n=n, **fields), lambda event: True, address)
+                connection, record = await begin(server, stream(n=n), lambda event: True, address)
                 if record.status != 200:
                     connection.close()
                     refusals.append(fault_of(record) or json.loads(record.body)["error"]["code"])
@@ -694,9 +703,9 @@ async def bounds(server, checks, rng):
         metrics, took = await settled(server, 99)
         checks.that("all who leave the queue leave room", metrics["kiln_queue_length"] == 0 and took < 1, f"{took:.3f} s")
 
-    first = await fill("127.0.0.31", {})
+    first = await fill("127.0.0.31")
     checks.that("one client has half of the queue", first == (WAITING // 2, ["client_limit"] * 2), first)
-    second = await fill("127.0.0.32", {})
+    second = await fill("127.0.0.32")
     checks.that("the queue is full when it is full", second == (WAITING // 2, ["queue_full"] * 2), second)
     await leave()
     # The first request comes to an empty queue, which takes anything.
@@ -834,25 +843,27 @@ async def gone(server, checks, rng):
     watcher = await Connection.open(server)
     await settled(server, 2)
 
-    async def leave(what, request, until, counter="running"):
+    async def leave(what, request, until):
         """A client leaves at an event of its stream, and the next client's image begins."""
-        before = (await watcher.metrics())[f'kiln_canceled_total{{when="{counter}"}}']
+        counter = 'kiln_canceled_total{when="running"}'
+        before = (await watcher.metrics())[counter]
         if until:
             connection, record = await begin(server, request, until)
         else:
             (connection, _), record = await begin(server, request), Record()
             await asyncio.sleep(1)
-        steps = [at for at, event in record.progress() if event["phase"] == "denoise"]
-        longest = max([b - a for a, b in itertools.pairwise(steps)], default=NOISE)
+        steps = [(event["index"], at) for at, event in record.progress() if event["phase"] == "denoise"]
+        longest = max([b - a for (i, a), (j, b) in itertools.pairwise(steps) if i == j], default=NOISE)
         start = time.monotonic()
         connection.close(resets=rng.random() < 0.5)
         follower, record = await begin(server, stream(), is_event(phase="encode"), "127.0.0.33")
         took = time.monotonic() - start
+        metrics = await watcher.metrics()
         follower.close()
-        metrics, _ = await settled(server, 2)
-        canceled = metrics[f'kiln_canceled_total{{when="{counter}"}}'] - before
+        canceled = metrics[counter] - before
         checks.at_most(f"who leaves {what} makes room within a step", took, longest + NOISE)
-        checks.that(f"who leaves {what} is counted", canceled >= 1 and metrics["kiln_queue_length"] == 0, canceled)
+        checks.that(f"who leaves {what} is counted", canceled == 1 and metrics["kiln_queue_length"] == 0, canceled)
+        await settled(server, 2)
 
     await leave("while an image is made", stream(**ENDLESS), is_event(phase="denoise", done=6))
     partial = is_event(type="image_generation.partial_image")
@@ -1046,44 +1057,50 @@ async def kill(server, folder, checks):
 
 async def uploads(server, checks, rng):
     """Many large bodies at once: they share a limit on memory, which is free again after them."""
-    before, watcher = server.forget_peak(), await Connection.open(server)
-    await watcher.metrics()
-    body = Request(bytes(60 * MIB), length=61 * MIB, statuses=(429,))
-    connections = [await Connection.open(server, "127.0.0.70") for _ in range(12)]
-    asks = [asyncio.ensure_future(connection.exchange(body)) for connection in connections]
-    done, _ = await asyncio.wait(asks, timeout=8)
-    held = (await watcher.metrics())['kiln_host_bytes{kind="uploads"}']
-    faults = [fault_of(ask.result()) for ask in done]
-    told = f"{len(done)} of 12 refused, {held / MIB:.0f} MiB held, {faults}"
-    is_fine = len(done) == 4 and not any(faults) and held <= UPLOADED_BYTES
-    checks.that("bodies share a limit", is_fine, told)
-    for ask, connection in zip(asks, connections):
-        ask.cancel()
-        connection.close()
-    await asyncio.gather(*asks, return_exceptions=True)
-    await settled(server, 2)
-    watcher.close()
-    # Each body may take as much more as one alone.
-    grown = server.memory("VmHWM") - before
-    checks.at_most("bodies take their length in memory, in MiB", grown, UPLOADED_BYTES / MIB + 8 * 32)
-    checks.figure("MiB that many bodies of 480 MiB take", grown)
-    checks.at_most("memory is given back, in MiB", server.memory() - before, 64)
+    body, kept = Request(bytes(60 * MIB), length=61 * MIB, statuses=(429,)), []
+    for _ in range(2):
+        before, watcher = server.forget_peak(), await Connection.open(server)
+        await watcher.metrics()
+        connections = [await Connection.open(server, "127.0.0.70") for _ in range(12)]
+        asks = [asyncio.ensure_future(connection.exchange(body)) for connection in connections]
+        done, _ = await asyncio.wait(asks, timeout=6)
+        held = (await watcher.metrics())['kiln_host_bytes{kind="uploads"}']
+        faults = [fault_of(ask.result()) for ask in done]
+        told = f"{len(done)} of 12 refused, {held / MIB:.0f} MiB held, {faults}"
+        checks.that("bodies share a limit", len(done) == 4 and not any(faults) and held <= UPLOADED_BYTES, told)
+        for ask, connection in zip(asks, connections):
+            ask.cancel()
+            connection.close()
+        await asyncio.gather(*asks, return_exceptions=True)
+        # Each body may take as much more as one alone.
+        grown = server.memory("VmHWM") - before
+        checks.at_most("bodies take their length in memory, in MiB", grown, UPLOADED_BYTES / MIB + 8 * 32)
+        await settled(server, 2)
+        watcher.close()
+        kept.append(server.memory())
+    # The allocator may keep some of it, but not more each time.
+    checks.at_most("memory is given back, in MiB", kept[1] - kept[0], 32)
+    checks.figure("MiB that bodies of 480 MiB take, and that are resident after them", grown, kept[1])
 
 
 async def deaf(server, checks, rng):
     """Clients that ask for ten images and take none of the answer."""
     watcher = await Connection.open(server)
     done = 'kiln_images_total{result="done"}'
-    for request in (generation(size="256x256", n=10), stream(size="256x256", n=10, partial_images=3, preview="full", **{"steps": 4})):
+    shown = {"size": "256x256", "steps": 2, "n": 10}
+    for what, request in (("JSON", generation(**shown)), ("a stream", stream(partial_images=3, preview="full", **shown))):
         target = (await watcher.metrics())[done] + 10
         connection = await Connection.open(server, "127.0.0.71", SO_RCVBUF=4096, TCP_MAXSEG=536)
         await connection.ask(request)
+        # Buffers take a part. If they are full before the last image, the client is late already.
         while (metrics := await watcher.metrics())[done] < target and metrics["kiln_connections"] == 2:
             await asyncio.sleep(0.05)
         start = time.monotonic()
-        while (await watcher.metrics())["kiln_connections"] == 2 and time.monotonic() < start + ANSWER_TIME + 5:
+        while (metrics := await watcher.metrics())["kiln_connections"] == 2 and time.monotonic() < start + ANSWER_TIME + 5:
             await asyncio.sleep(0.05)
-        checks.at_most("an answer that nobody takes is given up, in seconds", time.monotonic() - start, ANSWER_TIME + 1 + NOISE)
+        made, took = 10 - target + metrics[done], time.monotonic() - start
+        is_fine = took <= ANSWER_TIME + 1 + NOISE and metrics["kiln_connections"] == 1 and metrics["kiln_queue_length"] == 0
+        checks.that(f"{what} that nobody takes is given up", is_fine, f"{took:.1f} s after {made:.0f} of 10 images")
         connection.close()
     watcher.close()
 
@@ -1099,7 +1116,7 @@ async def run(folder, checks, rng):
     async def phase(check, *arguments):
         start = time.monotonic()
         try:
-            await check(*arguments)
+            await asyncio.wait_for(check(*arguments), 400 if LONG else 90)
         except Exception:
             checks.that(check.__name__, False, traceback.format_exc()[-900:])
         print(f"load: {check.__name__}: {time.monotonic() - start:.1f} s", flush=True)
@@ -1135,8 +1152,8 @@ def main():
             for process in PROCESSES:
                 process.kill()
                 process.wait()
-            for log in Path(folder).glob("*.log") if checks.failed else ():
-                print(f"load: the end of a log:\n{log.read_text()[-1500:]}")
+            if checks.failed:
+                print(f"load: the end of the first server's log:\n{(Path(folder) / '0.log').read_text()[-1500:]}")
     width = max(len(name) for name, _ in checks.figures)
     print("\n".join(f"load: {name:{width}}  {value}" for name, value in checks.figures))
     print(f"load: {checks.count} checks in {time.monotonic() - start:.0f} s, {len(checks.failed)} failed: {checks.failed}")

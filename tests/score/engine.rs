@@ -250,7 +250,7 @@ impl Model {
         noise: Noise,
     ) -> (Image, Vec<Vec<f32>>) {
         let size = Pixels::new(SIDE, SIDE).unwrap();
-        let values = |p: &Image| p.bytes().iter().map(|v| f32::from(*v) / 127.5 - 1.0).collect();
+        let values = |p: &Image| p.bytes().iter().map(|v| f32::from(*v) / 127.5 - 1.0).collect::<Vec<f32>>();
         let job = Job {
             prompt: prompt.into(),
             size,

@@ -58,6 +58,7 @@ impl EngineRequest {
             options: session.options,
             gemms: session.backend.backend.gemm_formats(),
             predictor: session.backend.predictor.clone().ok(),
+            latest: Mutex::default(),
         };
         let (found, backend, device) = (session.found.clone(), session.backend.name, session.backend.machine.clone());
         let (targets, cache, samples, kind) =
@@ -84,7 +85,8 @@ fn warm_up(engine: &mut Engine, predictions: &Predictions, job: Job) -> Result<R
         engine.generate(&job, &Silent, &mut |_| Ok(()))?;
     }
     engine.generate(&job, &watch, &mut |_| Ok(()))?;
-    rates.learn(&predictions.estimate(&job)?, &watch.take());
+    let estimate = predictions.estimate(&job)?;
+    rates.learn(&estimate, &watch.take());
     Ok(rates)
 }
 

@@ -14,8 +14,8 @@ use kiln::locate::Found;
 use kiln::lora::Adapters;
 use kiln::predict::Predictor;
 use kiln::progress::Phase;
-use kiln::{DecodedReference, Estimate, EstimateRequest, Job, LoadOptions, Noise, NoiseKind, OpenModel, Pixels, estimate};
-use std::collections::BTreeMap;
+use kiln::{DecodedReference, Estimate, EstimateRequest, Grid, Job, LoadOptions, Noise, NoiseKind, OpenModel, Pixels, estimate};
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -46,15 +46,44 @@ pub struct Predictions {
     pub options: LoadOptions,
     pub gemms: GemmFormats,
     pub predictor: Option<Predictor>,
+    /// The costs of the latest kinds of jobs, the last one at the end. An estimate takes milliseconds, and most clients ask for one kind.
+    pub latest: Mutex<VecDeque<(String, Arc<Estimate>)>>,
 }
+
+/// How many kinds of jobs are remembered.
+const KINDS: usize = 64;
 
 impl Predictions {
     /// The cost of a job. No weight is read.
-    pub fn estimate(&self, job: &Job) -> kiln::Result<Estimate> {
+    pub fn estimate(&self, job: &Job) -> kiln::Result<Arc<Estimate>> {
+        let kind = kind_of(job);
+        let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = latest().iter().find(|(other, _)| *other == kind).map(|(_, estimate)| estimate.clone());
+        let estimate = known.map_or_else(|| self.compute(job).map(Arc::new), Ok)?;
+        let mut latest = latest();
+        latest.retain(|(other, _)| *other != kind);
+        if latest.len() >= KINDS {
+            latest.pop_front();
+        }
+        latest.push_back((kind, estimate.clone()));
+        Ok(estimate)
+    }
+
+    fn compute(&self, job: &Job) -> kiln::Result<Estimate> {
         let model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
         let time = self.predictor.as_ref().map(Predictor::op_time);
         estimate(EstimateRequest { time, ..model.estimate_request(self.options, self.gemms) }, job)
     }
+}
+
+/// All of a job that its cost depends on.
+fn kind_of(job: &Job) -> String {
+    let Job { prompt: _, negative: _, seeds: _, noise: _, sigmas: _, steps: _, .. } = job;
+    let Job { size, start, references, padding, guidance, record, adapters, .. } = job;
+    let references: Vec<Grid> = references.iter().map(|reference| reference.grid).collect();
+    let start = start.as_ref().map(|start| (start.uses_init(), start.keep.is_some(), start.is_reference));
+    let adapters = adapters.as_ref().map(|adapters| adapters.0.iter().map(|(adapter, _)| &adapter.digest).collect::<Vec<_>>());
+    format!("{:?}", (size, job.noise_levels(), start, references, padding, guidance, record, adapters))
 }
 
 /// The name of a model in OpenAI's list: its display name in lower case, with hyphens between words.
@@ -178,7 +207,7 @@ impl Model {
     }
 
     /// The cost of one image, and its predicted seconds. Refuses what the device can never hold.
-    pub fn estimate(&self, job: &Job) -> ApiResult<(Estimate, f64)> {
+    pub fn estimate(&self, job: &Job) -> ApiResult<(Arc<Estimate>, f64)> {
         let estimate = self.predictions.estimate(job).map_err(|error| ApiError::of(&error, None))?;
         if let Some(capacity) = self.capacity {
             let most = capacity.saturating_sub(SPARE_BYTES);
@@ -261,6 +290,24 @@ pub fn adapters_in(folder: &Path) -> kiln::Result<BTreeMap<String, PathBuf>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kiln::{ModelDefaults, Padding, ReferenceInput, Variant};
+
+    #[test]
+    fn jobs_of_one_kind_cost_the_same() {
+        let job = Job::new("a fox", 1, &ModelDefaults::klein(), Variant::Distilled).unwrap();
+        let other = Job { prompt: "a cat".into(), seeds: vec![2], negative: "x".into(), ..job.clone() };
+        assert_eq!(kind_of(&job), kind_of(&other));
+        let grid = Grid { width: 4, height: 4 };
+        for other in [
+            Job { size: Pixels::new(64, 64).unwrap(), ..job.clone() },
+            Job { steps: 5, ..job.clone() },
+            Job { references: vec![ReferenceInput { grid, pixels: Arc::default() }], ..job.clone() },
+            Job { guidance: 7.0, ..job.clone() },
+            Job { padding: Padding::Left, ..job.clone() },
+        ] {
+            assert_ne!(kind_of(&job), kind_of(&other));
+        }
+    }
 
     #[test]
     fn ids_are_words() {

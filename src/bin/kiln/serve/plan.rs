@@ -130,7 +130,7 @@ impl Plan {
             steps: settings.job.steps,
             guidance: settings.guidance.chosen,
             seconds,
-            estimate: Arc::new(estimate),
+            estimate,
             settings: Arc::new(LaterSettings::new(request, settings, model, budget)),
         })
     }
