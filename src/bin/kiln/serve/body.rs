@@ -15,6 +15,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::time::{Instant, timeout_at};
 
+/// How many bytes of a body arrive before its announced length is believed.
+const TRUSTED_AFTER: usize = 1 << 20;
+
 /// Bytes that many hold together, up to a limit.
 #[derive(Debug)]
 pub struct Budget {
@@ -105,6 +108,11 @@ pub async fn read(mut body: Incoming, budget: &Arc<Budget>) -> ApiResult<(Vec<u8
         if !held.grow(data.len() as u64) {
             let message = "too many images are on their way; try again".into();
             return Err(ApiError { status: 429, code: "queue_full", param: None, message });
+        }
+        // A client that has sent this much means what it announced. Without this the vector would leave its smaller selves behind.
+        let rest = usize::try_from(body.size_hint().lower()).unwrap_or(0);
+        if rest > 0 && bytes.len() + data.len() > bytes.capacity().max(TRUSTED_AFTER) {
+            bytes.reserve_exact((data.len() + rest).min(BODY_BYTES - bytes.len()));
         }
         bytes.extend_from_slice(&data);
     }

@@ -29,9 +29,16 @@ impl Drop for SocketFile {
     }
 }
 
+/// How many connections may wait to be accepted.
+const BACKLOG: i32 = 4096;
+
 /// Binds a TCP address.
 pub fn tcp(address: SocketAddr) -> Result<TcpListener> {
-    let bound = TcpListener::bind(address).and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
+    let bound = TcpListener::bind(address).and_then(|listener| {
+        // The standard library's 128 would make a burst of clients wait for a second.
+        rustix::net::listen(&listener, BACKLOG)?;
+        listener.set_nonblocking(true).map(|()| listener)
+    });
     bound.map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::AddrInUse => "another program has this port; choose one with --listen, or 0 for a free one",
