@@ -118,8 +118,8 @@ pub struct Request {
     pub stream: bool,
     /// How many previews the stream has.
     pub partial_images: u8,
-    /// How previews are made.
-    pub preview: PreviewKind,
+    /// How previews are made, if the client chose a way.
+    pub preview: Option<PreviewKind>,
     /// Whether the stream has events of progress.
     pub progress: bool,
     /// What the client calls the quality. It has no effect, and the answer repeats it.
@@ -206,9 +206,7 @@ impl Request {
             delivery,
             stream: fields.truth(&["stream"])?.unwrap_or(false),
             partial_images: fields.whole(&["partial_images"], 0..=3)?.unwrap_or(0),
-            preview: fields
-                .choice(&["preview"], &[("fast", PreviewKind::Fast), ("full", PreviewKind::Full)])?
-                .unwrap_or(PreviewKind::Fast),
+            preview: fields.choice(&["preview"], &[("fast", PreviewKind::Fast), ("full", PreviewKind::Full)])?,
             progress: fields.truth(&["progress"])?.unwrap_or(false),
             quality: fields.text(&["quality"])?.unwrap_or_else(|| "auto".into()),
             user: user.or(other),

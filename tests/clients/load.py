@@ -50,9 +50,6 @@ NOISE = 0.25
 QUICK = {"prompt": "a large red star on a blue background", "size": "64x64", "steps": 1}
 ENDLESS = {"size": "256x256", "steps": 64}
 
-# A piece of work that shows how fast the machine is.
-PIECE = random.Random(1).randbytes(300_000)
-
 # A body that no server takes.
 TOO_LARGE = bytes(BODY_BYTES + 1)
 
@@ -536,13 +533,13 @@ class Watch:
     """Samples of the queue, of the memory and of the engine's thread."""
 
     def __init__(self, server):
-        self.at, self.queue, self.predicted, self.memory, self.computed = [], [], [], [], []
+        self.at, self.queue, self.predicted, self.memory, self.computed, self.is_over = [], [], [], [], [], False
         self.task = asyncio.ensure_future(self.sample(server))
 
     async def sample(self, server):
         connection = await Connection.open(server)
         try:
-            while True:
+            while not self.is_over:
                 metrics = await connection.metrics()
                 self.at.append(time.monotonic())
                 self.queue.append(metrics["kiln_queue_length"])
@@ -555,8 +552,8 @@ class Watch:
 
     async def stop(self):
         """Ends the sampling. Returns why it has ended already, if it has."""
-        self.task.cancel()
-        return [error for error in await asyncio.gather(self.task, return_exceptions=True) if isinstance(error, Exception)]
+        self.is_over = True
+        return (await asyncio.gather(self.task, return_exceptions=True))[0]
 
     def ran(self, start, end):
         """Seconds that the engine has run between two moments, and has waited for a core."""
@@ -577,31 +574,21 @@ class Watch:
         return (ran + waited) / max(ran, 0.01)
 
 
-def pace():
-    """Seconds that this machine takes for a fixed piece of work, by the clock of the thread."""
-    start = time.thread_time()
-    zlib.compress(PIECE)
-    return time.thread_time() - start
-
-
-async def times(server, is_over):
-    """How long quick requests take, one after the other, without the time in which the engine waited for a core. Also how long the
-    server has computed for each, on all its threads. A machine's speed varies, so both are for one that compresses a piece in 10 ms."""
-    connection, found, paces, start = await Connection.open(server, "127.0.0.12"), [], [], server.processor_time()
-    while not is_over(len(found)):
-        paces.append(pace())
-        _, before = server.computed()
-        record = await connection.exchange(replace(generation(), statuses=(200,)))
-        if fault := fault_of(record):
-            raise RuntimeError(f"a quick request failed: {fault}")
-        found.append(record.seconds - (server.computed()[1] - before))
-    connection.close()
-    scale = 0.01 / statistics.median(paces)
-    return [scale * seconds for seconds in found], scale * (server.processor_time() - start) / len(found)
-
-
-async def idle(server, count=12):
-    return await times(server, lambda done: done >= count)
+async def times(servers, is_over):
+    """How long quick requests take, in turns at each server, without the time in which its engine waited for a core. Also how long each
+    server has computed for one of them, on all its threads. The speed of a machine varies, but in turns it is the same for all."""
+    connections = [await Connection.open(server, "127.0.0.12") for server in servers]
+    found, starts = [[] for _ in servers], [server.processor_time() for server in servers]
+    while not is_over(len(found[0])):
+        for server, connection, times in zip(servers, connections, found):
+            _, before = server.computed()
+            record = await connection.exchange(replace(generation(), statuses=(200,)))
+            if fault := fault_of(record):
+                raise RuntimeError(f"a quick request failed: {fault}")
+            times.append(record.seconds - (server.computed()[1] - before))
+    for connection in connections:
+        connection.close()
+    return found, [(server.processor_time() - start) / len(found[0]) for server, start in zip(servers, starts)]
 
 
 async def settled(server, connections=1, seconds=1.0):
@@ -623,10 +610,11 @@ async def made(server):
     return metrics["kiln_queue_seconds_count"]
 
 
-async def load(server, checks, rng):
-    """Two hundred clients of eight addresses want more than the server can do."""
+async def load(server, checks, rng, other):
+    """Two hundred clients of eight addresses want more than the server can do. Nobody uses the other one."""
     watch = Watch(server)
-    before, files = (await idle(server))[0], server.files()
+    await times([server, other], lambda done: done >= 12)
+    files = server.files()
     probes = start_probe(server, "--probe")
     records, start, images = [], time.monotonic(), await made(server)
     requests = png(64, 64), list(bad_requests())
@@ -667,7 +655,13 @@ async def load(server, checks, rng):
     is_fine = metrics["kiln_queue_length"] == 0 and now <= files
     checks.that("nothing is left of the load", is_fine, f"{now} files instead of {files}")
     checks.that("no image failed", metrics['kiln_images_total{result="failed"}'] == 0, metrics['kiln_images_total{result="failed"}'])
-    await compare(checks, "idle requests are as fast as before the load", lambda: idle(server), before, 1.05)
+    # A program may disturb a measurement, but not three in a row.
+    for _ in range(3):
+        (now, idle), _ = await times([server, other], lambda done: done >= 15)
+        if is_fine := not is_slower(idle, now, 1.05):
+            break
+    told = f"{statistics.median(now):.3f} s, and {statistics.median(idle):.3f} s without load before"
+    checks.that("requests after the load are as fast as without", is_fine, told)
     checks.figure("requests by status", dict(sorted(statuses.items(), key=str)))
     p50_p99 = lambda values: [percentile(values, share) for share in (0.5, 0.99)]
     checks.figure("images, seconds of the engine for each, and slowdown by other programs", images, each, watch.slowdown(start, end))
@@ -679,15 +673,6 @@ async def load(server, checks, rng):
     checks.figure("longest queue, largest predicted seconds", max(queue), max(predicted))
     checks.figure("resident MiB, and growth from the first to the last third", statistics.median(memory), growth(memory))
     checks.figure("seconds of /health and of late wake-ups, p50 and p99", *p50_p99(health), *p50_p99(late))
-
-
-async def compare(checks, what, measure, base, factor):
-    """Compares times with a base. Another program may disturb a measurement, but not three in a row."""
-    for _ in range(3):
-        found = (await measure())[0]
-        if is_fine := not is_slower(base, found, factor):
-            break
-    checks.that(what, is_fine, f"{statistics.median(base):.3f} s before, {statistics.median(found):.3f} s now, factor {factor}")
 
 
 async def bounds(server, checks, rng):
@@ -761,8 +746,8 @@ async def silent(server, address, count, begin=b"", drip=b""):
     return await asyncio.gather(*(one() for _ in range(count)))
 
 
-async def slow(server, checks, rng):
-    """Clients that say nothing, or too slowly, are closed in time, and delay nobody."""
+async def slow(server, checks, rng, other):
+    """Clients that say nothing, or too slowly, are closed in time, and delay nobody. They do not know of the other server."""
     half = f"GET /health HTTP/1.1\r\nHost: localhost:{server.port}\r\nX-Half: ".encode()
 
     async def attack():
@@ -771,17 +756,17 @@ async def slow(server, checks, rng):
         kinds += [("127.0.0.23", PER_ADDRESS, b"next " + half), ("127.0.0.24", PER_ADDRESS, b"next G", half[1:] * 9)]
         probes = start_probe(server, "--fresh")
         attacks = asyncio.gather(*(silent(server, *kind) for kind in kinds))
-        found, each = await times(server, lambda done: attacks.done())
-        return found, each, await attacks, probes()
+        found, computed = await times([server, other], lambda done: attacks.done())
+        return found, computed, await attacks, probes()
 
     # Another program may disturb a measurement, but not three in a row.
     for _ in range(3):
-        before, computed = await idle(server, 8)
-        during, each, lives, (late, health) = await attack()
+        (during, idle), computed, lives, (late, health) = await attack()
         limit = 0.05 + 2 * percentile(late, 0.99)
-        if is_fine := not is_slower(before, during, 1.2) and each <= 1.2 * computed and percentile(health, 0.99) <= limit:
+        is_fine = not is_slower(idle, during, 1.2) and computed[0] <= 1.2 * computed[1] and percentile(health, 0.99) <= limit
+        if is_fine:
             break
-    told = f"{statistics.median(before):.3f} and {statistics.median(during):.3f} s, of which computed {computed:.3f} and {each:.3f} s"
+    told = f"{statistics.median(during):.3f} and {statistics.median(idle):.3f} s, of which computed {computed[0]:.3f} and {computed[1]:.3f} s"
     told += f"; p99 of new clients {percentile(health, 0.99):.3f}, limit {limit:.3f}"
     checks.that("slow clients do not delay others", is_fine, told)
     checks.at_most("each new client is answered", max(health), 1)
@@ -796,7 +781,7 @@ async def slow(server, checks, rng):
         is_fine = not wrong_lives(begun, HEADER_TIME, HEADER_TIME + 9) and not wrong_lives(there, 0, HEADER_TIME + 1)
         told = f"{len(group)} closed after {min(begun, key=lambda x: x or 0)} to {max(there, key=lambda x: x or 1e9)} s"
         checks.that(f"clients have five seconds for a header: {kind}", is_fine, told)
-    checks.figure("quick requests in seconds: idle, among slow clients", statistics.median(before), statistics.median(during))
+    checks.figure("quick requests in seconds: idle, among slow clients", statistics.median(idle), statistics.median(during))
     found = [percentile(health, share) for share in (0.5, 0.99, 1)]
     checks.figure("/health of new clients among slow ones in seconds, p50, p99 and longest", *found)
 
@@ -858,7 +843,10 @@ async def gone(server, checks, rng):
     async def leave(what, request, until):
         """A client leaves at an event of its stream, and the next client's image begins."""
         counter = 'kiln_canceled_total{when="running"}'
-        before = (await watcher.metrics())[counter]
+        # The image of the last client may still end.
+        while (metrics := await watcher.metrics())["kiln_queue_predicted_seconds"] > 0:
+            await asyncio.sleep(0.05)
+        before = metrics[counter]
         if until:
             connection, record = await begin(server, request, until)
         else:
@@ -1134,8 +1122,8 @@ async def run(folder, checks, rng):
         print(f"load: {check.__name__}: {time.monotonic() - start:.1f} s", flush=True)
 
     patient = asyncio.ensure_future(phase(patience, server, checks, rng))
-    await phase(load, server, checks, rng)
-    await phase(slow, server, checks, rng)
+    await phase(load, server, checks, rng, other)
+    await phase(slow, server, checks, rng, other)
     await phase(bounds, server, checks, rng)
     await patient
     for check in [gone, bombs] + [uploads, deaf] * LONG:

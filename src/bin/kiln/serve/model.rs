@@ -13,7 +13,7 @@ use kiln::error::Error;
 use kiln::locate::Found;
 use kiln::lora::Adapters;
 use kiln::predict::Predictor;
-use kiln::progress::Phase;
+use kiln::progress::{Phase, PreviewKind};
 use kiln::{DecodedReference, Estimate, EstimateRequest, Grid, Job, LoadOptions, Noise, NoiseKind, OpenModel, Pixels, estimate};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -221,6 +221,22 @@ impl Model {
         }
         let seconds = self.rates.seconds(&estimate);
         Ok((estimate, seconds))
+    }
+
+    /// How the previews of a request are made: by the model's colors if it has some, unless the client chose another way.
+    pub fn preview_kind(&self, request: &Request) -> ApiResult<PreviewKind> {
+        let has_colors = {
+            let model = self.predictions.model.lock().unwrap_or_else(PoisonError::into_inner);
+            model.configs.vae.preview.is_some()
+        };
+        match request.preview {
+            Some(PreviewKind::Fast) if !has_colors && request.partial_images > 0 => {
+                let message = "this model has no colors for fast previews; `full` decodes them";
+                Err(ApiError::new("unsupported_value", "preview", message))
+            }
+            Some(kind) => Ok(kind),
+            None => Ok(if has_colors { PreviewKind::Fast } else { PreviewKind::Full }),
+        }
     }
 
     /// What a client may not expect of its request.

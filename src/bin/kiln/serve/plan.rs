@@ -121,7 +121,7 @@ impl Plan {
             handover,
             format: request.format(),
             partial_images: request.partial_images,
-            preview: request.preview,
+            preview: model.preview_kind(&request)?,
             wants_progress: request.progress,
             quality: request.quality.clone(),
             ignored: request.ignored.clone(),
