@@ -210,6 +210,7 @@ impl Terminal {
     }
 
     /// Prints a line whatever the verbosity is.
+    #[cfg(feature = "serve")]
     pub fn log(&self, text: &str) {
         self.line(Verbosity::Quiet, text);
     }
